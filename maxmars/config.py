@@ -1,0 +1,418 @@
+"""Configuration: frozen dataclasses and their validation, nothing else.
+
+A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. Everything
+derived is a property. `None` disables an option, `Literal` enumerates one. No JAX is imported here, so
+`maxmars train CONFIG --help` needs no accelerator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{type(config).__name__}.{name}={value} must be greater than zero.")
+
+
+def _require_fraction(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"{type(config).__name__}.{name}={value} must lie in [0, 1).")
+
+
+def _require_not_negative(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{type(config).__name__}.{name}={value} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """The model. Presets `small`, `medium`, `large`, `xl` are the four published GPT-2 sizes."""
+
+    num_layers: int = 12
+    """Number of transformer blocks."""
+    num_heads: int = 12
+    """Attention heads; must divide embed_dim."""
+    embed_dim: int = 768
+    """Width of the residual stream."""
+    max_seq_len: int = 1024
+    """Context length in tokens; also the length of a training sequence."""
+    vocab_size: int = 50257
+    """Number of token ids that the softmax covers."""
+    vocab_pad_multiple: int = 1
+    """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked out
+    of the softmax, so the loss does not depend on it; use it to make `tensor` divide the vocabulary."""
+    use_bias: bool = True
+    """Biases in linear layers and LayerNorms (GPT-2 has them; the MARS paper's models do not)."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """Also divide the attention logits of layer i by i + 1 (the MARS paper's models do)."""
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance in every LayerNorm."""
+    param_dtype: Literal["float32", "float64"] = "float32"
+    """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
+    compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of matrix products; norms, logits, softmax and loss use float32 at least."""
+    remat: Literal["full", "dots"] | None = None
+    """Rematerialisation of a block in the backward pass: `full` keeps only its input, `dots` keeps
+    the results of its matrix products, None keeps everything."""
+    scan_unroll: int = 1
+    """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
+
+    def __post_init__(self) -> None:
+        """Reject sizes that do not fit together."""
+        _require_positive(
+            self,
+            "num_layers",
+            "num_heads",
+            "embed_dim",
+            "max_seq_len",
+            "vocab_size",
+            "vocab_pad_multiple",
+            "layer_norm_epsilon",
+            "scan_unroll",
+        )
+        _require(
+            self.embed_dim % self.num_heads == 0,
+            f"model.embed_dim={self.embed_dim} must be a multiple of "
+            f"model.num_heads={self.num_heads}.",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token embedding: `vocab_size` rounded up to `vocab_pad_multiple`."""
+        return -(-self.vocab_size // self.vocab_pad_multiple) * self.vocab_pad_multiple
+
+    @classmethod
+    def small(cls) -> GPT2Config:
+        """GPT-2 small, 124M parameters."""
+        return cls()
+
+    @classmethod
+    def medium(cls) -> GPT2Config:
+        """GPT-2 medium, 355M parameters."""
+        return cls(num_layers=24, num_heads=16, embed_dim=1024)
+
+    @classmethod
+    def large(cls) -> GPT2Config:
+        """GPT-2 large, 774M parameters."""
+        return cls(num_layers=36, num_heads=20, embed_dim=1280)
+
+    @classmethod
+    def xl(cls) -> GPT2Config:
+        """GPT-2 XL, 1558M parameters."""
+        return cls(num_layers=48, num_heads=25, embed_dim=1600)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW: decay on the weight matrices of linear layers, none on embeddings, norms and biases."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        _require_positive(self, "learning_rate", "eps")
+        _require_fraction(self, "b1", "b2")
+        _require_not_negative(self, "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarsConfig:
+    """MARS-AdamW, approximate form (arXiv 2411.10438): variance reduction on every matrix,
+    embeddings included; norms and biases are AdamW's."""
+
+    learning_rate: float = 6e-3
+    """Peak learning rate of matrices; the schedule multiplies it."""
+    b1: float = 0.95
+    """Decay of the first moment."""
+    b2: float = 0.99
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    gamma: float = 0.025
+    """Strength of the variance-reduction correction; 0 turns it off."""
+    clip_threshold: float | None = 1.0
+    """Bound on the norm of each matrix's corrected gradient; None does not clip."""
+    weight_decay: float = 1e-2
+    """Decoupled weight decay of the linear layers' matrices (embeddings take none)."""
+    amsgrad: bool = False
+    """Divide by the running maximum of the second moment."""
+    optimize_vectors: bool = False
+    """Give norms and biases the MARS rule too, with the matrices' hyperparameters and no decay."""
+    vector_learning_rate_scale: float = 0.5
+    """Learning rate of norms and biases as a fraction of `learning_rate`."""
+    vector_b1: float = 0.9
+    """Decay of the first moment of norms and biases."""
+    vector_b2: float = 0.95
+    """Decay of the second moment of norms and biases."""
+    vector_weight_decay: float = 0.1
+    """Weight decay of norms and biases. The official code decays LayerNorm gains by 0.1."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        _require_positive(
+            self, "learning_rate", "eps", "clip_threshold", "vector_learning_rate_scale"
+        )
+        _require_fraction(self, "b1", "b2", "vector_b1", "vector_b2")
+        _require_not_negative(self, "gamma", "weight_decay", "vector_weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning-rate schedule: linear warmup from zero, then a cosine to `final_fraction`."""
+
+    warmup_steps: int = 2000
+    """Steps from learning rate zero to the peak."""
+    decay_steps: int | None = None
+    """Step at which the cosine reaches its end; None means at num_steps."""
+    final_fraction: float = 0.1
+    """Learning rate at the end and after it, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        _require_not_negative(self, "warmup_steps")
+        _require_positive(self, "decay_steps")
+        _require(
+            0 <= self.final_fraction <= 1,
+            f"schedule.final_fraction={self.final_fraction} must lie in [0, 1].",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShardsConfig:
+    """Tokens prepared on disk: a directory written by `maxmars data prepare`."""
+
+    path: str
+    """Directory with meta.json, train_*.bin and val_*.bin."""
+    shuffle: bool = True
+    """Visit the windows in a new random order each epoch, without replacement."""
+    verify: bool = False
+    """Compare every shard with its checksum before training starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonSourcesConfig:
+    """The running interpreter's standard library as text, one token a byte. Needs no download:
+    it is prepared once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+
+    shuffle: bool = True
+    """Visit the windows in a new random order each epoch, without replacement."""
+    verify: bool = False
+    """Compare every shard with its checksum before training starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The device mesh `data` x `fsdp` x `tensor`. Its product must be the number of devices."""
+
+    data: int | None = None
+    """Replicas of the parameters; the batch is split over them. None takes the devices left over."""
+    fsdp: int = 1
+    """Parts into which parameters and optimizer state are split; the batch is split over them too."""
+    tensor: int = 1
+    """Parts into which each layer's heads and MLP are split; must divide the heads."""
+
+    def __post_init__(self) -> None:
+        """Reject empty axes."""
+        _require_positive(self, "data", "fsdp", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Validation in the loop: the first windows of the validation split, always the same."""
+
+    every: int | None = 1000
+    """Steps between evaluations (also at step 0 and at the end); None never evaluates."""
+    num_windows: int = 512
+    """Number of sequences of max_seq_len tokens to score."""
+    batch_size: int | None = None
+    """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
+
+    def __post_init__(self) -> None:
+        """Reject empty evaluations."""
+        _require_positive(self, "every", "num_windows", "batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints in `<workdir>/checkpoints`."""
+
+    every: int | None = 1000
+    """Steps between checkpoints; there is always one at the end. None writes only that one."""
+    keep_last: int = 2
+    """Number of newest checkpoints to keep."""
+
+    def __post_init__(self) -> None:
+        """Reject intervals and counts below one."""
+        _require_positive(self, "every", "keep_last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is printed and written to `<workdir>/metrics.jsonl`."""
+
+    every: int = 10
+    """Steps between metrics lines."""
+
+    def __post_init__(self) -> None:
+        """Reject intervals below one."""
+        _require_positive(self, "every")
+
+
+OptimizerConfig = AdamWConfig | MarsConfig
+DataConfig = TokenShardsConfig | PythonSourcesConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    name: str
+    """Name of the run; its default working directory is runs/NAME."""
+    seed: int = 0
+    """Seed of the initial weights and of the token order."""
+    num_steps: int
+    """Number of optimizer steps."""
+    global_batch_size: int
+    """Sequences a step, over all devices and microbatches."""
+    num_microbatches: int = 1
+    """Parts of the batch that go through the model one after the other; saves memory, and changes
+    neither the tokens of a step nor, rounding aside, its gradient."""
+    gradient_clip_norm: float | None = 1.0
+    """Scale the gradient down to this global norm; None does not clip."""
+    gradient_multiplier: float = 1.0
+    """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
+    where others average; a multiplier equal to its number of microbatches reproduces that."""
+    model: GPT2Config
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        """Reject fields that do not fit together."""
+        _require(bool(self.name), "name must not be empty: it names the working directory.")
+        _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
+        _require_positive(
+            self,
+            "num_steps",
+            "global_batch_size",
+            "num_microbatches",
+            "gradient_clip_norm",
+            "gradient_multiplier",
+        )
+        _require(
+            self.global_batch_size % self.num_microbatches == 0,
+            f"global_batch_size={self.global_batch_size} must be a multiple of "
+            f"num_microbatches={self.num_microbatches}.",
+        )
+        _require(
+            self.schedule.warmup_steps <= self.decay_steps,
+            f"schedule.warmup_steps={self.schedule.warmup_steps} must not exceed the schedule's end "
+            f"at step {self.decay_steps}; lower it or raise num_steps.",
+        )
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning-rate schedule ends."""
+        return self.num_steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences in one microbatch, over all devices."""
+        return self.global_batch_size // self.num_microbatches
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences scored at once in an evaluation, over all devices."""
+        return self.microbatch_size if self.eval.batch_size is None else self.eval.batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens a step, over all devices and microbatches."""
+        return self.global_batch_size * self.model.max_seq_len
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A JSON-ready dict of a config; a nested dataclass says its class under `type`."""
+    fields = {"type": type(config).__name__}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+    return fields
+
+
+def from_dict(fields: dict[str, Any]) -> Any:
+    """The inverse of `to_dict`.
+
+    Raises:
+      ValueError: the dict names an unknown class or field, for example one of another version.
+    """
+    fields = dict(fields)
+    name = fields.pop("type", None)
+    cls = _CONFIG_CLASSES.get(name)
+    if cls is None:
+        raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
+    unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
+    if unknown:
+        raise ValueError(
+            f"{name} has no field {', '.join(sorted(unknown))}; the config was written by "
+            "another version of maxmars."
+        )
+    return cls(**{k: from_dict(v) if isinstance(v, dict) else v for k, v in fields.items()})
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted names of the leaves in which two configs differ, with both values."""
+    if type(old) is not type(new) or not dataclasses.is_dataclass(old):
+        return [] if old == new else [(prefix, old, new)]
+    rows = []
+    for f in dataclasses.fields(old):
+        name = f"{prefix}.{f.name}" if prefix else f.name
+        rows += differences(getattr(old, f.name), getattr(new, f.name), name)
+    return rows
+
+
+def _classes_of(annotation: Any) -> list[type]:
+    if isinstance(annotation, types.UnionType):
+        return [c for part in typing.get_args(annotation) for c in _classes_of(part)]
+    return [annotation] if dataclasses.is_dataclass(annotation) else []
+
+
+_CONFIG_CLASSES: dict[str, type] = {TrainConfig.__name__: TrainConfig} | {
+    cls.__name__: cls
+    for annotation in typing.get_type_hints(TrainConfig).values()
+    for cls in _classes_of(annotation)
+}

@@ -1,0 +1,148 @@
+"""Mesh, sharding rules and the rows of a batch that a process holds.
+
+The mesh has three axes. `data` replicates the parameters, `fsdp` splits parameters, gradients and
+optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and `fsdp`.
+Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from maxmars.config import MeshConfig
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Which mesh axes each logical axis is split over; `None` is not split."""
+
+    batch: tuple[str, ...] | None = ("data", "fsdp")
+    length: str | None = None
+    layers: str | None = None
+    embed: str | None = "fsdp"
+    qkv: str | None = None
+    heads: str | None = "tensor"
+    head_dim: str | None = None
+    mlp: str | None = "tensor"
+    vocab: str | None = "tensor"
+    positions: str | None = None
+    norm: str | None = None  # a few thousand numbers: gathering them costs more than keeping them
+
+    def spec(self, *logical_axes: str | None) -> PartitionSpec:
+        """PartitionSpec of an array whose axes have these logical names (None: not split)."""
+        return PartitionSpec(*(None if a is None else getattr(self, a) for a in logical_axes))
+
+
+RULES = ShardingRules()
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
+
+    Raises:
+      ValueError: the axis sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    count, rest = len(devices), config.fsdp * config.tensor
+    data = config.data if config.data is not None else count // rest
+    if data * rest != count:
+        sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        wanted = f"{data}x{config.fsdp}x{config.tensor}" if config.data else f"{rest} or a multiple"
+        raise ValueError(
+            f"the mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} needs "
+            f"{wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and mesh.tensor "
+            f"must be one of {sizes}, and their product must be {count}."
+        )
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((data, config.fsdp, config.tensor), AXES, axis_types=types, devices=devices)
+
+
+def tree_shardings(mesh: Mesh, logical_axes: Any, rules: ShardingRules = RULES) -> Any:
+    """NamedShardings for a tree whose leaves are tuples of logical axis names."""
+    return jax.tree.map(
+        lambda axes: NamedSharding(mesh, rules.spec(*axes)),
+        logical_axes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Constrain an activation to the ambient mesh (`jax.set_mesh`); without one, return it as it is."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a batch of shape [microbatches, rows, tokens]."""
+    return NamedSharding(mesh, RULES.spec(None, "batch", None))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Number of parts into which the rows of a microbatch are split."""
+    return int(np.prod([mesh.shape[a] for a in RULES.batch or ()]))
+
+
+def check_divides(mesh: Mesh, name: str, size: int, logical_axis: str) -> None:
+    """Check that the mesh divides a dimension.
+
+    Raises:
+      ValueError: it does not; the message names the sizes of the mesh axes that do.
+    """
+    axes = getattr(RULES, logical_axis)
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        parts = mesh.shape[axis]
+        if size % parts:
+            fits = [n for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
+            raise ValueError(
+                f"mesh.{axis}={parts} does not divide {name}={size}; "
+                f"mesh.{axis} may be {', '.join(map(str, fits))}."
+            )
+
+
+def local_rows(mesh: Mesh, shape: tuple[int, int]) -> np.ndarray:
+    """Rows of a [microbatches, rows] batch that this process's devices hold.
+
+    Returns:
+      int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending. Processes
+      between which only `tensor` is split hold the same rows.
+    """
+    microbatches, rows = shape
+    sharding = NamedSharding(mesh, RULES.spec("batch"))
+    held = np.zeros(rows, bool)
+    for (index,) in sharding.addressable_devices_indices_map((rows,)).values():
+        held[index] = True
+    return np.arange(microbatches)[:, None] * rows + np.flatnonzero(held)
+
+
+def to_device(mesh: Mesh, local: np.ndarray, rows: int) -> jax.Array:
+    """Global [microbatches, rows, ...] array from the local rows of each process (see `local_rows`)."""
+    shape = (local.shape[0], rows, *local.shape[2:])
+    sharding = NamedSharding(mesh, RULES.spec(None, "batch", *[None] * (local.ndim - 2)))
+    return jax.make_array_from_process_local_data(sharding, local, shape)
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of `abstract` that carry `shardings`."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, abstract or concrete, over all devices."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
