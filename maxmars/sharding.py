@@ -146,3 +146,33 @@ def bytes_of(tree: Any) -> int:
     """Bytes of all arrays of a tree, abstract or concrete, over all devices."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
+
+
+def like_params(tree: Any, params: Any) -> Any:
+    """Shardings for optimizer state: a leaf takes the sharding of the parameter it belongs to.
+
+    Args:
+      tree: abstract optimizer state. A leaf belongs to a parameter when its path ends with the
+        parameter's path and their shapes agree.
+      params: abstract parameters that carry NamedShardings.
+
+    Returns:
+      A pytree like `tree` of NamedShardings; what belongs to no parameter is replicated.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    by_path = {_names(path): leaf for path, leaf in leaves}
+    everywhere = replicated(leaves[0][1].sharding.mesh)
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        names = _names(path)
+        for start in range(len(names)):
+            param = by_path.get(names[start:])
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

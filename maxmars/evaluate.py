@@ -1,0 +1,79 @@
+"""Validation loss of parameters over a fixed stream of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int
+
+from maxmars import sharding
+from maxmars.config import GPT2Config
+from maxmars.model import graph_and_abstract_params, logical_axes, token_losses
+
+EvalStep = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationLoss:
+    """Result of `validation_loss`."""
+
+    loss: float
+    """Nats a token."""
+    num_tokens: int
+    """Tokens scored."""
+
+
+def make_eval_step(config: GPT2Config, mesh: Mesh) -> EvalStep:
+    """A jitted function of (params, tokens [1, rows, T + 1], mask [1, rows]).
+
+    It returns the sum of nats over the rows whose mask is 1, and how many tokens these are.
+    """
+    graph, _ = graph_and_abstract_params(config)
+
+    def step(
+        params: Any, tokens: Int[Array, "1 rows window"], mask: Float32[Array, "1 rows"]
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        losses = token_losses(nnx.merge(graph, params), tokens[0])
+        rows = mask[0].astype(losses.dtype)
+        num_tokens = mask[0].astype(jnp.int32).sum() * losses.shape[1]
+        return (losses * rows[:, None]).sum(), num_tokens
+
+    jitted = jax.jit(
+        step,
+        in_shardings=(
+            sharding.tree_shardings(mesh, logical_axes(config)),
+            sharding.batch_sharding(mesh),
+            jax.sharding.NamedSharding(mesh, sharding.RULES.spec(None, "batch")),
+        ),
+        out_shardings=sharding.replicated(mesh),
+    )
+
+    def eval_step(
+        params: Any, tokens: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        with jax.set_mesh(mesh):
+            return jitted(params, tokens, mask)
+
+    return eval_step
+
+
+def validation_loss(
+    eval_step: EvalStep, params: Any, batches: Iterable[tuple[jax.Array, jax.Array]]
+) -> ValidationLoss:
+    """Mean over all tokens of all batches: sum of nats over number of tokens.
+
+    Args:
+      eval_step: see `make_eval_step`.
+      params: the parameters, in the mesh's shardings.
+      batches: pairs (tokens, mask).
+    """
+    pending = [eval_step(params, tokens, mask) for tokens, mask in batches]
+    sums = jax.device_get(pending)
+    nats, num_tokens = sum(float(n) for n, _ in sums), sum(int(c) for _, c in sums)
+    return ValidationLoss(loss=nats / num_tokens, num_tokens=num_tokens)

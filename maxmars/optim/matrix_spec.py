@@ -1,0 +1,99 @@
+"""What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSpec:
+    """Which axes of a parameter form one matrix.
+
+    A dense layer's kernel [in, out] is `MatrixSpec(rows=(0,), cols=(1,))`; the same for a stack of
+    layers [layers, in, out] is `MatrixSpec(batch=(0,), rows=(1,), cols=(2,))`; a fused projection
+    stored [layers, embed, 3, heads, head_dim] has `cols=(2, 3, 4)`. Every rule that is per matrix
+    (the clip, an orthogonalisation) is then applied to each matrix of the stack by itself.
+
+    Without rows it describes vectors: a stack of biases [layers, width] is
+    `MatrixSpec(batch=(0,), rows=(), cols=(1,))`.
+    """
+
+    batch: tuple[int, ...] = ()
+    """Axes that stack independent matrices."""
+    rows: tuple[int, ...]
+    """Input axes."""
+    cols: tuple[int, ...]
+    """Output axes."""
+
+    def __post_init__(self) -> None:
+        """Reject an axis that stands twice and a spec without output axes."""
+        axes = (*self.batch, *self.rows, *self.cols)
+        if sorted(axes) != list(range(len(axes))):
+            raise ValueError(
+                f"{self} must name each axis from 0 to {len(axes) - 1} exactly once, "
+                "in batch, rows or cols."
+            )
+        if not self.cols:
+            raise ValueError(f"{self} has no output axes: put at least one axis into cols.")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether this describes matrices, not vectors."""
+        return bool(self.rows)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The axes of one matrix (or vector)."""
+        return (*self.rows, *self.cols)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.batch) + len(self.inner)
+
+
+def default_spec(ndim: int) -> MatrixSpec:
+    """A 2-D parameter is one matrix [in, out]; any other is one vector."""
+    if ndim == 2:
+        return MatrixSpec(rows=(0,), cols=(1,))
+    return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))
+
+
+def resolve_specs(specs: Any, params: Any) -> Any:
+    """One `MatrixSpec` per parameter.
+
+    Args:
+      specs: None for the default of every leaf, or a pytree prefix of `params` whose leaves are
+        `MatrixSpec`s, or None for a vector.
+      params: the parameters, arrays or abstract.
+
+    Returns:
+      A pytree like `params` of `MatrixSpec`s.
+
+    Raises:
+      ValueError: a spec has another number of axes than its parameter.
+    """
+    if specs is None:
+        return jax.tree.map(lambda p: default_spec(p.ndim), params)
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, MatrixSpec)
+
+    def resolve(spec: MatrixSpec | None, subtree: Any) -> Any:
+        return jax.tree.map(lambda p: _checked(spec, p), subtree)
+
+    return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
+
+
+def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
+    if spec is None:
+        return MatrixSpec(rows=(), cols=tuple(range(max(param.ndim, 1))))
+    if spec.ndim != param.ndim:
+        raise ValueError(
+            f"{spec} describes {spec.ndim} axes, but its parameter has shape {param.shape}; "
+            "name each of its axes in batch, rows or cols."
+        )
+    return spec

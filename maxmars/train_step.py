@@ -1,0 +1,240 @@
+"""The train step: a pure function of a `TrainState` and a batch, jitted over a mesh.
+
+`train` runs it, `plan` compiles it for hardware that is not there, and the tests call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from maxmars import sharding
+from maxmars.config import TrainConfig
+from maxmars.model import graph_and_abstract_params, init_params, logical_axes, token_losses
+from maxmars.optimizer_factory import make_optimizer, make_schedule
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that a training step reads and writes; nested dicts of arrays, optimizer state aside."""
+
+    step: Any
+    """Number of steps taken, int32 []. Drives the schedule and the data position."""
+    params: Any
+    """Parameters."""
+    opt_state: Any
+    """Optimizer state; its arrays have the parameters' shardings."""
+    prev_params: Any
+    """Parameters of the step before, for optimizers that need them; None otherwise."""
+    hyperparams: Any
+    """What a sweep varies, as arrays, so that changing it never recompiles: `learning_rate` []."""
+
+
+def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
+    """Check that the mesh divides the model and the batch.
+
+    Raises:
+      ValueError: it does not; the message names the sizes that work.
+    """
+    model = config.model
+    sharding.check_divides(mesh, "model.num_heads", model.num_heads, "heads")
+    sharding.check_divides(mesh, "model.embed_dim", model.embed_dim, "embed")
+    if model.padded_vocab_size % mesh.shape["tensor"]:
+        raise ValueError(
+            f"mesh.tensor={mesh.shape['tensor']} does not divide the vocabulary of "
+            f"{model.padded_vocab_size}; set model.vocab_pad_multiple to a multiple of "
+            f"{mesh.shape['tensor']}."
+        )
+    shards = sharding.batch_shards(mesh)
+    if config.microbatch_size % shards:
+        raise ValueError(
+            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
+            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
+            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
+        )
+
+
+def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """The state's shapes, dtypes and shardings; nothing is allocated.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    check_mesh(config, mesh)
+    abstract = jax.eval_shape(lambda: _initial_state(config, 0))
+    params = sharding.with_shardings(
+        abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))
+    )
+    return sharding.with_shardings(abstract, sharding.like_params(abstract, params))
+
+
+def init_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """A new state, created in place on its devices; its values do not depend on the mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    init = jax.jit(
+        lambda seed: _initial_state(config, seed),
+        out_shardings=_shardings(abstract_train_state(config, mesh)),
+    )
+    with jax.set_mesh(mesh):
+        return init(np.uint32(config.seed))
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The jitted step on its mesh. Calling it donates (uses up) the state."""
+
+    mesh: Mesh
+    jitted: Any
+    """`jax.jit` function of (TrainState, tokens)."""
+    abstract_state: TrainState
+    abstract_tokens: jax.ShapeDtypeStruct
+
+    def __call__(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
+        """One optimizer step.
+
+        Args:
+          state: the state; its buffers are reused for the new one.
+          tokens: int32 [microbatches, rows, max_seq_len + 1].
+
+        Returns:
+          The new state and the metrics `train/loss` (nats a token), `train/grad_norm` (before the
+          clip), `train/learning_rate` and `train/nonfinite` (1 when the update was withheld).
+        """
+        with jax.set_mesh(self.mesh):
+            return self.jitted(state, tokens)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered ahead of time, from shapes alone."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(self.abstract_state, self.abstract_tokens)
+
+
+def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
+    """Build the step for a config and a mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    abstract_state = abstract_train_state(config, mesh)
+    shape = (config.num_microbatches, config.microbatch_size, config.model.max_seq_len + 1)
+    tokens_sharding = sharding.batch_sharding(mesh)
+    shardings = _shardings(abstract_state)
+    jitted = jax.jit(
+        lambda state, tokens: _step(config, shardings.params, state, tokens),
+        donate_argnums=0,
+        in_shardings=(shardings, tokens_sharding),
+        out_shardings=(shardings, sharding.replicated(mesh)),
+    )
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens_sharding)
+    return TrainStep(mesh, jitted, abstract_state, tokens)
+
+
+def _shardings(abstract: TrainState) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _initial_state(config: TrainConfig, seed: Any) -> TrainState:
+    params = init_params(config.model, seed)
+    learning_rate = config.optimizer.learning_rate
+    tx = make_optimizer(config.optimizer, config.model, learning_rate)
+    return TrainState(
+        step=jnp.zeros([], jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        prev_params=None,
+        hyperparams={"learning_rate": jnp.asarray(learning_rate, config.model.param_dtype)},
+    )
+
+
+def _step(
+    config: TrainConfig,
+    param_shardings: Any,
+    state: TrainState,
+    tokens: Int[Array, "microbatches rows window"],
+) -> tuple[TrainState, Metrics]:
+    learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
+    with jax.named_scope("model"):
+        loss, grads = mean_loss_and_grads(_loss_function(config), state.params, tokens)
+        # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
+        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
+    with jax.named_scope("clip"):
+        grads = jax.tree.map(lambda g: g * config.gradient_multiplier, grads)
+        grads, grad_norm = clip_by_global_norm(grads, config.gradient_clip_norm)
+    with jax.named_scope("optimizer"):
+        tx = make_optimizer(config.optimizer, config.model, learning_rate)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        params, opt_state = _where(finite, (params, opt_state), (state.params, state.opt_state))
+    new_state = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        prev_params=None,
+        hyperparams=state.hyperparams,
+    )
+    metrics = {
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/learning_rate": learning_rate,
+        "train/nonfinite": 1 - finite.astype(jnp.int32),
+    }
+    return new_state, metrics
+
+
+def _loss_function(config: TrainConfig) -> Callable[[Any, jax.Array], jax.Array]:
+    graph, _ = graph_and_abstract_params(config.model)
+
+    def loss(params: Any, tokens: Int[Array, "rows window"]) -> Float[Array, ""]:
+        return token_losses(nnx.merge(graph, params), tokens).mean()
+
+    return loss
+
+
+def mean_loss_and_grads(
+    loss: Callable[[Any, jax.Array], jax.Array], params: Any, tokens: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Loss and gradient, averaged over the microbatches on the first axis of `tokens`."""
+    value_and_grad = jax.value_and_grad(loss)
+    count = tokens.shape[0]
+    if count == 1:
+        return value_and_grad(params, tokens[0])
+
+    def accumulate(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, tokens[0]))
+    total, _ = jax.lax.scan(accumulate, zeros, tokens)
+    return jax.tree.map(lambda x: x / count, total)
+
+
+def clip_by_global_norm(grads: Any, max_norm: float | None) -> tuple[Any, jax.Array]:
+    """Gradients scaled by min(1, max_norm / (norm + 1e-6)), PyTorch's rule, and their norm before.
+
+    None for `max_norm` leaves them as they are.
+    """
+    norm = optax.tree.norm(grads)
+    if max_norm is None:
+        return grads, norm
+    scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    # An elementwise select fuses into the update, which reads the old values anyway.
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)

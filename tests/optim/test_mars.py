@@ -1,0 +1,383 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxmars.optim import MatrixSpec, mars, scale_by_mars
+
+VECTORS = MatrixSpec(batch=(0,), rows=(), cols=(1,))
+
+
+def random_tree(seed=0, scale=1.0):
+    """Parameters of a small network: two matrices and two vectors."""
+    rng = np.random.default_rng(seed)
+    shapes = {"dense": {"kernel": (6, 4), "bias": (4,)}, "embedding": (9, 6), "norm": (6,)}
+    return jax.tree.map(
+        lambda shape: (scale * rng.standard_normal(shape)).astype(np.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def run(tx, params, gradients, prev_gradients=None, **kwargs):
+    """Parameters after each step; the update is jitted once."""
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, grads, extra):
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    history = []
+    for i, grads in enumerate(gradients):
+        extra = kwargs if prev_gradients is None else {"prev_grads": prev_gradients[i]}
+        params, state = step(params, state, grads, extra)
+        history.append(params)
+    return history
+
+
+def assert_trees_close(ours, theirs, atol):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
+
+
+# --- the official code -----------------------------------------------------------------------------
+
+ADAMW_CASES = [
+    "mars_adamw",
+    "mars_adamw_1d",
+    "mars_adamw_exact",
+    "mars_adamw_gamma0",
+    "mars_adamw_amsgrad",
+    "mars_adamw_gamma_large",
+]
+
+
+def official_case(reference_dir, case):
+    folder = reference_dir / "reference"
+    arrays = np.load(folder / "optimizer_reference.npz")
+    info = json.loads((folder / "optimizer_reference.json").read_text())
+    arguments, lr0 = dict(info["cases"][case]["kw"]), info["cases"][case]["lr0"]
+    assert arguments.pop("mars_type") == "mars-adamw"
+    exact = not arguments.pop("is_approx", True)
+    rates = jnp.asarray(arrays["lr"])
+    b1, b2 = arguments.pop("betas")
+    vector_b1, vector_b2 = arguments.pop("betas_1d")
+    tx = mars(
+        lambda count: rates[count],
+        b1=b1,
+        b2=b2,
+        exact=exact,
+        optimize_vectors=arguments.pop("optimize_1d", False),
+        vector_learning_rate_scale=arguments.pop("lr_1d") / lr0,
+        vector_b1=vector_b1,
+        vector_b2=vector_b2,
+        vector_weight_decay=arguments.pop("weight_decay_1d"),
+        **arguments,
+    )
+    names = list(info["shapes"])
+
+    def tree(prefix, step=None):
+        values = {n: arrays[f"{prefix}/{n}"] for n in names}
+        if step is not None:
+            values = {n: v[step] for n, v in values.items()}
+        return {n: jnp.asarray(v.T if v.ndim == 2 else v) for n, v in values.items()}
+
+    steps = range(info["steps"])
+    prev = [tree("prev_grads", i) for i in steps] if exact else None
+    return tx, tree("params0"), [tree("grads", i) for i in steps], prev, [
+        tree(case, i) for i in steps
+    ]
+
+
+@pytest.mark.parametrize("case", ADAMW_CASES)
+@pytest.mark.parametrize(("dtype", "atol"), [("float64", 1e-9), ("float32", 5e-6)])
+def test_official_trajectory(reference_dir, case, dtype, atol):
+    with jax.enable_x64(dtype == "float64"):
+        tx, params, grads, prev, expected = official_case(reference_dir, case)
+        params, grads, prev = jax.tree.map(lambda x: x.astype(dtype), (params, grads, prev))
+        for ours, theirs in zip(run(tx, params, grads, prev), expected, strict=True):
+            assert_trees_close(ours, theirs, atol)
+
+
+# --- our own plain reference -----------------------------------------------------------------------
+
+
+def plain_mars(param, grads, last_grads, *, rate, b1, b2, eps, gamma, clip, decay, amsgrad=False):
+    """The equations of the module docstring in float64 NumPy, for one tensor."""
+    p = param.astype(np.float64)
+    m = v = v_max = np.zeros_like(p)
+    history = []
+    for t, (g, last) in enumerate(zip(grads, last_grads, strict=True), start=1):
+        c = g + gamma * b1 / (1 - b1) * (g - last)
+        if clip is not None:
+            c = c / max(1, np.linalg.norm(c) / clip)
+        m = b1 * m + (1 - b1) * c
+        v = b2 * v + (1 - b2) * c**2
+        v_max = np.maximum(v_max, v)
+        root = np.sqrt(v_max if amsgrad else v) / np.sqrt(1 - b2**t)
+        p = p - rate * (m / (1 - b1**t) / (root + eps) + decay * p)
+        history.append(p)
+    return history
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_equations(exact, amsgrad):
+    params = random_tree(0)
+    grads = [random_tree(i, 0.3 * i) for i in range(1, 9)]
+    prev = [random_tree(100 + i, 0.3 * i) for i in range(1, 9)]
+    tx = mars(
+        0.01,
+        gamma=0.3,
+        weight_decay=0.2,
+        exact=exact,
+        amsgrad=amsgrad,
+        vector_learning_rate=0.005,
+        vector_weight_decay=0.1,
+    )
+    ours = run(tx, params, grads, prev if exact else None)[-1]
+    last = [jax.tree.map(np.zeros_like, params)] + (prev[1:] if exact else grads[:-1])
+
+    def expected(param, *gs):
+        gs, lasts = gs[: len(grads)], gs[len(grads) :]
+        if param.ndim == 2:
+            own = {"rate": 0.01, "b1": 0.95, "b2": 0.99, "gamma": 0.3, "clip": 1.0, "decay": 0.2}
+        else:
+            own = {"rate": 0.005, "b1": 0.9, "b2": 0.95, "gamma": 0, "clip": None, "decay": 0.1}
+        return plain_mars(param, gs, lasts, eps=1e-8, amsgrad=amsgrad, **own)[-1]
+
+    assert_trees_close(ours, jax.tree.map(expected, params, *grads, *last), 2e-6)
+
+
+# --- identities and structure ----------------------------------------------------------------------
+
+
+def test_without_correction_and_clip_it_is_adamw():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 20)]
+    ours = mars(
+        0.01,
+        b1=0.9,
+        b2=0.95,
+        gamma=0.0,
+        clip_threshold=None,
+        weight_decay=0.1,
+        vector_b1=0.9,
+        vector_b2=0.95,
+        vector_weight_decay=0.1,
+    )
+    adamw = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.1)
+    for a, b in zip(run(ours, params, grads), run(adamw, params, grads), strict=True):
+        assert_trees_close(a, b, 2e-6)
+
+
+def test_gamma_zero_stores_no_last_gradient():
+    state = scale_by_mars(gamma=0.0).init(random_tree())
+    assert state.last_grad is None
+    assert scale_by_mars(gamma=lambda count: 0.0 * count).init(random_tree()).last_grad is not None
+
+
+@pytest.mark.parametrize("optimize_vectors", [False, True])
+def test_a_stack_of_layers_equals_separate_parameters(optimize_vectors):
+    layers = [random_tree(i) for i in range(4)]
+    # Different sizes of gradient, so that some layers are clipped and others are not.
+    gradients = [
+        [random_tree(10 * step + i, 10.0 ** (i - 2)) for i in range(4)] for step in range(1, 7)
+    ]
+    options = {"weight_decay": 0.1, "gamma": 0.1, "optimize_vectors": optimize_vectors}
+    matrix = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+    specs = {
+        "dense": {"kernel": matrix, "bias": VECTORS},
+        "embedding": matrix,
+        "norm": VECTORS,
+    }
+
+    def stack(trees):
+        return jax.tree.map(lambda *xs: np.stack(xs), *trees)
+
+    stacked = run(
+        mars(0.01, matrix_specs=specs, **options), stack(layers), [stack(g) for g in gradients]
+    )[-1]
+    separate = [
+        run(mars(0.01, **options), layer, [g[i] for g in gradients])[-1]
+        for i, layer in enumerate(layers)
+    ]
+    assert_trees_close(stacked, stack(separate), 1e-6)
+
+
+def test_a_matrix_over_several_axes_is_clipped_as_one():
+    rng = np.random.default_rng(0)
+    param = rng.standard_normal((3, 8, 3, 2, 4)).astype(np.float32)  # layers, embed, qkv, heads, dim
+    grads = [10 * rng.standard_normal(param.shape).astype(np.float32) for _ in range(3)]
+    spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
+    fused = run(mars(0.01, matrix_specs=spec), param, grads)[-1]
+    flat_spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+    flat = run(
+        mars(0.01, matrix_specs=flat_spec),
+        param.reshape(3, 8, 24),
+        [g.reshape(3, 8, 24) for g in grads],
+    )[-1]
+    np.testing.assert_allclose(fused.reshape(3, 8, 24), flat, atol=1e-7)
+
+
+def test_a_stacked_norm_is_a_vector_by_its_spec_not_by_its_dimensions():
+    params = {"norm": np.ones((3, 5), np.float32)}
+    grads = [{"norm": np.full((3, 5), 10.0, np.float32)}]
+    as_vector = run(
+        mars(0.01, vector_learning_rate=0.5, vector_weight_decay=0.0, matrix_specs={"norm": None}),
+        params,
+        grads,
+    )[-1]
+    np.testing.assert_allclose(as_vector["norm"], 0.5, atol=1e-6)  # Adam's first step is its rate
+    as_matrix = run(mars(0.01, vector_learning_rate=0.5), params, grads)[-1]
+    np.testing.assert_allclose(as_matrix["norm"], 0.99, atol=1e-6)
+
+
+def test_specs_may_be_a_prefix():
+    params = {"a": {"x": np.ones((2, 3), np.float32), "y": np.ones((3, 2), np.float32)}}
+    state = mars(0.1, matrix_specs={"a": None}).init(params)
+    assert "vector" in state.inner_states
+    vector_state = state.inner_states["vector"].inner_state[0]
+    assert vector_state.mu["a"]["x"].shape == (2, 3)
+
+
+def test_zero_gradients_give_a_finite_zero_update():
+    params = random_tree()
+    zeros = jax.tree.map(np.zeros_like, params)
+    after = run(mars(0.1, vector_weight_decay=0.0), params, [zeros, zeros])[-1]
+    assert_trees_close(after, params, 0)
+
+
+def test_decay_mask():
+    params = random_tree()
+    zeros = jax.tree.map(np.zeros_like, params)
+    mask = {"dense": {"kernel": True, "bias": False}, "embedding": False, "norm": False}
+    after = run(mars(0.1, weight_decay=0.5, mask=mask, vector_weight_decay=0.0), params, [zeros])[-1]
+    np.testing.assert_allclose(
+        after["dense"]["kernel"], 0.95 * params["dense"]["kernel"], rtol=1e-6
+    )
+    np.testing.assert_array_equal(after["embedding"], params["embedding"])
+
+
+# --- schedules, dtypes, optax's contract -----------------------------------------------------------
+
+
+def test_schedules_of_the_rate_and_of_gamma():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 5)]
+    rates, gammas = [0.1, 0.05, 0.02, 0.01], [0.1, 0.3, 0.0, 0.2]
+    tx = mars(
+        lambda count: jnp.asarray(rates)[count],
+        gamma=lambda count: jnp.asarray(gammas)[count],
+        vector_learning_rate_scale=0.5,
+        vector_weight_decay=0.0,
+    )
+    ours = run(tx, params, grads)[-1]
+    kernel, vector = params["embedding"].astype(np.float64), params["norm"].astype(np.float64)
+    m = v = np.zeros_like(kernel)
+    vm = vv = np.zeros_like(vector)
+    last = np.zeros_like(kernel)
+    for t in range(4):
+        g = grads[t]["embedding"]
+        c = g + gammas[t] * 19 * (g - last)
+        c, last = c / max(1, np.linalg.norm(c)), g
+        m, v = 0.95 * m + 0.05 * c, 0.99 * v + 0.01 * c**2
+        kernel = kernel - rates[t] * m / (1 - 0.95 ** (t + 1)) / (
+            np.sqrt(v / (1 - 0.99 ** (t + 1))) + 1e-8
+        )
+        g = grads[t]["norm"]
+        vm, vv = 0.9 * vm + 0.1 * g, 0.95 * vv + 0.05 * g**2
+        vector = vector - 0.5 * rates[t] * vm / (1 - 0.9 ** (t + 1)) / (
+            np.sqrt(vv / (1 - 0.95 ** (t + 1))) + 1e-8
+        )
+    np.testing.assert_allclose(ours["embedding"], kernel, atol=2e-6)
+    np.testing.assert_allclose(ours["norm"], vector, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_state_dtypes_are_stable(dtype):
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree())
+    tx = mars(0.01, mu_dtype="bfloat16", last_grad_dtype="bfloat16", amsgrad=True)
+    state = tx.init(params)
+    updates, new_state = jax.jit(tx.update)(params, state, params)
+    types = jax.tree.map(lambda x: x.dtype, state)
+    assert jax.tree.map(lambda x: x.dtype, new_state) == types
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    inner = state.inner_states["matrix"].inner_state[0]
+    assert inner.mu["embedding"].dtype == inner.last_grad["embedding"].dtype == jnp.bfloat16
+    assert inner.nu["embedding"].dtype == jnp.dtype(dtype)
+
+
+def test_bytes_per_parameter():
+    params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+    def per_parameter(**options):
+        state = jax.eval_shape(mars(0.1, **options).init, params)
+        big = [x for x in jax.tree.leaves(state) if x.size > 1]
+        return sum(x.size * x.dtype.itemsize for x in big) / 64**2
+
+    assert per_parameter() == 12
+    assert per_parameter(last_grad_dtype=jnp.bfloat16) == 10
+    assert per_parameter(exact=True) == per_parameter(gamma=0.0) == 8
+
+
+def test_the_second_call_does_not_recompile():
+    tx = mars(lambda count: 0.1 / (count + 1))
+    params = random_tree()
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        _, state = update(params, state, params)
+    assert update._cache_size() == 1
+
+
+def test_injected_hyperparameters_equal_constant_ones():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 4)]
+    constant = run(mars(0.01, b1=0.9, vector_learning_rate_scale=0.5), params, grads)[-1]
+    injected = optax.inject_hyperparams(
+        mars, static_args=("exact", "amsgrad", "optimize_vectors", "vector_learning_rate_scale")
+    )(0.01, b1=0.9, vector_learning_rate_scale=0.5)
+    assert_trees_close(run(injected, params, grads)[-1], constant, 1e-6)
+
+
+def test_multi_steps_takes_the_averaged_gradient_as_last():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 9)]
+    means = [
+        jax.tree.map(lambda a, b: (a + b) / 2, x, y)
+        for x, y in zip(grads[::2], grads[1::2], strict=True)
+    ]
+    accumulated = run(optax.MultiSteps(mars(0.01), 2), params, grads)[-1]
+    assert_trees_close(accumulated, run(mars(0.01), params, means)[-1], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: mars(0.1, b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
+        (lambda: mars(0.1, b2=-0.1), r"b2=-0.1 must lie in \[0, 1\)"),
+        (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
+        (lambda: mars(0.1, clip_threshold=0.0), "clip_threshold=0.0 must be positive"),
+        (
+            lambda: mars(lambda count: 0.1, vector_learning_rate=0.01),
+            "vector_learning_rate_scale",
+        ),
+        (
+            lambda: mars(0.1, vector_learning_rate=0.1, vector_learning_rate_scale=0.1),
+            "both given",
+        ),
+        (
+            lambda: mars(0.1, matrix_specs=MatrixSpec(rows=(0,), cols=(1, 2))).init(
+                np.ones((2, 2), np.float32)
+            ),
+            r"describes 3 axes, but its parameter has shape \(2, 2\)",
+        ),
+        (lambda: MatrixSpec(batch=(0,), rows=(0,), cols=(1,)), "exactly once"),
+        (lambda: MatrixSpec(rows=(0,), cols=()), "no output axes"),
+        (lambda: run(mars(0.1, exact=True), random_tree(), [random_tree()]), "prev_grads="),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,233 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gpt2_reference import Reference
+from tiny import MODEL
+
+from maxmars.config import GPT2Config
+from maxmars.model import (
+    graph_and_abstract_params,
+    init_params,
+    logical_axes,
+    num_parameters,
+    token_losses,
+)
+
+
+def apply(config, params, tokens):
+    graph, _ = graph_and_abstract_params(config)
+    return jax.jit(lambda p, t: nnx.merge(graph, p)(t))(params, tokens)
+
+
+def loss_and_grads(config, params, tokens):
+    graph, _ = graph_and_abstract_params(config)
+    tokens = jnp.asarray(tokens)
+    loss = jax.jit(jax.value_and_grad(lambda p: token_losses(nnx.merge(graph, p), tokens).mean()))
+    return loss(params)
+
+
+def random_tokens(config, rows=2, length=None, seed=0):
+    shape = (rows, length or config.max_seq_len)
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, shape)
+    return tokens.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        # Hugging Face's gpt2, gpt2-medium, gpt2-large and gpt2-xl.
+        (GPT2Config.small(), 124_439_808),
+        (GPT2Config.medium(), 354_823_168),
+        (GPT2Config.large(), 774_030_080),
+        (GPT2Config.xl(), 1_557_611_200),
+    ],
+    ids=["small", "medium", "large", "xl"],
+)
+def test_parameter_counts(preset, count):
+    assert num_parameters(preset) == count
+    per_layer = 10 * preset.embed_dim + 3 * preset.embed_dim  # biases and LayerNorm biases
+    without = dataclasses.replace(preset, use_bias=False)
+    assert count - num_parameters(without) == (
+        preset.num_layers * (per_layer - 2 * preset.embed_dim) + preset.embed_dim
+    )
+
+
+@pytest.mark.smoke
+def test_logits_and_gradients_equal_the_official_model_in_float64(reference_dir, x64):
+    reference = Reference(reference_dir)
+    config = reference.model_config("float64")
+    params = jax.tree.map(jnp.asarray, reference.tree("params0"))
+    tokens = reference.arrays["batches"][0, 0].astype(np.int32)
+
+    logits = apply(config, params, tokens[:, :-1])
+    assert logits.dtype == jnp.float64
+    np.testing.assert_allclose(logits, reference.arrays["logits"], rtol=0, atol=1e-10)
+
+    loss, grads = loss_and_grads(config, params, tokens)
+    np.testing.assert_allclose(loss, reference.arrays["loss"], rtol=0, atol=1e-12)
+    for ours, theirs in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(reference.tree("grad")), strict=True
+    ):
+        assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
+
+
+def test_logits_and_gradients_equal_the_official_model_in_float32(reference_dir):
+    reference = Reference(reference_dir)
+    config = reference.model_config("float32")
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), reference.tree("params0"))
+    tokens = reference.arrays["batches"][0, 0].astype(np.int32)
+    np.testing.assert_allclose(
+        apply(config, params, tokens[:, :-1]), reference.arrays["logits"], rtol=0, atol=1e-5
+    )
+    _, grads = loss_and_grads(config, params, tokens)
+    for ours, theirs in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(reference.tree("grad")), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def plain_logits(config, params, tokens):
+    """GPT-2 in float64 NumPy, one sequence, one layer and one head at a time."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def norm(x, weights, i=None):
+        scale, bias = (weights[k] if i is None else weights[k][i] for k in ("scale", "bias"))
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon) * scale + bias
+
+    length = len(tokens)
+    x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][:length]
+    for i in range(config.num_layers):
+        h = p["h"]
+        y = norm(x, h["ln_1"], i)
+        attended = np.zeros_like(x)
+        for head in range(config.num_heads):
+            kernel = h["attn"]["c_attn"]["kernel"][i][:, :, head]
+            bias = h["attn"]["c_attn"]["bias"][i][:, head]
+            q, k, v = (y @ kernel[:, j] + bias[j] for j in range(3))
+            scores = q @ k.T / np.sqrt(config.head_dim)
+            if config.scale_attn_by_inverse_layer_idx:
+                scores = scores / (i + 1)
+            scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            attended += weights @ v @ h["attn"]["c_proj"]["kernel"][i][head]
+        x = x + attended + h["attn"]["c_proj"]["bias"][i]
+        y = norm(x, h["ln_2"], i) @ h["mlp"]["c_fc"]["kernel"][i] + h["mlp"]["c_fc"]["bias"][i]
+        y = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+        x = x + y @ h["mlp"]["c_proj"]["kernel"][i] + h["mlp"]["c_proj"]["bias"][i]
+    return (norm(x, p["ln_f"]) @ p["wte"]["embedding"].T)[:, : config.vocab_size]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("inverse", [False, True])
+def test_logits_equal_a_plain_numpy_gpt2(inverse):
+    config = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=inverse)
+    noise = np.random.default_rng(1)
+    params = jax.tree.map(  # biases start at zero, which would hide them
+        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32), init_params(config, 0)
+    )
+    tokens = random_tokens(config)
+    logits = apply(config, params, tokens)[..., : config.vocab_size]
+    for row, expected in zip(logits, tokens, strict=True):
+        np.testing.assert_allclose(row, plain_logits(config, params, expected), atol=2e-5)
+
+
+def test_initial_values():
+    params = init_params(dataclasses.replace(MODEL, embed_dim=256), 0)
+    h = params["h"]
+    assert np.std(params["wte"]["embedding"]) == pytest.approx(0.02, rel=0.02)
+    assert np.std(h["attn"]["c_attn"]["kernel"]) == pytest.approx(0.02, rel=0.02)
+    residual = 0.02 / np.sqrt(2 * MODEL.num_layers)
+    assert np.std(h["attn"]["c_proj"]["kernel"]) == pytest.approx(residual, rel=0.02)
+    assert np.std(h["mlp"]["c_proj"]["kernel"]) == pytest.approx(residual, rel=0.02)
+    assert not np.any(h["mlp"]["c_fc"]["bias"])
+    assert np.all(h["ln_1"]["scale"] == 1)
+    kernels = h["mlp"]["c_fc"]["kernel"]
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+def test_vocabulary_padding_does_not_change_the_loss():
+    plain = dataclasses.replace(MODEL, vocab_pad_multiple=1)
+    padded = dataclasses.replace(MODEL, vocab_pad_multiple=64)
+    params = init_params(plain, 0)
+    table = np.asarray(params["wte"]["embedding"])
+    extra = np.full((padded.padded_vocab_size - plain.vocab_size, plain.embed_dim), 9.0, np.float32)
+    padded_params = params | {"wte": {"embedding": np.concatenate([table, extra])}}
+    tokens = random_tokens(plain, length=plain.max_seq_len + 1)
+    loss, grads = loss_and_grads(plain, params, tokens)
+    padded_loss, padded_grads = loss_and_grads(padded, padded_params, tokens)
+    assert padded_loss == pytest.approx(float(loss), abs=1e-6)
+    padded_table = padded_grads["wte"]["embedding"]
+    np.testing.assert_allclose(
+        padded_table[: plain.vocab_size], grads["wte"]["embedding"], atol=1e-6
+    )
+    assert not np.any(padded_table[plain.vocab_size :])
+
+
+@pytest.mark.parametrize(
+    "change", [{"remat": "full"}, {"remat": "dots"}, {"scan_unroll": 3}, {"scan_unroll": 100}]
+)
+def test_remat_and_unroll_change_nothing_but_rounding(change):
+    params = init_params(MODEL, 0)
+    tokens = random_tokens(MODEL, length=MODEL.max_seq_len + 1)
+    loss, grads = loss_and_grads(MODEL, params, tokens)
+    other_loss, other_grads = loss_and_grads(dataclasses.replace(MODEL, **change), params, tokens)
+    assert other_loss == pytest.approx(float(loss), abs=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_remat_saves_memory():
+    def temporaries(remat):
+        config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
+        graph, abstract = graph_and_abstract_params(config)
+        tokens = jax.ShapeDtypeStruct((8, config.max_seq_len + 1), jnp.int32)
+        loss = jax.grad(lambda p, t: token_losses(nnx.merge(graph, p), t).mean())
+        return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
+
+    everything, dots, full = temporaries(None), temporaries("dots"), temporaries("full")
+    assert full < dots < everything
+
+
+def test_bfloat16_compute_keeps_logits_and_loss_in_float32():
+    config = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    params = init_params(config, 0)
+    tokens = random_tokens(config, length=config.max_seq_len + 1)
+    assert apply(config, params, tokens[:, :-1]).dtype == jnp.float32
+    loss, grads = loss_and_grads(config, params, tokens)
+    exact, _ = loss_and_grads(MODEL, params, tokens)
+    assert loss.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    assert float(loss) == pytest.approx(float(exact), abs=5e-3)  # bfloat16 has 8 bits of mantissa
+
+
+def test_a_token_does_not_see_later_ones():
+    params = init_params(MODEL, 0)
+    tokens = random_tokens(MODEL)
+    changed = tokens.copy()
+    changed[:, 9:] = (changed[:, 9:] + 1) % MODEL.vocab_size
+    before, after = apply(MODEL, params, tokens), apply(MODEL, params, changed)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not np.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_logical_axes_match_the_parameters():
+    _, abstract = graph_and_abstract_params(MODEL)
+    axes = logical_axes(MODEL)
+    ndims = jax.tree.map(lambda _, names: len(names), abstract, axes)
+    assert ndims == jax.tree.map(lambda p: p.ndim, abstract)
+    assert axes["h"]["attn"]["c_attn"]["kernel"] == ("layers", "embed", "qkv", "heads", "head_dim")
+    assert axes["h"]["attn"]["c_attn"]["bias"] == ("layers", "qkv", "heads", "head_dim")
+    assert axes["ln_f"]["scale"] == ("norm",)
+
+
+def test_clear_errors():
+    with pytest.raises(ValueError, match="JAX_ENABLE_X64=1"):
+        init_params(dataclasses.replace(MODEL, param_dtype="float64"), 0)
+    with pytest.raises(ValueError, match=r"17 tokens is longer than model.max_seq_len=16"):
+        apply(MODEL, init_params(MODEL, 0), np.zeros((1, 17), np.int32))

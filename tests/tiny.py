@@ -1,0 +1,48 @@
+"""A tiny training config that tests share."""
+
+import dataclasses
+
+from maxmars.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GPT2Config,
+    LogConfig,
+    MarsConfig,
+    MeshConfig,
+    PythonSourcesConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+MODEL = GPT2Config(
+    num_layers=3,
+    num_heads=4,
+    embed_dim=32,
+    max_seq_len=16,
+    vocab_size=257,
+    vocab_pad_multiple=8,
+    compute_dtype="float32",
+)
+
+
+def tiny_config(**changes) -> TrainConfig:
+    """A few steps of a tiny GPT-2 under MARS."""
+    config = TrainConfig(
+        name="tiny",
+        num_steps=6,
+        global_batch_size=16,
+        num_microbatches=2,
+        model=MODEL,
+        optimizer=MarsConfig(),
+        schedule=ScheduleConfig(warmup_steps=2),
+        data=PythonSourcesConfig(),
+        mesh=MeshConfig(),
+        eval=EvalConfig(every=3, num_windows=20, batch_size=8),
+        checkpoint=CheckpointConfig(every=2),
+        log=LogConfig(every=1),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+ADAMW = AdamWConfig()
