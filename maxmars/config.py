@@ -1,8 +1,8 @@
 """Configuration: frozen dataclasses and their validation, nothing else.
 
-A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. Everything
-derived is a property. `None` disables an option, `Literal` enumerates one. No JAX is imported here, so
-`maxmars train CONFIG --help` needs no accelerator.
+A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves.
+Everything derived is a property. `None` disables an option, `Literal` enumerates one. No JAX is
+imported here, so `maxmars train CONFIG --help` needs no accelerator.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class GPT2Config:
     vocab_size: int = 50257
     """Number of token ids that the softmax covers."""
     vocab_pad_multiple: int = 1
-    """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked out
-    of the softmax, so the loss does not depend on it; use it to make `tensor` divide the vocabulary."""
+    """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked
+    out of the softmax, so the loss does not depend on it; use it to make `tensor` divide the
+    vocabulary."""
     use_bias: bool = True
     """Biases in linear layers and LayerNorms (GPT-2 has them; the MARS paper's models do not)."""
     scale_attn_by_inverse_layer_idx: bool = False
@@ -125,7 +126,7 @@ class GPT2Config:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """AdamW: decay on the weight matrices of linear layers, none on embeddings, norms and biases."""
+    """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
 
     learning_rate: float = 6e-4
     """Peak learning rate; the schedule multiplies it."""
@@ -235,9 +236,9 @@ class MeshConfig:
     """The device mesh `data` x `fsdp` x `tensor`. Its product must be the number of devices."""
 
     data: int | None = None
-    """Replicas of the parameters; the batch is split over them. None takes the devices left over."""
+    """Replicas of the parameters, between which the batch is split; None: the devices left over."""
     fsdp: int = 1
-    """Parts into which parameters and optimizer state are split; the batch is split over them too."""
+    """Parts into which parameters, optimizer state and batch are split."""
     tensor: int = 1
     """Parts into which each layer's heads and MLP are split; must divide the heads."""
 
@@ -340,8 +341,8 @@ class TrainConfig:
         )
         _require(
             self.schedule.warmup_steps <= self.decay_steps,
-            f"schedule.warmup_steps={self.schedule.warmup_steps} must not exceed the schedule's end "
-            f"at step {self.decay_steps}; lower it or raise num_steps.",
+            f"schedule.warmup_steps={self.schedule.warmup_steps} must not exceed the schedule's "
+            f"end at step {self.decay_steps}; lower it or raise num_steps.",
         )
 
     @property
@@ -367,7 +368,7 @@ class TrainConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-ready dict of a config; a nested dataclass says its class under `type`."""
-    fields = {"type": type(config).__name__}
+    fields: dict[str, Any] = {"type": type(config).__name__}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value

@@ -54,9 +54,7 @@ def make_eval_step(config: GPT2Config, mesh: Mesh) -> EvalStep:
         out_shardings=sharding.replicated(mesh),
     )
 
-    def eval_step(
-        params: Any, tokens: jax.Array, mask: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def eval_step(params: Any, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jax.set_mesh(mesh):
             return jitted(params, tokens, mask)
 

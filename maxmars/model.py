@@ -1,10 +1,10 @@
-"""GPT-2 in Flax NNX: stacked layers under `jax.lax.scan`, Hugging Face names, logical axes per parameter.
+"""GPT-2 in Flax NNX: stacked layers under `jax.lax.scan`, Hugging Face names, named axes.
 
-Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary, L layers.
-Parameters are named as in Hugging Face (`wte wpe h ln_1 attn.c_attn ...`), with two differences: all
-blocks live in one `h` whose leaves have a leading L axis, and `c_attn` is stored [L, D, 3, H, K] and
-the attention's `c_proj` [L, H, K, D], since a fused [D, 3D] kernel split by columns over `tensor`
-would reshuffle queries, keys and values in every layer.
+Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
+L layers. Parameters are named as in Hugging Face (`wte wpe h ln_1 attn.c_attn ...`), with two
+differences: all blocks live in one `h` whose leaves have a leading L axis, and `c_attn` is stored
+[L, D, 3, H, K] and the attention's `c_proj` [L, H, K, D], since a fused [D, 3D] kernel split by
+columns over `tensor` would reshuffle queries, keys and values in every layer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Linear(nnx.Module):
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
             self.bias = nnx.Param(zeros, axes=tuple(outputs))
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
         y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
         if self.config.use_bias:
@@ -164,7 +164,9 @@ class GPT2(nnx.Module):
         Raises:
           ValueError: float64 is asked for while JAX runs in 32 bits.
         """
-        if "float64" in (config.param_dtype, config.compute_dtype) and not jax.config.jax_enable_x64:
+        if "float64" in (config.param_dtype, config.compute_dtype) and not jax.config.read(
+            "jax_enable_x64"
+        ):
             raise ValueError(
                 "float64 in model.param_dtype or model.compute_dtype needs 64-bit JAX: "
                 "set the environment variable JAX_ENABLE_X64=1."
@@ -239,9 +241,7 @@ def causal_attention(
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
-def cross_entropy(
-    logits: Float[Array, "*B V"], targets: Int[Array, "*B"]
-) -> Float[Array, "*B"]:
+def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Negative log-likelihood of each target, in nats."""
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -265,14 +265,14 @@ def graph_and_abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef, dict[st
 
 
 def init_params(config: GPT2Config, seed: int | jax.Array) -> dict[str, Any]:
-    """Initial parameters as a nested dict; call it under `jax.jit` with shardings for a large model."""
+    """Initial parameters as a nested dict; `jax.jit` it with shardings for a large model."""
     model = GPT2(config, rngs=nnx.Rngs(jax.random.key(seed)))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 @functools.cache
 def logical_axes(config: GPT2Config) -> dict[str, Any]:
-    """The names of each parameter's axes: a nested dict like the parameters, its leaves tuples of str.
+    """The names of each parameter's axes: a nested dict whose leaves are tuples of str.
 
     Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
     """

@@ -18,13 +18,13 @@ from maxmars.optim import MatrixSpec, mars, warmup_cosine
 from maxmars.optim.schedules import Schedule
 
 # Number of leading input axes of every matrix, by the names of its axes (layers aside).
-_LINEAR_INPUTS = {
+_LINEAR_INPUTS: dict[tuple[str, ...], int] = {
     ("embed", "qkv", "heads", "head_dim"): 1,
     ("heads", "head_dim", "embed"): 2,
     ("embed", "mlp"): 1,
     ("mlp", "embed"): 1,
 }
-_EMBEDDING_INPUTS = {("vocab", "embed"): 1, ("positions", "embed"): 1}
+_EMBEDDING_INPUTS: dict[tuple[str, ...], int] = {("vocab", "embed"): 1, ("positions", "embed"): 1}
 
 Kind = Literal["linear", "embedding", "vector"]
 

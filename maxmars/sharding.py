@@ -1,8 +1,9 @@
 """Mesh, sharding rules and the rows of a batch that a process holds.
 
 The mesh has three axes. `data` replicates the parameters, `fsdp` splits parameters, gradients and
-optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and `fsdp`.
-Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where they go.
+optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and
+`fsdp`. Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where
+they go.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         wanted = f"{data}x{config.fsdp}x{config.tensor}" if config.data else f"{rest} or a multiple"
         raise ValueError(
             f"the mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} needs "
-            f"{wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and mesh.tensor "
-            f"must be one of {sizes}, and their product must be {count}."
+            f"{wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and "
+            f"mesh.tensor must be one of {sizes}, and their product must be {count}."
         )
     types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, config.fsdp, config.tensor), AXES, axis_types=types, devices=devices)
+    return jax.make_mesh(
+        (data, config.fsdp, config.tensor), AXES, axis_types=types, devices=devices
+    )
 
 
 def tree_shardings(mesh: Mesh, logical_axes: Any, rules: ShardingRules = RULES) -> Any:
@@ -80,7 +83,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """Constrain an activation to the ambient mesh (`jax.set_mesh`); without one, return it as it is."""
+    """Constrain an activation to the ambient mesh (`jax.set_mesh`), if there is one."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
@@ -96,40 +99,38 @@ def batch_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[a] for a in RULES.batch or ()]))
 
 
-def check_divides(mesh: Mesh, name: str, size: int, logical_axis: str) -> None:
-    """Check that the mesh divides a dimension.
+def check_divides(mesh: Mesh, axis: str, name: str, size: int) -> None:
+    """Check that a mesh axis divides a dimension of the model.
 
     Raises:
-      ValueError: it does not; the message names the sizes of the mesh axes that do.
+      ValueError: it does not; the message names the sizes of the axis that do.
     """
-    axes = getattr(RULES, logical_axis)
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
-        parts = mesh.shape[axis]
-        if size % parts:
-            fits = [n for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
-            raise ValueError(
-                f"mesh.{axis}={parts} does not divide {name}={size}; "
-                f"mesh.{axis} may be {', '.join(map(str, fits))}."
-            )
+    parts = mesh.shape[axis]
+    if size % parts:
+        fits = ", ".join(str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0)
+        raise ValueError(
+            f"mesh.{axis}={parts} does not divide {name}={size}; mesh.{axis} may be {fits}."
+        )
 
 
 def local_rows(mesh: Mesh, shape: tuple[int, int]) -> np.ndarray:
     """Rows of a [microbatches, rows] batch that this process's devices hold.
 
     Returns:
-      int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending. Processes
-      between which only `tensor` is split hold the same rows.
+      int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending.
+      Processes between which only `tensor` is split hold the same rows.
     """
     microbatches, rows = shape
     sharding = NamedSharding(mesh, RULES.spec("batch"))
     held = np.zeros(rows, bool)
-    for (index,) in sharding.addressable_devices_indices_map((rows,)).values():
+    for index in sharding.addressable_devices_indices_map((rows,)).values():
         held[index] = True
     return np.arange(microbatches)[:, None] * rows + np.flatnonzero(held)
 
 
 def to_device(mesh: Mesh, local: np.ndarray, rows: int) -> jax.Array:
-    """Global [microbatches, rows, ...] array from the local rows of each process (see `local_rows`)."""
+    """Global [microbatches, rows, ...] array from the local rows of each process (see
+    `local_rows`)."""
     shape = (local.shape[0], rows, *local.shape[2:])
     sharding = NamedSharding(mesh, RULES.spec(None, "batch", *[None] * (local.ndim - 2)))
     return jax.make_array_from_process_local_data(sharding, local, shape)
@@ -145,7 +146,6 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays of a tree, abstract or concrete, over all devices."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
 
 
 def like_params(tree: Any, params: Any) -> Any:

@@ -49,8 +49,8 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
       ValueError: it does not; the message names the sizes that work.
     """
     model = config.model
-    sharding.check_divides(mesh, "model.num_heads", model.num_heads, "heads")
-    sharding.check_divides(mesh, "model.embed_dim", model.embed_dim, "embed")
+    sharding.check_divides(mesh, "tensor", "model.num_heads", model.num_heads)
+    sharding.check_divides(mesh, "fsdp", "model.embed_dim", model.embed_dim)
     if model.padded_vocab_size % mesh.shape["tensor"]:
         raise ValueError(
             f"mesh.tensor={mesh.shape['tensor']} does not divide the vocabulary of "

@@ -20,6 +20,12 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-goldens", action="store_true", help="rewrite tests/goldens instead of comparing"
+    )
+
+
 @pytest.fixture(scope="session")
 def reference_dir() -> Path:
     """The folder with the larger reference data; a test that needs it skips where it is absent."""

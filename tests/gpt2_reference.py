@@ -1,4 +1,5 @@
-"""The official GPT-2 and its training runs (see `reference/gpt2_reference.*`) in our parameter layout."""
+"""The official GPT-2 and its training runs (see `reference/gpt2_reference.*`) in our parameter
+layout."""
 
 import json
 from pathlib import Path

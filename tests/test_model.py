@@ -97,7 +97,9 @@ def plain_logits(config, params, tokens):
     def norm(x, weights, i=None):
         scale, bias = (weights[k] if i is None else weights[k][i] for k in ("scale", "bias"))
         x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon) * scale + bias
+        return (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon) * scale + bias
+        )
 
     length = len(tokens)
     x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][:length]
@@ -129,7 +131,8 @@ def test_logits_equal_a_plain_numpy_gpt2(inverse):
     config = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=inverse)
     noise = np.random.default_rng(1)
     params = jax.tree.map(  # biases start at zero, which would hide them
-        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32), init_params(config, 0)
+        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32),
+        init_params(config, 0),
     )
     tokens = random_tokens(config)
     logits = apply(config, params, tokens)[..., : config.vocab_size]

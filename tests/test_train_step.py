@@ -52,7 +52,7 @@ def losses(history):
     return np.array([m["train/loss"] for m in history])
 
 
-# --- the official training runs --------------------------------------------------------------------
+# --- the official training runs ------------------------------------------------------------------
 
 
 def run_reference(reference, name, dtype, steps):
@@ -89,7 +89,7 @@ def test_training_equals_the_official_code_in_float32(reference_dir, name):
     np.testing.assert_allclose(losses(history), expected, rtol=0, atol=1e-5)
 
 
-# --- meshes ----------------------------------------------------------------------------------------
+# --- meshes --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
 
 
-# --- the step itself -------------------------------------------------------------------------------
+# --- the step itself -----------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
@@ -252,7 +252,7 @@ def test_clip_by_global_norm():
     assert clip_by_global_norm(grads, None)[0] is grads
 
 
-# --- bad meshes ------------------------------------------------------------------------------------
+# --- bad meshes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,5 +276,5 @@ def test_a_mesh_that_does_not_fit(changes, message):
 def test_a_vocabulary_that_the_mesh_does_not_divide():
     config = tiny_config(mesh=MeshConfig(tensor=4))
     model = dataclasses.replace(config.model, vocab_pad_multiple=1)
-    with pytest.raises(ValueError, match="set model.vocab_pad_multiple to a multiple of 4"):
+    with pytest.raises(ValueError, match=r"set model.vocab_pad_multiple to a multiple of 4"):
         make_train_step(dataclasses.replace(config, model=model), mesh_of(config.mesh))

@@ -1,4 +1,5 @@
-r"""MARS: variance-reduced pretraining optimizers (arXiv 2411.10438), as the official code computes them.
+r"""MARS: variance-reduced pretraining optimizers (arXiv 2411.10438), as the official code computes
+them.
 
 One step of a matrix, with gradient g_t (after any global-norm clip) and κ = γ β₁ / (1 − β₁):
 
@@ -8,9 +9,10 @@ One step of a matrix, with gradient g_t (after any global-norm clip) and κ = γ
     v_t = β₂ v_{t−1} + (1 − β₂) c_t²
     p_t = p_{t−1} − η ( (m_t / (1 − β₁ᵗ)) / (√v_t / √(1 − β₂ᵗ) + ε) + λ p_{t−1} )
 
-`last_t` is the gradient of the step before (approximate MARS) or the gradient of this step's batch at
-the previous parameters (exact MARS, passed as `prev_grads`); it is zero in the first step. Vectors
-(norms, biases) take AdamW on g_t with their own betas, rate and decay, unless `optimize_vectors`.
+`last_t` is the gradient of the step before (approximate MARS) or the gradient of this step's batch
+at the previous parameters (exact MARS, passed as `prev_grads`); it is zero in the first step.
+Vectors (norms, biases) take AdamW on g_t with their own betas, rate and decay, unless
+`optimize_vectors`.
 
 Where this follows the official code rather than the paper's text: last_1 is 0 (the paper would give
 c_1 = g_1), and v_t averages the square of the clipped c_t.
@@ -18,16 +20,18 @@ c_1 = g_1), and v_t averages the square of the clipped c_t.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from maxmars.optim.matrix_spec import MatrixSpec, resolve_specs
 
+Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
+Tree = Any  # a pytree of arrays like the parameters
 
 
 class ScaleByMarsState(NamedTuple):
@@ -35,23 +39,112 @@ class ScaleByMarsState(NamedTuple):
 
     count: jax.Array
     """Number of updates, int32."""
-    mu: optax.Updates
+    mu: Tree
     """First moment m."""
-    nu: optax.Updates
+    nu: Tree
     """Second moment v."""
-    nu_max: optax.Updates | None
+    nu_max: Tree
     """Running maximum of v, with `amsgrad`."""
-    last_grad: optax.Updates | None
+    last_grad: Tree
     """Gradient of the step before, in the approximate form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """The arithmetic of `scale_by_mars`, with its arguments."""
+
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    gamma: ScalarOrSchedule
+    clip_threshold: Scalar | None
+    amsgrad: bool
+    exact: bool
+    mu_dtype: Any
+    last_grad_dtype: Any
+    matrix_specs: Any
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the state holds the gradient of the step before."""
+        gamma_is_zero = isinstance(self.gamma, int | float) and self.gamma == 0
+        return not self.exact and not gamma_is_zero
+
+    def init(self, params: Tree) -> ScaleByMarsState:
+        """Zeros."""
+        resolve_specs(self.matrix_specs, params)  # raises here rather than in the first step
+
+        def zeros(dtype: Any = None) -> Tree:
+            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params)
+
+        return ScaleByMarsState(
+            count=jnp.zeros([], jnp.int32),
+            mu=zeros(self.mu_dtype),
+            nu=zeros(),
+            nu_max=zeros() if self.amsgrad else None,
+            last_grad=zeros(self.last_grad_dtype) if self.keeps_last else None,
+        )
+
+    def update(
+        self,
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        prev_grads: Tree = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, ScaleByMarsState]:
+        """The direction u and the new state."""
+        del params, extra_args
+        b1, b2 = self.b1, self.b2
+        c = self.corrected_gradients(updates, state, prev_grads)
+        mu = jax.tree.map(lambda m, c: b1 * m + (1 - b1) * c, state.mu, c)
+        nu = jax.tree.map(lambda v, c: b2 * v + (1 - b2) * c * c, state.nu, c)
+        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if self.amsgrad else None
+        count = jnp.asarray(optax.safe_increment(state.count))
+        new_state = ScaleByMarsState(
+            count=count,
+            mu=_cast_like(mu, state.mu),
+            nu=_cast_like(nu, state.nu),
+            nu_max=_cast_like(nu_max, state.nu_max) if self.amsgrad else None,
+            last_grad=_cast_like(updates, state.last_grad) if self.keeps_last else None,
+        )
+        directions = self.directions(mu, nu_max if self.amsgrad else nu, count)
+        return _cast_like(directions, updates), new_state
+
+    def corrected_gradients(self, grads: Tree, state: ScaleByMarsState, prev_grads: Tree) -> Tree:
+        """c of every leaf, clipped."""
+        last = _previous_or_zero(prev_grads, state.count) if self.exact else state.last_grad
+        gamma = self.gamma(state.count) if callable(self.gamma) else self.gamma
+        kappa = gamma * self.b1 / (1 - self.b1)
+
+        def corrected(g: jax.Array, last: jax.Array, spec: MatrixSpec) -> jax.Array:
+            c = g + jnp.asarray(kappa, g.dtype) * (g - last.astype(g.dtype))
+            return c if self.clip_threshold is None else _clip(c, self.clip_threshold, spec)
+
+        specs = resolve_specs(self.matrix_specs, grads)
+        # With gamma 0 the gradient stands in for the last one: the difference vanishes.
+        return jax.tree.map(corrected, grads, grads if last is None else last, specs)
+
+    def directions(self, mu: Tree, nu: Tree, count: jax.Array) -> Tree:
+        """m and v, bias-corrected, to u."""
+        m_correction = _bias_correction(self.b1, count)
+        v_correction = _bias_correction(self.b2, count)
+
+        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+            root = jnp.sqrt(v) / jnp.sqrt(v_correction).astype(v.dtype)
+            return m / m_correction.astype(m.dtype) / (root + self.eps)
+
+        return jax.tree.map(direction, mu, nu)
 
 
 def scale_by_mars(
     *,
-    b1: ArrayLike = 0.95,
-    b2: ArrayLike = 0.99,
-    eps: ArrayLike = 1e-8,
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-8,
     gamma: ScalarOrSchedule = 0.025,
-    clip_threshold: ArrayLike | None = 1.0,
+    clip_threshold: Scalar | None = 1.0,
     amsgrad: bool = False,
     exact: bool = False,
     mu_dtype: Any = None,
@@ -80,95 +173,41 @@ def scale_by_mars(
     _check_range("b2", b2)
     if isinstance(clip_threshold, int | float) and not clip_threshold > 0:
         raise ValueError(f"clip_threshold={clip_threshold} must be positive, or None not to clip.")
-
-    keeps_last = not exact and not _is_zero(gamma)
-
-    def init(params: optax.Params) -> ScaleByMarsState:
-        resolve_specs(matrix_specs, params)  # raises here rather than in the first step
-
-        def zeros(dtype: Any = None) -> optax.Updates:
-            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype), params)
-
-        return ScaleByMarsState(
-            count=jnp.zeros([], jnp.int32),
-            mu=zeros(mu_dtype),
-            nu=zeros(),
-            nu_max=zeros() if amsgrad else None,
-            last_grad=zeros(last_grad_dtype) if keeps_last else None,
-        )
-
-    def corrected_gradients(
-        grads: optax.Updates, state: ScaleByMarsState, prev_grads: optax.Updates | None
-    ) -> optax.Updates:
-        """c_t of every leaf."""
-        if exact:
-            last = _previous_or_zero(prev_grads, state.count)
-        else:
-            last = state.last_grad
-        kappa = (gamma(state.count) if callable(gamma) else gamma) * b1 / (1 - b1)
-
-        def corrected(g: jax.Array, last: jax.Array, spec: MatrixSpec) -> jax.Array:
-            c = g + jnp.asarray(kappa, g.dtype) * (g - last.astype(g.dtype))
-            return c if clip_threshold is None else _clip(c, clip_threshold, spec)
-
-        specs = resolve_specs(matrix_specs, grads)
-        # Without a correction the gradient stands in for the last one: the difference vanishes.
-        return jax.tree.map(corrected, grads, grads if last is None else last, specs)
-
-    def update(
-        updates: optax.Updates,
-        state: ScaleByMarsState,
-        params: optax.Params | None = None,
-        *,
-        prev_grads: optax.Updates | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByMarsState]:
-        del params, extra_args
-        count = optax.safe_increment(state.count)
-        c = corrected_gradients(updates, state, prev_grads)
-        mu = jax.tree.map(lambda m, c: b1 * m + (1 - b1) * c, state.mu, c)
-        nu = jax.tree.map(lambda v, c: b2 * v + (1 - b2) * c * c, state.nu, c)
-        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else None
-        m_correction, v_correction = _bias_correction(b1, count), _bias_correction(b2, count)
-
-        def direction(m: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
-            m_hat = m / m_correction.astype(m.dtype)
-            root = jnp.sqrt(v) / jnp.sqrt(v_correction).astype(v.dtype)
-            return (m_hat / (root + eps)).astype(g.dtype)
-
-        directions = jax.tree.map(direction, mu, nu_max if amsgrad else nu, updates)
-        new_state = ScaleByMarsState(
-            count=count,
-            mu=_cast_like(mu, state.mu),
-            nu=_cast_like(nu, state.nu),
-            nu_max=_cast_like(nu_max, state.nu_max) if amsgrad else None,
-            last_grad=_cast_like(updates, state.last_grad) if keeps_last else None,
-        )
-        return directions, new_state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    rule = _Rule(
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        gamma=gamma,
+        clip_threshold=clip_threshold,
+        amsgrad=amsgrad,
+        exact=exact,
+        mu_dtype=mu_dtype,
+        last_grad_dtype=last_grad_dtype,
+        matrix_specs=matrix_specs,
+    )
+    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
 
 
 def mars(
     learning_rate: ScalarOrSchedule,
     *,
-    b1: ArrayLike = 0.95,
-    b2: ArrayLike = 0.99,
-    eps: ArrayLike = 1e-8,
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-8,
     gamma: ScalarOrSchedule = 0.025,
-    weight_decay: ArrayLike = 0.0,
+    weight_decay: Scalar = 0.0,
     mask: Any = None,
-    clip_threshold: ArrayLike | None = 1.0,
+    clip_threshold: Scalar | None = 1.0,
     amsgrad: bool = False,
     exact: bool = False,
     mu_dtype: Any = None,
     last_grad_dtype: Any = None,
     optimize_vectors: bool = False,
     vector_learning_rate: ScalarOrSchedule | None = None,
-    vector_learning_rate_scale: ArrayLike | None = None,
-    vector_b1: ArrayLike = 0.9,
-    vector_b2: ArrayLike = 0.95,
-    vector_weight_decay: ArrayLike = 0.1,
+    vector_learning_rate_scale: Scalar | None = None,
+    vector_b1: Scalar = 0.9,
+    vector_b2: Scalar = 0.95,
+    vector_weight_decay: Scalar = 0.1,
     matrix_specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MARS-AdamW on matrices, AdamW on vectors. The defaults are the paper's.
@@ -184,17 +223,20 @@ def mars(
         to vectors with `optimize_vectors` too, but not to AdamW's vectors.
       clip_threshold: bound on the norm of each corrected gradient; None does not clip.
       amsgrad: divide by the running maximum of the second moment, in matrices and vectors.
-      exact: exact MARS: call `update(grads, state, params, prev_grads=...)` with the gradient of the
+      exact: exact MARS: call `update(grads, state, params, prev_grads=...)` with the gradient of
+      the
         same batch at the previous parameters, clipped by its own global norm.
       mu_dtype: dtype of the matrices' first moment; None keeps the parameter's.
       last_grad_dtype: dtype of the stored gradient; bfloat16 saves 2 bytes a parameter.
-      optimize_vectors: give vectors the matrices' rule and hyperparameters; the `vector_*` arguments
+      optimize_vectors: give vectors the matrices' rule and hyperparameters; the `vector_*`
+      arguments
         are then ignored (the official `optimize_1d`).
       vector_learning_rate: learning rate of vectors; None takes the matrices'.
       vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`.
       vector_b1: decay of the vectors' first moment.
       vector_b2: decay of the vectors' second moment.
-      vector_weight_decay: decay of all vectors. The official code uses 0.1, LayerNorm gains included.
+      vector_weight_decay: decay of all vectors. The official code uses 0.1, LayerNorm gains
+      included.
       matrix_specs: `MatrixSpec`s as a pytree prefix. Default: each 2-D leaf is a matrix.
 
     Raises:
@@ -222,24 +264,29 @@ def mars(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+    if optimize_vectors:
+        return matrix_rule
     vector_rule = optax.chain(
-        # With gamma 0 and no clip this is Adam, with the official form of amsgrad.
-        scale_by_mars(
-            b1=vector_b1,
-            b2=vector_b2,
-            eps=eps,
-            gamma=0.0,
-            clip_threshold=None,
-            amsgrad=amsgrad,
-            matrix_specs=matrix_specs,
-        ),
+        _adam(b1=vector_b1, b2=vector_b2, eps=eps, amsgrad=amsgrad, matrix_specs=matrix_specs),
         optax.add_decayed_weights(vector_weight_decay),
         optax.scale_by_learning_rate(vector_rate),
     )
-    if optimize_vectors:
-        return matrix_rule
+    return _by_kind(matrix_rule, vector_rule, matrix_specs)
 
-    def labels(params: optax.Params) -> Any:
+
+def _adam(**options: Any) -> optax.GradientTransformationExtraArgs:
+    """Adam, with the official code's amsgrad: the maximum is taken before the bias correction."""
+    return scale_by_mars(gamma=0.0, clip_threshold=None, **options)
+
+
+def _by_kind(
+    matrix_rule: optax.GradientTransformation,
+    vector_rule: optax.GradientTransformation,
+    matrix_specs: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """One rule for matrices, another for vectors."""
+
+    def labels(params: Tree) -> Any:
         specs = resolve_specs(matrix_specs, params)
         return jax.tree.map(lambda spec: "matrix" if spec.is_matrix else "vector", specs)
 
@@ -253,12 +300,8 @@ def _check_range(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must lie in [0, 1).")
 
 
-def _is_zero(gamma: ScalarOrSchedule) -> bool:
-    return isinstance(gamma, int | float) and gamma == 0
-
-
 def _vector_learning_rate(
-    learning_rate: ScalarOrSchedule, rate: ScalarOrSchedule | None, scale: ArrayLike | None
+    learning_rate: ScalarOrSchedule, rate: ScalarOrSchedule | None, scale: Scalar | None
 ) -> ScalarOrSchedule:
     if rate is not None and scale is not None:
         raise ValueError(
@@ -268,8 +311,8 @@ def _vector_learning_rate(
         if callable(learning_rate) and not callable(rate):
             raise ValueError(
                 f"vector_learning_rate={rate} is a constant beside a learning_rate schedule, so "
-                "vectors would not follow the schedule; give vector_learning_rate_scale (a multiple "
-                "of the schedule) or a schedule."
+                "vectors would not follow the schedule; give vector_learning_rate_scale (a "
+                "multiple of the schedule) or a schedule."
             )
         return rate
     if scale is None:
@@ -279,7 +322,7 @@ def _vector_learning_rate(
     return learning_rate * scale
 
 
-def _previous_or_zero(prev_grads: optax.Updates | None, count: jax.Array) -> optax.Updates:
+def _previous_or_zero(prev_grads: Tree, count: jax.Array) -> Tree:
     if prev_grads is None:
         raise ValueError(
             "exact MARS needs the gradient of this batch at the previous parameters: call "
@@ -288,7 +331,7 @@ def _previous_or_zero(prev_grads: optax.Updates | None, count: jax.Array) -> opt
     return jax.tree.map(lambda g: jnp.where(count == 0, jnp.zeros_like(g), g), prev_grads)
 
 
-def _clip(c: jax.Array, threshold: ArrayLike, spec: MatrixSpec) -> jax.Array:
+def _clip(c: jax.Array, threshold: Scalar, spec: MatrixSpec) -> jax.Array:
     """Scale each matrix (or vector) of the stack down to norm `threshold`."""
     wide = c.astype(jnp.promote_types(c.dtype, jnp.float32))
     axes = spec.inner if c.ndim else ()
@@ -296,10 +339,10 @@ def _clip(c: jax.Array, threshold: ArrayLike, spec: MatrixSpec) -> jax.Array:
     return (wide * (threshold / jnp.maximum(norm, threshold))).astype(c.dtype)
 
 
-def _bias_correction(decay: ArrayLike, count: jax.Array) -> jax.Array:
+def _bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
     """1 − decayᵗ; expm1 keeps its relative precision when decay is near one."""
     return -jnp.expm1(count * jnp.log(jnp.asarray(decay, float)))
 
 
-def _cast_like(tree: optax.Updates, like: optax.Updates) -> optax.Updates:
+def _cast_like(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

@@ -11,7 +11,8 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
 def warmup_cosine(warmup_steps: int, decay_steps: int, final_fraction: float) -> Schedule:
-    """Linear warmup from zero at step 0, then a cosine down to `final_fraction` (nanoGPT's schedule).
+    """Linear warmup from zero at step 0, then a cosine down to `final_fraction` (nanoGPT's
+    schedule).
 
     Args:
       warmup_steps: step at which the peak is reached; 0 starts at the peak.

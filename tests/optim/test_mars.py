@@ -43,7 +43,7 @@ def assert_trees_close(ours, theirs, atol):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
-# --- the official code -----------------------------------------------------------------------------
+# --- the official code ---------------------------------------------------------------------------
 
 ADAMW_CASES = [
     "mars_adamw",
@@ -87,9 +87,13 @@ def official_case(reference_dir, case):
 
     steps = range(info["steps"])
     prev = [tree("prev_grads", i) for i in steps] if exact else None
-    return tx, tree("params0"), [tree("grads", i) for i in steps], prev, [
-        tree(case, i) for i in steps
-    ]
+    return (
+        tx,
+        tree("params0"),
+        [tree("grads", i) for i in steps],
+        prev,
+        [tree(case, i) for i in steps],
+    )
 
 
 @pytest.mark.parametrize("case", ADAMW_CASES)
@@ -102,7 +106,7 @@ def test_official_trajectory(reference_dir, case, dtype, atol):
             assert_trees_close(ours, theirs, atol)
 
 
-# --- our own plain reference -----------------------------------------------------------------------
+# --- our own plain reference ---------------------------------------------------------------------
 
 
 def plain_mars(param, grads, last_grads, *, rate, b1, b2, eps, gamma, clip, decay, amsgrad=False):
@@ -153,7 +157,7 @@ def test_equations(exact, amsgrad):
     assert_trees_close(ours, jax.tree.map(expected, params, *grads, *last), 2e-6)
 
 
-# --- identities and structure ----------------------------------------------------------------------
+# --- identities and structure --------------------------------------------------------------------
 
 
 def test_without_correction_and_clip_it_is_adamw():
@@ -210,7 +214,9 @@ def test_a_stack_of_layers_equals_separate_parameters(optimize_vectors):
 
 def test_a_matrix_over_several_axes_is_clipped_as_one():
     rng = np.random.default_rng(0)
-    param = rng.standard_normal((3, 8, 3, 2, 4)).astype(np.float32)  # layers, embed, qkv, heads, dim
+    param = rng.standard_normal((3, 8, 3, 2, 4)).astype(
+        np.float32
+    )  # layers, embed, qkv, heads, dim
     grads = [10 * rng.standard_normal(param.shape).astype(np.float32) for _ in range(3)]
     spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
     fused = run(mars(0.01, matrix_specs=spec), param, grads)[-1]
@@ -255,14 +261,16 @@ def test_decay_mask():
     params = random_tree()
     zeros = jax.tree.map(np.zeros_like, params)
     mask = {"dense": {"kernel": True, "bias": False}, "embedding": False, "norm": False}
-    after = run(mars(0.1, weight_decay=0.5, mask=mask, vector_weight_decay=0.0), params, [zeros])[-1]
+    after = run(mars(0.1, weight_decay=0.5, mask=mask, vector_weight_decay=0.0), params, [zeros])[
+        -1
+    ]
     np.testing.assert_allclose(
         after["dense"]["kernel"], 0.95 * params["dense"]["kernel"], rtol=1e-6
     )
     np.testing.assert_array_equal(after["embedding"], params["embedding"])
 
 
-# --- schedules, dtypes, optax's contract -----------------------------------------------------------
+# --- schedules, dtypes, optax's contract ---------------------------------------------------------
 
 
 def test_schedules_of_the_rate_and_of_gamma():

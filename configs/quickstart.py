@@ -1,0 +1,44 @@
+"""Quickstart: a GPT-2 of 0.84M parameters on the Python standard library's own sources, byte by
+byte.
+
+    bash tools/quickstart.sh          or          maxmars train configs/quickstart.py
+
+650 steps of 1,024 tokens (0.67M tokens). Expected: validation loss from about 5.5 to about 2.0
+nats a byte, in under 3 minutes on 2 CPU cores (measured there; a bigram model reaches 2.45).
+"""
+
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    GPT2Config,
+    LogConfig,
+    MarsConfig,
+    PythonSourcesConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        name="quickstart",
+        num_steps=650,
+        global_batch_size=8,
+        model=GPT2Config(
+            num_layers=4,
+            num_heads=4,
+            embed_dim=128,
+            max_seq_len=128,
+            vocab_size=257,
+            vocab_pad_multiple=8,
+            use_bias=False,
+            compute_dtype="float32",  # faster than bfloat16 on a CPU
+            scan_unroll=4,
+        ),
+        optimizer=MarsConfig(learning_rate=6e-3),
+        schedule=ScheduleConfig(warmup_steps=50),
+        data=PythonSourcesConfig(),
+        eval=EvalConfig(every=100, num_windows=256, batch_size=64),
+        checkpoint=CheckpointConfig(every=None),
+        log=LogConfig(every=10),
+    )

@@ -1,0 +1,1 @@
+"""Text to tokens to batches: tokenizers, token shards on disk, and the input pipeline."""

@@ -1,0 +1,174 @@
+"""A digest of a tree of arrays that tells whether a single bit, or the place of one, has changed.
+
+Per leaf it is two sums modulo 2**32 over the leaf's 32-bit words, each word mixed with a hash of
+its global index before it is added:
+
+    a = sum_i mix_a(word_i xor index_hash(i, SEED_A))        b likewise with mix_b and SEED_B
+    index_hash(i, seed) = mix(seed + sum_d mix(i_d + seed + (d + 1) * GOLDEN))
+
+`i_d` are the coordinates of the element, so no index is ever larger than one dimension and none
+overflows. Integer sums do not depend on their order: the digest is the same on every mesh, sharding
+and number of processes, while swapped layers, permuted rows and exchanged shards change it. It
+finds accidents; it is no protection against somebody who wants to deceive.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: keeps the seeds of the dimensions far apart
+_MIX_A = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+_MIX_B = (15, 0xD168AAAD, 15, 0xAF723597, 15)
+_SEED_A = 0x243F6A88  # digits of pi
+_SEED_B = 0x85A308D3
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Path of each leaf, like `params/h/attn/c_attn/kernel`: dict keys, field names and indices.
+
+    Raises:
+      ValueError: two leaves have the same path, for example under the keys 1 and "1".
+    """
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    twice = sorted({p for p in paths if paths.count(p) > 1}) if len(set(paths)) < len(paths) else []
+    if twice:
+        raise ValueError(
+            f"leaf path {twice[0]!r} is not unique in the tree; rename one of its keys."
+        )
+    return paths
+
+
+def leaf_types(tree: Any) -> dict[str, str]:
+    """Leaf path -> type of the array, abstract or concrete, like `float32[12,768]`."""
+    return {
+        path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+    }
+
+
+def to_plain(tree: Any) -> Any:
+    """The leaves in nested dicts, whose keys are the parts of the leaves' paths."""
+    plain: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        *parents, last = _keys(path)
+        node = plain
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return plain
+
+
+def from_plain(plain: Any, like: Any) -> Any:
+    """The inverse of `to_plain`, with the containers of `like`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: functools.reduce(operator.getitem, _keys(path), plain), like
+    )
+
+
+def digest(tree: Any) -> dict[str, str]:
+    """Digest of each leaf, computed where the leaves are in one compiled call.
+
+    Args:
+      tree: any pytree of real arrays or scalars. Arrays may be sharded over one mesh, also over the
+        devices of several processes; then every process must call, and every one gets the result.
+
+    Returns:
+      leaf path (see `leaf_paths`) -> 16 hex digits, the two sums of the module's docstring.
+
+    Raises:
+      ValueError: a leaf is complex, a PRNG key or wider than 64 bits, or two paths are equal.
+    """
+    paths, leaves = leaf_paths(tree), jax.tree.leaves(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
+        _check_dtype(path, jnp.result_type(leaf))
+    if not leaves:
+        return {}
+    sums = np.asarray(_compiled(_result_sharding(leaves))(leaves))
+    return {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(paths, sums, strict=True)}
+
+
+def combine(digests: dict[str, str]) -> str:
+    """One digest for a whole tree: SHA-256 over the sorted leaves' paths and digests, in hex."""
+    lines = "".join(f"{path} {value}\n" for path, value in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _keys(path: Sequence[Any]) -> list[str]:
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def _check_dtype(path: str, dtype: Any) -> None:
+    numeric = not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype.kind != "c"
+    if not numeric or dtype.itemsize > 8:
+        raise ValueError(
+            f"leaf {path!r} has type {dtype}, which has no digest; store it as real numbers "
+            "(a PRNG key as jax.random.key_data(key))."
+        )
+
+
+def _result_sharding(leaves: Sequence[Any]) -> NamedSharding | None:
+    """A copy on every device of the leaves' mesh, so that each process can read the result."""
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+@functools.cache  # jit keeps its traces on the wrapped function: the same one must come back
+def _compiled(sharding: NamedSharding | None) -> Callable[[Sequence[Any]], jax.Array]:
+    return jax.jit(
+        lambda leaves: jnp.stack([_leaf_sums(x) for x in leaves]), out_shardings=sharding
+    )
+
+
+def _leaf_sums(x: Any) -> Array:
+    """The two sums of the module's docstring, uint32 [2]."""
+    words = _words(jnp.asarray(x))
+    sums = [
+        jnp.sum(
+            _mix(words ^ _index_hash(words.shape, seed, constants), constants), dtype=jnp.uint32
+        )
+        for seed, constants in ((_SEED_A, _MIX_A), (_SEED_B, _MIX_B))
+    ]
+    return jnp.stack(sums)
+
+
+def _words(x: Array) -> Array:
+    """The bits of each element as a uint32; of 64 bits as two, low word first, in a last axis."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize >= 4:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    unsigned = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def _index_hash(shape: tuple[int, ...], seed: int, constants: tuple[int, ...]) -> Array:
+    total = jnp.full(shape, seed, jnp.uint32)
+    for d in range(len(shape)):
+        offset = np.uint32((seed + (d + 1) * _GOLDEN) % 2**32)
+        coordinate = jax.lax.broadcasted_iota(jnp.uint32, shape, d)
+        total = total + _mix(coordinate + offset, constants)
+    return _mix(total, constants)
+
+
+def _mix(x: Array, constants: tuple[int, ...]) -> Array:
+    """A bijection of 32 bits in which every input bit affects every output bit."""
+    shift_1, factor_1, shift_2, factor_2, shift_3 = constants
+    x = (x ^ (x >> shift_1)) * np.uint32(factor_1)
+    x = (x ^ (x >> shift_2)) * np.uint32(factor_2)
+    return x ^ (x >> shift_3)

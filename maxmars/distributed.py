@@ -1,0 +1,66 @@
+"""Several processes as one: starting `jax.distributed`, the primary process, barriers, agreement.
+
+Everything here does nothing in a single process, so callers need not ask how many there are.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the processes of one run; call it before anything else asks JAX for its devices.
+
+    Args:
+      coordinator: `host:port` of process 0, reachable from every process.
+      num_processes: number of processes of the run.
+      process_id: this process's number, in [0, num_processes).
+
+    With all three None nothing happens: the run is this process alone.
+
+    Raises:
+      ValueError: some are given and others are not, or `process_id` is out of range.
+    """
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if num_processes is None or process_id is None or coordinator is None:
+        if len(missing) == len(given):
+            return
+        present = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
+        raise ValueError(
+            f"{present} was given without {' and '.join(missing)}: a run of several processes "
+            "needs coordinator, num_processes and process_id, and a run of one needs none of them."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id={process_id} must lie in [0, {num_processes}): "
+            f"the {num_processes} processes are numbered from 0."
+        )
+    # CPU processes talk through gloo, which is JAX's default (jax_cpu_collectives_implementation).
+    jax.distributed.initialize(coordinator, num_processes=num_processes, process_id=process_id)
+
+
+def shutdown() -> None:
+    """Leave the run that `initialize` joined; does nothing if it joined none."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def is_primary() -> bool:
+    """Whether this is process 0, the one that writes logs and tidies directories."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Wait until every process has come to the barrier of this name."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def everywhere(ok: bool) -> bool:
+    """Whether `ok` holds in every process; all of them must ask, and all get the same answer."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))

@@ -1,0 +1,287 @@
+"""What a run records: metrics.jsonl, environment.json, and the progress line.
+
+Keys: `train/loss`, `train/grad_norm`, `train/learning_rate`, `perf/tokens_per_sec`,
+`perf/step_time` (seconds), `perf/mfu` (absent where the peak is unknown), `eval/loss`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+import rich.live
+import rich.text
+
+import maxmars
+from maxmars.config import GPT2Config
+
+if TYPE_CHECKING:
+    import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first pattern found counts.
+_PEAK_FLOPS = (
+    (r"\bMIG\b", None),  # a slice of a GPU
+    (r"\bA100\b", 312e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\bG?H[12]00\b", 989e12),
+    (r"\bB200\b", 2250e12),
+    (r"^TPU v4$", 275e12),
+    (r"^TPU v5( lite|e)$", 197e12),
+    (r"^TPU v5p?$", 459e12),
+    (r"^TPU v6( lite|e)$", 918e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOP/s of a device (`jax.Device.device_kind`); None on CPU and where unknown."""
+    for pattern, flops in _PEAK_FLOPS:
+        if re.search(pattern, device_kind):
+            return flops
+    return None
+
+
+def flops_per_token(num_parameters: int, config: GPT2Config) -> int:
+    """FLOPs of forward and backward pass a token: 6 N + 12 L d T, as in PaLM (2204.02311, App. B).
+
+    Args:
+      num_parameters: all parameters, embeddings included.
+      config: the model, of `num_layers` L, `embed_dim` d and `max_seq_len` T.
+    """
+    attention = 12 * config.num_layers * config.embed_dim * config.max_seq_len
+    return 6 * num_parameters + attention
+
+
+class MetricsWriter:
+    """Appends to `<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
+
+    Every line is flushed, so that the file can be followed and survives a crash. Non-finite values
+    are the strings "NaN", "Infinity" and "-Infinity": valid JSON, which `float()` reads back. Only
+    the primary process writes.
+    """
+
+    def __init__(self, workdir: Path, resume_step: int = 0) -> None:
+        """Open the file of a run that continues after `resume_step` steps.
+
+        Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
+        """
+        self._file = None
+        if not _is_primary():
+            return
+        workdir.mkdir(parents=True, exist_ok=True)
+        path = workdir / "metrics.jsonl"
+        if path.exists():
+            _write_atomically(path, _kept_lines(path.read_text(), resume_step))
+        self._file = path.open("a")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append a line; values are numbers or arrays of one element."""
+        if self._file is not None:
+            line = {"step": step} | {key: _json_number(value) for key, value in metrics.items()}
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; `write` must not be called after it."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        """The writer; `with` closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one step, and its directory if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
+    """Write `<workdir>/environment.json`: versions, git commit, devices and mesh of this run.
+
+    Only the primary process writes.
+    """
+    import jax
+
+    if not _is_primary():
+        return
+    devices = mesh.devices.flatten().tolist()
+    environment = {
+        "maxmars": maxmars.__version__,
+        "git_commit": _git_commit(Path(maxmars.__file__).resolve().parents[1]),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "system": platform.platform(),
+        "platform": devices[0].platform,
+        "device_kinds": sorted({device.device_kind for device in devices}),
+        "num_devices": len(devices),
+        "num_processes": jax.process_count(),
+        "mesh": dict(mesh.shape),
+    }
+    write_json(workdir / "environment.json", environment)
+
+
+class ProgressLine:
+    """Progress of a run: one live line on a terminal, otherwise one line for each update.
+
+    Only the primary process prints.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        console: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Show progress towards `num_steps` on `console` (default: standard output)."""
+        self._num_steps = num_steps
+        self._console = console or rich.console.Console(highlight=False)
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and time of the first update
+        self._enabled = _is_primary()
+        self._live: rich.live.Live | None = None
+        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = rich.live.Live(console=self._console, auto_refresh=False)
+            self._live.start()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show metrics after `step` steps: `train/loss`, and `perf/...` as far as it is there."""
+        if not self._enabled:
+            return
+        line = self._line(step, metrics)
+        if self._live is None:
+            self.message(line)
+        else:
+            text = rich.text.Text(line, no_wrap=True, overflow="ellipsis")
+            self._live.update(text, refresh=True)
+
+    def message(self, text: str) -> None:
+        """Print a line; on a terminal, above the live line."""
+        if self._enabled:
+            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.file.flush()
+
+    def close(self) -> None:
+        """End the live line, which stays on the screen as it is."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
+        width = len(str(self._num_steps))
+        parts = [f"step {step:>{width}}/{self._num_steps}"]
+        parts.append(f"loss {float(metrics['train/loss']):.4f}")
+        if "perf/tokens_per_sec" in metrics:
+            parts.append(f"{_short(float(metrics['perf/tokens_per_sec']))} tok/s")
+        if "perf/mfu" in metrics:
+            parts.append(f"MFU {float(metrics['perf/mfu']):.1%}")
+        remaining_s = self._remaining_s(step, metrics)
+        if remaining_s is not None:
+            parts.append(f"ETA {_duration(remaining_s)}")
+        return "  ".join(parts)
+
+    def _remaining_s(self, step: int, metrics: Mapping[str, Any]) -> float | None:
+        """Seconds to the end at the pace since the first update, evaluations included.
+
+        At the first update, whose time is mostly compilation, at the pace of its steps alone.
+        """
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_time = self._first
+        if step > first_step:
+            return (self._num_steps - step) * (now - first_time) / (step - first_step)
+        if "perf/step_time" in metrics:
+            return (self._num_steps - step) * float(metrics["perf/step_time"])
+        return None
+
+
+def _kept_lines(text: str, resume_step: int) -> str:
+    """The lines up to `resume_step`, without a last one that a crash cut short."""
+    kept = []
+    for line in text.splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if resume_step and step <= resume_step:
+            kept.append(line + "\n")
+    return "".join(kept)
+
+
+def _json_number(value: Any) -> int | float | str:
+    number = value if isinstance(value, int) else float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit(root: Path) -> str | None:
+    """Commit of the checkout that maxmars runs from, `-dirty` if changed; None if it is none."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _short(number: float) -> str:
+    """Three digits of a number and its magnitude: 987, 12.3k, 1.23M."""
+    for divisor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= divisor * 0.9995:
+            scaled = number / divisor
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """A duration: 0:07, 12:34, 1:02:03 or 2d 03h."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _is_primary() -> bool:
+    from maxmars import distributed  # loads JAX, which reading a device table does not need
+
+    return distributed.is_primary()

@@ -1,0 +1,324 @@
+"""The training loop: open everything, restore or initialise, step, and run hooks.
+
+Hooks are a list of (every, function): evaluation and checkpoints now, anything else later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from maxmars import distributed, sharding
+from maxmars.checkpoint import Checkpointer, load_config
+from maxmars.config import TrainConfig, differences, to_dict
+from maxmars.data.pipeline import TrainBatches, ValidationBatches, open_split
+from maxmars.data.sources import TokenShards
+from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.metrics import (
+    MetricsWriter,
+    ProgressLine,
+    flops_per_token,
+    peak_flops,
+    write_environment,
+    write_json,
+)
+from maxmars.model import num_parameters
+from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_state, make_train_step
+
+# What may change when a run continues; everything else defines the run.
+_MAY_CHANGE = (
+    "name",
+    "num_steps",
+    "num_microbatches",
+    "schedule.decay_steps",
+    "data.verify",
+    "model.remat",
+    "model.scan_unroll",
+    "mesh.",
+    "eval.",
+    "checkpoint.",
+    "log.",
+)
+
+
+def train(config: TrainConfig, workdir: Path | str) -> None:
+    """Train as `config` says, or continue the run in `workdir`.
+
+    Writes `config.json`, `environment.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/`
+    into `workdir`. Every process of a distributed run calls this.
+
+    Raises:
+      ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run,
+        or the loss is no longer finite.
+      FileNotFoundError: there is no data.
+    """
+    workdir = Path(workdir).absolute()
+    with contextlib.ExitStack() as stack:
+        run = _open_run(config, workdir, stack)
+        if run.step >= run.config.num_steps:
+            run.progress.message(
+                f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
+                "start anew with another --workdir."
+            )
+            return
+        started = time.monotonic()
+        hooks = _hooks(run)
+        if run.step == 0:
+            _evaluate(run)
+        _loop(run, hooks)
+        _evaluate(run)
+        _save(run, wait=True)
+        run.progress.message(_summary(run, time.monotonic() - started))
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """A run that is open: what stays, and where it stands."""
+
+    config: TrainConfig
+    workdir: Path
+    mesh: Mesh
+    train_step: TrainStep
+    batches: TrainBatches
+    evaluate: Callable[[Any], float] | None
+    checkpointer: Checkpointer
+    writer: MetricsWriter
+    progress: ProgressLine
+    state: TrainState
+    step: int
+    eval_loss: float | None = None
+    eval_step: int | None = None
+
+
+def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -> _Run:
+    # Everything that can be wrong is found before anything is written.
+    mesh = sharding.make_mesh(config.mesh)
+    check_mesh(config, mesh)
+    checkpoints = workdir / "checkpoints"
+    progress = ProgressLine(config.num_steps)
+    stack.callback(progress.close)
+    config = _continued_config(config, checkpoints, progress)
+    tokens = open_split(config.data, "train", model_vocab_size=config.model.vocab_size)
+    TrainBatches(tokens, config, mesh, prefetch_steps=0).close()  # enough tokens for a batch?
+    evaluate = _make_evaluate(config, mesh, progress)
+
+    checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
+    _write_description(config, workdir, mesh, tokens)
+    progress.message(_description(config, mesh, tokens))
+    train_step = make_train_step(config, mesh)
+    state, step, position = _restore_or_init(config, mesh, train_step, checkpointer, progress)
+    batches = TrainBatches(tokens, config, mesh, position=position)
+    stack.callback(batches.close)
+    return _Run(
+        config=config,
+        workdir=workdir,
+        mesh=mesh,
+        train_step=train_step,
+        batches=batches,
+        evaluate=evaluate,
+        checkpointer=checkpointer,
+        writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
+        progress=progress,
+        state=state,
+        step=step,
+    )
+
+
+def _continued_config(
+    config: TrainConfig, checkpoints: Path, progress: ProgressLine
+) -> TrainConfig:
+    """The config to continue with; unchanged where there is nothing to continue."""
+    try:
+        stored = load_config(checkpoints)
+    except FileNotFoundError:
+        return config
+    changed = [
+        f"{name} ({old} there, {new} here)"
+        for name, old, new in differences(stored, config)
+        if not name.startswith(_MAY_CHANGE)
+    ]
+    if changed:
+        raise ValueError(
+            f"{checkpoints.parent} holds another run: it differs in {', '.join(changed)}. "
+            "Continue it with its own values, or choose another --workdir."
+        )
+    if config.schedule.decay_steps is None and config.decay_steps != stored.decay_steps:
+        progress.message(
+            f"num_steps is now {config.num_steps}; the learning rate still follows the schedule "
+            f"over {stored.decay_steps} steps (change it with --schedule.decay-steps)."
+        )
+        schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
+        config = dataclasses.replace(config, schedule=schedule)
+    return config
+
+
+def _make_evaluate(
+    config: TrainConfig, mesh: Mesh, progress: ProgressLine
+) -> Callable[[Any], float] | None:
+    if config.eval.every is None:
+        return None
+    tokens = open_split(config.data, "val", model_vocab_size=config.model.vocab_size)
+    batches = ValidationBatches(tokens, config, mesh)
+    if batches.num_windows < config.eval.num_windows:
+        progress.message(
+            f"the validation split has {batches.num_windows} windows, fewer than "
+            f"eval.num_windows={config.eval.num_windows}; all are scored."
+        )
+    eval_step = make_eval_step(config.model, mesh)
+    return lambda params: validation_loss(eval_step, params, batches).loss
+
+
+def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: TokenShards) -> None:
+    if distributed.is_primary():
+        write_json(workdir / "config.json", to_dict(config))
+        write_environment(workdir, mesh)
+        write_json(workdir / "tokenizer.json", {"name": tokens.tokenizer})
+
+
+def _description(config: TrainConfig, mesh: Mesh, tokens: TokenShards) -> str:
+    axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return (
+        f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
+        f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
+    )
+
+
+def _restore_or_init(
+    config: TrainConfig,
+    mesh: Mesh,
+    train_step: TrainStep,
+    checkpointer: Checkpointer,
+    progress: ProgressLine,
+) -> tuple[TrainState, int, int]:
+    """State, step and data position to start from."""
+    if checkpointer.latest_step() is None:
+        return init_train_state(config, mesh), 0, 0
+    restored = checkpointer.restore(train_step.abstract_state)
+    progress.message(f"continuing from step {restored.step}")
+    return restored.state, restored.step, restored.data_position
+
+
+Hooks = Sequence[tuple[int | None, Callable[[_Run], None]]]
+
+
+def _hooks(run: _Run) -> Hooks:
+    return [(run.config.eval.every, _evaluate), (run.config.checkpoint.every, _save)]
+
+
+def _loop(run: _Run, hooks: Hooks) -> None:
+    """Step until `num_steps`; hooks run between steps, not after the last one."""
+    reporter = _StepReporter(run)
+    while run.step < run.config.num_steps:
+        tokens = next(run.batches)
+        run.state, metrics = run.train_step(run.state, tokens)
+        run.step += 1
+        reporter.add(run.step, metrics)
+        if run.step == run.config.num_steps:
+            break
+        due = [hook for every, hook in hooks if every is not None and run.step % every == 0]
+        if due:
+            reporter.flush()  # a checkpoint must not be complete before its step's metrics are
+            with reporter.paused():
+                for hook in due:
+                    hook(run)
+    reporter.flush()
+
+
+def _evaluate(run: _Run) -> None:
+    if run.evaluate is None or run.eval_step == run.step:
+        return
+    run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
+    run.writer.write(run.step, {"eval/loss": run.eval_loss})
+    run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
+
+
+def _save(run: _Run, *, wait: bool = False) -> None:
+    fresh = run.eval_loss is not None and run.eval_step == run.step
+    run.checkpointer.save(
+        run.step,
+        run.state,
+        data_position=run.batches.position,
+        metrics={"eval/loss": run.eval_loss} if fresh else None,
+        wait=wait,
+    )
+
+
+def _summary(run: _Run, seconds: float) -> str:
+    loss = "" if run.eval_loss is None else f", validation loss {run.eval_loss:.4f} nats a token"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"done: {run.step} steps in {minutes} min {rest} s{loss}; see {run.workdir}"
+
+
+class _StepReporter:
+    """Metrics of step t − 1 are fetched after step t was dispatched: the device never waits."""
+
+    def __init__(self, run: _Run):
+        self._run = run
+        self._pending: tuple[int, Any] | None = None
+        self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)
+        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
+        self._peak = None if peak is None else peak * run.mesh.size
+        self._since: float | None = None  # starts after the first step, which compiles
+        self._steps = -1
+        self._paused = 0.0
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Report the step before and keep this one."""
+        self.flush()
+        self._pending = (step, metrics)
+        if self._since is None:
+            jax.block_until_ready(metrics)
+            self._since = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here does not count as steps."""
+        started = time.monotonic()
+        yield
+        self._paused += time.monotonic() - started
+
+    def flush(self) -> None:
+        """Report the step that is kept, if there is one."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        if values.pop("train/nonfinite"):
+            raise ValueError(self._nonfinite(step, values))
+        self._steps += 1
+        run = self._run
+        if step > 1 and step % run.config.log.every and step != run.config.num_steps:
+            return
+        values |= self._rates()
+        run.writer.write(step, values)
+        run.progress.update(step, values)
+
+    def _rates(self) -> dict[str, float]:
+        if self._since is None or self._steps < 1:
+            return {}
+        now = time.monotonic()
+        seconds = (now - self._since - self._paused) / self._steps
+        self._since, self._steps, self._paused = now, 0, 0.0
+        tokens_per_sec = self._run.config.tokens_per_step / seconds
+        rates = {"perf/tokens_per_sec": tokens_per_sec, "perf/step_time": seconds}
+        if self._peak is not None:
+            rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
+        return rates
+
+    def _nonfinite(self, step: int, values: dict[str, float]) -> str:
+        last = self._run.checkpointer.latest_step()
+        return (
+            f"step {step}: the loss ({values['train/loss']}) or the gradient norm "
+            f"({values['train/grad_norm']}) is not finite; its update was not applied. "
+            f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
+            "Lower optimizer.learning_rate or raise schedule.warmup_steps."
+        )

@@ -1,0 +1,242 @@
+import errno
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import maxmars
+from maxmars import cli, distributed
+from maxmars.config import GPT2Config
+
+pytestmark = pytest.mark.smoke
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG_FILE = """
+from maxmars.config import AdamWConfig, GPT2Config, PythonSourcesConfig, TrainConfig
+
+def get_config():
+    return TrainConfig(
+        name="tiny",
+        num_steps=3000,
+        global_batch_size=8,
+        model=GPT2Config.small(),
+        optimizer=AdamWConfig(),
+        data=PythonSourcesConfig(),
+    )
+"""
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """Runs a function as the command `stub`."""
+
+    def run_as(function):
+        monkeypatch.setitem(sys.modules, "stub_command", types.SimpleNamespace(run=function))
+        monkeypatch.setitem(cli.COMMANDS, "stub", cli.Command("stub_command", "a stub"))
+        cli.main(["stub", "argument"])
+
+    return run_as
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the command `train` would run."""
+    calls = []
+    stub = types.SimpleNamespace(train=lambda config, workdir: calls.append((config, workdir)))
+    monkeypatch.setitem(sys.modules, "maxmars.train", stub)
+    monkeypatch.setattr(distributed, "initialize", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(CONFIG_FILE)
+    return str(path)
+
+
+def exit_code(call, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        call(*arguments)
+    return exit_info.value.code
+
+
+def raising(error):
+    def run(argv):
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command(capsys):
+    cli.main(["--help"])
+    printed = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name}" in printed
+        assert command.help in printed
+
+
+def test_help_answers_in_half_a_second():
+    def seconds():
+        start = time.monotonic()
+        command = [sys.executable, "-m", "maxmars", "--help"]
+        subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+        return time.monotonic() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_version(capsys):
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"maxmars {maxmars.__version__}\n"
+
+
+def test_no_command_is_wrong_usage(capsys):
+    assert exit_code(cli.main, []) == 2
+    assert "usage: maxmars COMMAND" in capsys.readouterr().err
+
+
+def test_unknown_command_suggests_the_closest(capsys):
+    assert exit_code(cli.main, ["trian"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("maxmars: error: there is no command `trian`. Did you mean `train`?")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_has_help(name, capsys):
+    assert exit_code(cli.main, [name, "--help"]) == 0
+    assert f"usage: maxmars {name}" in capsys.readouterr().out
+
+
+def test_a_command_gets_its_arguments_and_says_its_exit_code(run_as):
+    seen = []
+    run_as(lambda argv: seen.extend(argv) or 0)
+    assert seen == ["argument"]
+    assert exit_code(run_as, lambda argv: 3) == 3
+
+
+def test_an_error_that_maxmars_reports_is_one_line(run_as, capsys):
+    assert exit_code(run_as, lambda argv: GPT2Config(num_heads=5)) == 1
+    assert capsys.readouterr().err == (
+        "maxmars: error: model.embed_dim=768 must be a multiple of model.num_heads=5.\n"
+    )
+
+
+def test_the_environment_asks_for_the_traceback(run_as, monkeypatch):
+    monkeypatch.setenv("MAXMARS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=r"embed_dim=768"):
+        run_as(lambda argv: GPT2Config(num_heads=5))
+
+
+@pytest.mark.parametrize("error", [ValueError("deep in a library"), FileNotFoundError("x")])
+def test_an_error_of_another_library_keeps_its_traceback(run_as, error):
+    with pytest.raises(type(error)):
+        run_as(raising(error))
+
+
+def test_our_own_bugs_keep_their_traceback(run_as, monkeypatch):
+    with pytest.raises(TypeError):
+        run_as(lambda argv: GPT2Config(layers=5))
+    monkeypatch.setitem(sys.modules, "maxmars.train", types.ModuleType("maxmars.train"))
+    with pytest.raises(ImportError, match="cannot import name"):
+        cli.main(["train", str(ROOT / "configs" / "quickstart.py")])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_what_the_machine_refuses_is_one_line(run_as, capsys, number):
+    error = OSError(number, os.strerror(number), "/full/disk")
+    assert exit_code(run_as, raising(error)) == 1
+    assert capsys.readouterr().err == f"maxmars: error: /full/disk: {os.strerror(number)}\n"
+
+
+def test_ctrl_c_says_how_to_continue(run_as, capsys):
+    assert exit_code(run_as, raising(KeyboardInterrupt())) == 130
+    assert "run the same command again to continue" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "train --help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_into_a_closed_pipe_is_quiet(arguments, unbuffered):
+    result = subprocess.run(
+        f'"{sys.executable}" -m maxmars {arguments} | :',
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    assert result.stderr == ""
+
+
+def test_train_loads_the_config_and_trains(calls, config_file):
+    cli.main(["train", "--num-steps", "3000", config_file, "--model.num_layers", "3"])
+    (initialized, (config, workdir)) = calls
+    assert initialized == (None, None, None)
+    assert config.model.num_layers == 3
+    assert workdir == Path("runs/tiny")
+
+
+def test_train_takes_a_workdir_and_processes(calls, config_file):
+    processes = ["--coordinator", "localhost:1234", "--num-processes", "2", "--process-id", "1"]
+    cli.main(["train", config_file, "--workdir", "elsewhere", *processes])
+    (initialized, (_, workdir)) = calls
+    assert initialized == ("localhost:1234", 2, 1)
+    assert workdir == Path("elsewhere")
+
+
+def test_train_without_a_config_says_what_is_missing(capsys):
+    assert exit_code(cli.main, ["train", "--num-steps", "3"]) == 2
+    assert "maxmars train needs a config file" in capsys.readouterr().err
+
+
+def test_train_suggests_the_flag_that_was_meant(calls, config_file, capsys):
+    assert exit_code(cli.main, ["train", config_file, "--model.num-layer", "3"]) == 2
+    assert "--model.num-layers" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_train_rejects_wrong_values_in_one_line(calls, config_file, capsys):
+    assert exit_code(cli.main, ["train", config_file, "--schedule.warmup-steps", "9999"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("maxmars: error: schedule.warmup_steps=9999 must not exceed")
+    assert error.count("\n") == 1
+
+
+def test_generate_prints_the_prompt_and_what_follows(monkeypatch, capsys):
+    seen = {}
+
+    def generate_text(workdir, prompt, **options):
+        seen.update(options, workdir=workdir)
+        return "f(x):"
+
+    stub = types.SimpleNamespace(generate_text=generate_text)
+    monkeypatch.setitem(sys.modules, "maxmars.generate", stub)
+    cli.main(["generate", "runs/tiny", "--prompt", "def ", "--top-k", "None", "--seed", "3"])
+    assert capsys.readouterr().out == "def f(x):\n"
+    assert seen == {
+        "workdir": Path("runs/tiny"),
+        "max_new_tokens": 200,
+        "temperature": 0.8,
+        "top_k": None,
+        "seed": 3,
+    }
+
+
+def test_data_prepare_writes_token_shards(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one line of text\n" * 100)
+    out = tmp_path / "tokens"
+    cli.main(["data", "prepare", str(tmp_path / "*.txt"), str(out)])
+    assert (out / "meta.json").is_file()
+    assert f"to {out}" in capsys.readouterr().out
+
+
+def test_data_prepare_says_which_pattern_matches_nothing(tmp_path, capsys):
+    pattern = str(tmp_path / "*.text")
+    assert exit_code(cli.main, ["data", "prepare", pattern, str(tmp_path / "tokens")]) == 1
+    assert pattern in capsys.readouterr().err

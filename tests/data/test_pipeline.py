@@ -1,0 +1,282 @@
+import dataclasses
+import hashlib
+import itertools
+
+import grain
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from maxmars.config import EvalConfig, MeshConfig, PythonSourcesConfig, TokenShardsConfig
+from maxmars.data.pipeline import (
+    TrainBatches,
+    TrainRows,
+    ValidationBatches,
+    data_directory,
+    open_split,
+    training_examples,
+)
+from maxmars.data.prepare import prepare
+from maxmars.data.sources import TokenShards, TokenWindows
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.sharding import batch_sharding, make_mesh
+
+LENGTH = 16  # the tiny config's max_seq_len
+BATCH = 16  # and its global_batch_size
+# SHA-256 of the first 12 steps of seed 0, int32.
+DIGEST = "24bff5c9e565c3f2452b2ccc90340c6e1f6d4b15eae85b97acbd70084cbbc39c"
+ORDER = [
+    668,
+    84,
+    161,
+    433,
+    186,
+    373,
+]  # what seed 7 makes of 1000 examples, at the starts of two epochs
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """About 160 training and 40 validation windows, in shards that no window is aligned with."""
+    out = tmp_path_factory.mktemp("data") / "tokens"
+    rng = np.random.default_rng(0)
+    text = "".join(map(chr, rng.integers(32, 127, 3200)))
+    options = {"tokenizer": ByteTokenizer(), "source": "random", "shard_tokens": 777}
+    prepare([("a", text)], out, validation_fraction=0.2, **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def train(directory):
+    return TokenShards(directory, "train")
+
+
+@pytest.fixture(scope="module")
+def val(directory):
+    return TokenShards(directory, "val")
+
+
+def config_of(directory, *, shuffle=True, **changes):
+    data = TokenShardsConfig(path=str(directory), shuffle=shuffle)
+    return tiny_config(**({"data": data} | changes))
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    return make_mesh(config, jax.devices()[: data * fsdp * tensor])
+
+
+def windows_of(shards):
+    tokens = shards.read(0, shards.num_tokens)
+    count = (len(tokens) - 1) // LENGTH
+    return np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in range(count)])
+
+
+def take(batches, steps):
+    """The global batches [B, T+1] of some steps, on the host."""
+    rows = [np.asarray(batch).reshape(-1, LENGTH + 1) for batch in itertools.islice(batches, steps)]
+    batches.close()
+    return np.stack(rows)
+
+
+def stream(shards, config, steps=12, mesh=None, **options):
+    return take(TrainBatches(shards, config, mesh or mesh_of(), **options), steps)
+
+
+def rows_of(shards, rows, *, seed=0, shuffle=True, position=0):
+    examples = training_examples(TokenWindows(shards, LENGTH), seed=seed, shuffle=shuffle)
+    return TrainRows(examples, rows, global_batch_size=BATCH, position=position)
+
+
+def test_data_directory(directory, monkeypatch, tmp_path):
+    assert data_directory(TokenShardsConfig(path=str(directory))) == directory
+    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
+    assert data_directory(PythonSourcesConfig()).parent == tmp_path
+
+
+def test_vocabulary_must_fit(directory):
+    config = TokenShardsConfig(path=str(directory))
+    assert open_split(config, "train", model_vocab_size=257).split == "train"
+    with pytest.raises(ValueError, match=r"257 \(byte\), more than model\.vocab_size=256; set"):
+        open_split(config, "train", model_vocab_size=256)
+
+
+def test_verify_when_asked(directory, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in directory.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    shard = copy / "train_00000.bin"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    config = TokenShardsConfig(path=str(copy))
+    open_split(config, "train", model_vocab_size=257)
+    config = dataclasses.replace(config, verify=True)
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        open_split(config, "train", model_vocab_size=257)
+
+
+def test_in_order_without_shuffle(train):
+    windows = windows_of(train)
+    found = stream(train, config_of(train.directory, shuffle=False), steps=25)
+    expected = windows[np.arange(25 * BATCH) % len(windows)].reshape(25, BATCH, -1)
+    assert np.array_equal(found, expected)
+
+
+def test_epochs_are_permutations_without_replacement(train):
+    windows = TokenWindows(train, LENGTH)
+    index = {window.tobytes(): i for i, window in enumerate(windows_of(train))}
+    examples = training_examples(windows, seed=3, shuffle=True)
+    count = len(windows)
+    order = np.array([index[examples[i].tobytes()] for i in range(3 * count)]).reshape(3, count)
+    assert np.array_equal(np.sort(order), np.tile(np.arange(count), (3, 1)))
+    for a, b in itertools.combinations([*order, np.arange(count)], 2):
+        assert np.mean(a == b) < 0.1  # a new order each epoch, and never the text's
+
+
+def test_seeds_do_not_share_epochs(train):
+    """With one integer as the seed of an epoch, epoch 1 of seed 0 could be epoch 0 of seed 1."""
+    windows = TokenWindows(train, LENGTH)
+    epochs = set()
+    for seed in range(4):
+        examples = training_examples(windows, seed=seed, shuffle=True)
+        for epoch in range(4):
+            first = range(epoch * len(windows), (epoch + 1) * len(windows))
+            epochs.add(b"".join(examples[i].tobytes() for i in first))
+    assert len(epochs) == 16
+
+
+def test_order_is_pinned(train):
+    """A change of Grain that reorders the stream would break every resume: it must show."""
+    dataset = grain.MapDataset.source(range(1000)).seed(7).shuffle().repeat()
+    order = [int(dataset[i]) for i in [0, 1, 2, 999, 1000, 1001]]
+    assert order == ORDER
+    examples = training_examples(TokenWindows(train, LENGTH), seed=7, shuffle=True)
+    windows = windows_of(train)
+    dataset = grain.MapDataset.source(range(len(windows))).seed(7).shuffle().repeat()
+    for i in range(0, 400, 7):
+        assert np.array_equal(examples[i], windows[int(dataset[i])])
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("prefetch_steps", [0, 1, 4])
+def test_stream_is_the_same(train, num_microbatches, prefetch_steps):
+    config = config_of(train.directory, num_microbatches=num_microbatches)
+    found = stream(train, config, prefetch_steps=prefetch_steps)
+    plain = rows_of(train, np.arange(BATCH)[None])
+    assert np.array_equal(found, np.concatenate([plain[step] for step in range(12)]))
+    assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 4)])
+def test_stream_is_the_same_on_every_mesh(train, sizes):
+    mesh = mesh_of(*sizes)
+    batches = TrainBatches(train, config_of(train.directory), mesh)
+    batch = next(batches)
+    assert (batch.shape, batch.dtype) == ((2, 8, LENGTH + 1), np.int32)
+    assert batch.sharding.is_equivalent_to(batch_sharding(mesh), 3)
+    found = np.concatenate([np.asarray(batch).reshape(1, BATCH, -1), take(batches, 11)])
+    assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [range(8), range(8, 16)],
+        [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
+        [range(8), range(8), range(8, 16), range(8, 16)],  # `tensor` splits over processes
+        [range(0, 16, 2), range(1, 16, 2)],
+    ],
+)
+def test_stream_is_the_same_for_every_number_of_processes(train, processes):
+    found = np.full((12, BATCH, LENGTH + 1), -1, np.int32)
+    for rows in processes:
+        local = rows_of(train, np.array(rows).reshape(2, -1))
+        for step in range(12):
+            found[step, np.array(rows)] = local[step].reshape(len(rows), -1)
+    assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 11])
+def test_resume(train, step):
+    config = config_of(train.directory)
+    whole = stream(train, config)
+    batches = TrainBatches(train, config, mesh_of())
+    for _ in range(step):
+        next(batches)
+    position = batches.position
+    batches.close()
+    assert position == step * BATCH
+    other = dataclasses.replace(config, num_microbatches=1)
+    rest = stream(train, other, 12 - step, mesh_of(data=4), position=position)
+    assert np.array_equal(rest, whole[step:])
+
+
+def test_resume_with_another_batch_size(train):
+    config = config_of(train.directory)
+    whole = stream(train, config).reshape(-1, LENGTH + 1)
+    larger = dataclasses.replace(config, global_batch_size=24)
+    rest = stream(train, larger, 4, position=3 * BATCH).reshape(-1, LENGTH + 1)
+    assert np.array_equal(rest, whole[3 * BATCH : 3 * BATCH + 4 * 24])
+
+
+def test_seed_changes_the_stream(train):
+    config = config_of(train.directory)
+    other = dataclasses.replace(config, seed=1)
+    assert not np.array_equal(stream(train, config, 1), stream(train, other, 1))
+
+
+def test_one_window_is_enough_for_a_batch_of_one(tmp_path):
+    options = {"tokenizer": ByteTokenizer(), "source": "short", "validation_fraction": 0.0}
+    prepare([("a", "0123456789abcdef")], tmp_path / "out", **options)
+    shards = TokenShards(tmp_path / "out", "train")
+    config = config_of(tmp_path, global_batch_size=1, num_microbatches=1)
+    found = stream(shards, config, 3)
+    assert np.array_equal(found, np.tile(windows_of(shards), (3, 1, 1)))
+
+
+def test_too_few_tokens_for_a_batch(train):
+    config = config_of(train.directory, global_batch_size=1024)
+    with pytest.raises(ValueError, match="too few for one batch of global_batch_size=1024"):
+        TrainBatches(train, config, mesh_of())
+
+
+def scored(batches):
+    """The real rows of all batches, and the number of rows in all."""
+    real, count = [], 0
+    for tokens, mask in batches:
+        assert tokens.shape[:2] == mask.shape
+        assert (tokens.dtype, mask.dtype) == (np.int32, np.float32)
+        real.append(np.asarray(tokens)[np.asarray(mask) == 1])
+        count += mask.size
+    return np.concatenate(real), count
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 1, 1), (2, 2, 2), (3, 1, 1)])
+@pytest.mark.parametrize("batch_size", [1, 7, 8, 64])
+def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size):
+    evaluation = EvalConfig(num_windows=20, batch_size=batch_size)
+    batches = ValidationBatches(val, config_of(val.directory, eval=evaluation), mesh_of(*sizes))
+    expected = windows_of(val)[:20]
+    for _ in range(2):  # it can be iterated again
+        found, count = scored(batches)
+        assert np.array_equal(found, expected)
+    parts = sizes[0] * sizes[1]
+    rows = -(-batch_size // parts) * parts
+    assert len(batches) == -(-20 // rows)
+    assert count == len(batches) * rows
+    assert batches.num_windows == 20
+
+
+def test_validation_takes_what_is_there(val):
+    config = config_of(val.directory, eval=EvalConfig(num_windows=10_000))
+    batches = ValidationBatches(val, config, mesh_of())
+    assert batches.num_windows == len(windows_of(val)) < 10_000
+    assert np.array_equal(scored(batches)[0], windows_of(val))
+
+
+def test_validation_in_order_whatever_the_shuffle(val):
+    config = config_of(val.directory, shuffle=True, seed=5)
+    assert np.array_equal(
+        scored(ValidationBatches(val, config, mesh_of()))[0], windows_of(val)[:20]
+    )

@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import MODEL, tiny_config
+
+from maxmars.generate import generate_text, sample
+from maxmars.model import graph_and_abstract_params, init_params
+from maxmars.train import train
+
+ALL = {"max_new_tokens": 24, "temperature": 1.0, "top_k": None, "seed": 0, "num_tokens": 257}
+
+
+@pytest.fixture(scope="module")
+def params():
+    # Larger weights than at initialisation, so that the distribution is far from uniform.
+    return jax.tree.map(lambda x: 8 * x, init_params(MODEL, 0))
+
+
+def greedy(params, tokens):
+    graph, _ = graph_and_abstract_params(MODEL)
+    logits = nnx.merge(graph, params)(jnp.asarray([tokens], jnp.int32))
+    return int(np.argmax(logits[0, -1, :257]))
+
+
+def test_greedy_sampling_takes_the_likeliest_token_also_beyond_the_context(params):
+    prompt = np.array([5, 6, 7], np.int32)
+    options = ALL | {"temperature": 0.0}
+    new = sample(MODEL, params, prompt, stop=-1, **options)
+    assert len(new) == 24
+    tokens = prompt.tolist()
+    for token in new:
+        assert token == greedy(params, tokens[-MODEL.max_seq_len :])
+        tokens.append(int(token))
+
+
+def test_top_1_is_greedy_and_a_seed_repeats_itself(params):
+    prompt = np.array([5], np.int32)
+    expected = sample(MODEL, params, prompt, stop=-1, **(ALL | {"temperature": 0.0}))
+    np.testing.assert_array_equal(
+        sample(MODEL, params, prompt, stop=-1, **(ALL | {"top_k": 1})), expected
+    )
+    first = sample(MODEL, params, prompt, stop=-1, **ALL)
+    np.testing.assert_array_equal(sample(MODEL, params, prompt, stop=-1, **ALL), first)
+    other = sample(MODEL, params, prompt, stop=-1, **(ALL | {"seed": 1}))
+    assert not np.array_equal(first, other)
+
+
+def test_stop_and_unknown_tokens(params):
+    prompt = np.array([5], np.int32)
+    tokens = sample(MODEL, params, prompt, stop=-1, **ALL)
+    stopped = sample(MODEL, params, prompt, stop=int(tokens[3]), **ALL)
+    np.testing.assert_array_equal(stopped, tokens[: tokens.tolist().index(tokens[3])])
+    few = sample(MODEL, params, prompt, stop=-1, **(ALL | {"num_tokens": 10}))
+    assert few.max() < 10
+
+
+def test_text_from_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
+    train(tiny_config(num_steps=2), tmp_path / "run")
+    text = generate_text(tmp_path / "run", "def ", max_new_tokens=5)
+    assert isinstance(text, str)
+    assert text
+    assert text == generate_text(tmp_path / "run", "def ", max_new_tokens=5)
+    assert generate_text(tmp_path / "run", "", max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_k": 0}, "top_k=0"),
+    ],
+)
+def test_bad_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate_text(tmp_path, "x", **options)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="checkpoint"):
+        generate_text(tmp_path, "x")

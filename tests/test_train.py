@@ -1,0 +1,179 @@
+"""Whole runs of the loop in this process, on the interpreter's own sources."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny import ADAMW, tiny_config
+
+from maxmars.checkpoint import load_config, load_params
+from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, MeshConfig, ScheduleConfig
+from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.model import graph_and_abstract_params
+from maxmars.train import train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One text cache for the module, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAXMARS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def metrics_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(workdir, key):
+    return {row["step"]: row[key] for row in metrics_of(workdir) if key in row}
+
+
+def params_of(workdir, config, step=None):
+    _, abstract = graph_and_abstract_params(config.model)
+    return jax.device_get(load_params(workdir / "checkpoints", abstract, step))
+
+
+def steps_of(workdir):
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    """A run of 6 steps from start to end."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny_config(), workdir)
+    return workdir
+
+
+@pytest.mark.smoke
+def test_what_a_run_leaves_behind(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "tokenizer.json",
+    }
+    assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(series(finished, "eval/loss")) == [0, 3, 6]
+    assert set(metrics_of(finished)[-2]) == {
+        "step",
+        "train/loss",
+        "train/grad_norm",
+        "train/learning_rate",
+        "perf/tokens_per_sec",
+        "perf/step_time",
+    }
+    assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
+    assert load_config(finished / "checkpoints") == tiny_config()
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["num_devices"] == 8
+    evaluations = series(finished, "eval/loss")
+    assert evaluations[6] < evaluations[3] < evaluations[0]
+    assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
+
+
+def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
+    from maxmars import sharding
+    from maxmars.data.pipeline import ValidationBatches, open_split
+
+    config = tiny_config()
+    params = params_of(finished, config)
+    tokens = open_split(config.data, "val", model_vocab_size=257)
+    losses = []
+    for mesh_config, batch in [
+        (MeshConfig(data=1), 20),
+        (MeshConfig(fsdp=2, tensor=4), 3),
+        (MeshConfig(data=8), 1),
+        (MeshConfig(), 7),
+    ]:
+        evaluation = EvalConfig(num_windows=20, batch_size=batch)
+        changed = dataclasses.replace(config, eval=evaluation, mesh=mesh_config)
+        devices = jax.devices()[:1] if mesh_config.data == 1 else None
+        mesh = sharding.make_mesh(mesh_config, devices)
+        batches = ValidationBatches(tokens, changed, mesh)
+        result = validation_loss(make_eval_step(config.model, mesh), params, batches)
+        assert result.num_tokens == 20 * config.model.max_seq_len
+        losses.append(result.loss)
+    np.testing.assert_allclose(losses, losses[0], rtol=0, atol=1e-5)
+    assert losses[0] == pytest.approx(series(finished, "eval/loss")[6], abs=1e-5)
+
+
+@pytest.mark.smoke
+def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_path, capsys):
+    # decay_steps is the horizon of the whole run, so that a shorter one follows the same schedule.
+    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+    train(tiny_config(num_steps=4, schedule=schedule), tmp_path)
+    train(tiny_config(schedule=schedule), tmp_path)
+    assert "continuing from step 4" in capsys.readouterr().out
+    assert series(tmp_path, "train/loss") == series(finished, "train/loss")
+    assert series(tmp_path, "eval/loss")[6] == series(finished, "eval/loss")[6]
+    config = tiny_config()
+    jax.tree.map(
+        np.testing.assert_array_equal, params_of(tmp_path, config), params_of(finished, config)
+    )
+
+
+def test_a_run_continues_on_another_mesh(finished, tmp_path):
+    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+    train(tiny_config(num_steps=4, schedule=schedule, mesh=MeshConfig(fsdp=4, tensor=2)), tmp_path)
+    train(tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8)), tmp_path)
+    ours, expected = series(tmp_path, "train/loss"), series(finished, "train/loss")
+    for step in expected:
+        assert ours[step] == pytest.approx(expected[step], abs=1e-5)
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    train(tiny_config(), finished)
+    assert "all 6 steps are done" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
+    config = tiny_config(num_steps=4, eval=EvalConfig(every=None))
+    train(config, tmp_path)
+    train(dataclasses.replace(config, num_steps=5), tmp_path)
+    assert "still follows the schedule over 4 steps" in capsys.readouterr().out
+    assert series(tmp_path, "train/learning_rate")[5] == pytest.approx(6e-4)  # its end: 0.1 x peak
+    assert load_config(tmp_path / "checkpoints").schedule.decay_steps == 4
+    assert not series(tmp_path, "eval/loss")
+
+
+def test_another_run_in_the_workdir_is_refused(finished):
+    before = {path: path.read_bytes() for path in finished.rglob("*.json*")}
+    model = dataclasses.replace(tiny_config().model, num_layers=2)
+    with pytest.raises(ValueError, match=r"model\.num_layers \(3 there, 2 here\)"):
+        train(tiny_config(model=model), finished)
+    with pytest.raises(ValueError, match=r"optimizer \(MarsConfig.* there, AdamWConfig.* here\)"):
+        train(tiny_config(optimizer=ADAMW), finished)
+    with pytest.raises(ValueError, match=r"seed \(0 there, 1 here\)"):
+        train(tiny_config(seed=1), finished)
+    assert {path: path.read_bytes() for path in finished.rglob("*.json*")} == before
+
+
+def test_nothing_is_written_when_the_config_does_not_fit(tmp_path):
+    workdir = tmp_path / "run"
+    for changes in (
+        {"mesh": MeshConfig(fsdp=3)},
+        {"global_batch_size": 12},
+        {"model": dataclasses.replace(tiny_config().model, vocab_size=100)},
+    ):
+        with pytest.raises(ValueError, match=r"mesh|microbatch|vocabulary"):
+            train(tiny_config(**changes), workdir)
+    assert not workdir.exists()
+
+
+def test_a_run_that_diverges_stops_and_names_the_step(tmp_path):
+    config = tiny_config(
+        optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=1e30),
+        checkpoint=CheckpointConfig(every=1),
+        log=LogConfig(every=4),
+        schedule=ScheduleConfig(warmup_steps=0),
+    )
+    with pytest.raises(ValueError, match=r"step \d: the loss .* not finite.* last checkpoint is"):
+        train(config, tmp_path)
