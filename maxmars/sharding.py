@@ -56,10 +56,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     data = config.data if config.data is not None else count // rest
     if data * rest != count:
         sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        wanted = f"{data}x{config.fsdp}x{config.tensor}" if config.data else f"{rest} or a multiple"
+        wanted = f"a multiple of {rest}" if config.data is None else str(data * rest)
         raise ValueError(
-            f"the mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} needs "
-            f"{wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and "
+            f"the mesh data={config.data or '(rest)'} fsdp={config.fsdp} tensor={config.tensor} "
+            f"needs {wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and "
             f"mesh.tensor must be one of {sizes}, and their product must be {count}."
         )
     types = (AxisType.Auto,) * len(AXES)

@@ -31,7 +31,8 @@ def free_port():
 def start(arguments, devices, cache):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0",
         "MAXMARS_CACHE": str(cache),
     }
     command = [sys.executable, "-m", "maxmars", "train", *arguments]

@@ -1,0 +1,97 @@
+import dataclasses
+import json
+
+import pytest
+from tiny import ADAMW, tiny_config
+
+from maxmars.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GPT2Config,
+    LogConfig,
+    MarsConfig,
+    MeshConfig,
+    ScheduleConfig,
+    TokenShardsConfig,
+    differences,
+    from_dict,
+    to_dict,
+)
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config(),
+        tiny_config(optimizer=ADAMW, data=TokenShardsConfig(path="tokens")),
+        tiny_config(gradient_clip_norm=None, schedule=ScheduleConfig(warmup_steps=0)),
+    ],
+)
+def test_a_config_survives_json(config):
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_unknown_classes_and_fields_are_named():
+    fields = to_dict(tiny_config())
+    with pytest.raises(ValueError, match=r"TrainConfig has no field speed; .* another version"):
+        from_dict(fields | {"speed": 1})
+    with pytest.raises(ValueError, match="unknown config type 'Nope'; known: TrainConfig"):
+        from_dict({"type": "Nope"})
+
+
+def test_differences_are_dotted_leaves():
+    old = tiny_config()
+    model = dataclasses.replace(old.model, num_layers=5)
+    new = dataclasses.replace(old, seed=1, model=model, optimizer=ADAMW)
+    rows = differences(old, new)
+    assert rows[:2] == [("seed", 0, 1), ("model.num_layers", 3, 5)]
+    assert rows[2][0] == "optimizer"
+    assert differences(old, old) == []
+
+
+def test_derived_values():
+    config = tiny_config(num_steps=10, global_batch_size=24, num_microbatches=3)
+    assert config.microbatch_size == 8
+    assert config.tokens_per_step == 24 * 16
+    assert config.decay_steps == 10
+    assert tiny_config(eval=EvalConfig(batch_size=None)).eval_batch_size == 8
+    assert GPT2Config(vocab_size=257, vocab_pad_multiple=64).padded_vocab_size == 320
+    assert GPT2Config(vocab_size=256, vocab_pad_multiple=64).padded_vocab_size == 256
+    assert GPT2Config.xl().head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GPT2Config(num_layers=0), "num_layers=0 must be greater than zero"),
+        (lambda: GPT2Config(num_heads=5), "embed_dim=768 must be a multiple of model.num_heads=5"),
+        (lambda: AdamWConfig(learning_rate=0.0), "learning_rate=0.0 must be greater than zero"),
+        (lambda: AdamWConfig(b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
+        (lambda: MarsConfig(gamma=-0.1), "gamma=-0.1 must not be negative"),
+        (lambda: MarsConfig(clip_threshold=0.0), "clip_threshold=0.0 must be greater than zero"),
+        (lambda: MarsConfig(vector_b2=1.5), r"vector_b2=1.5 must lie in \[0, 1\)"),
+        (lambda: ScheduleConfig(warmup_steps=-1), "warmup_steps=-1 must not be negative"),
+        (lambda: ScheduleConfig(final_fraction=2.0), r"final_fraction=2.0 must lie in \[0, 1\]"),
+        (lambda: MeshConfig(fsdp=0), "fsdp=0 must be greater than zero"),
+        (lambda: EvalConfig(num_windows=0), "num_windows=0 must be greater than zero"),
+        (lambda: CheckpointConfig(keep_last=0), "keep_last=0 must be greater than zero"),
+        (lambda: LogConfig(every=0), "every=0 must be greater than zero"),
+        (lambda: tiny_config(name=""), "name must not be empty"),
+        (lambda: tiny_config(seed=-1), "seed=-1 must lie in"),
+        (lambda: tiny_config(num_steps=0), "num_steps=0 must be greater than zero"),
+        (
+            lambda: tiny_config(num_microbatches=3),
+            "global_batch_size=16 must be a multiple of num_microbatches=3",
+        ),
+        (
+            lambda: tiny_config(schedule=ScheduleConfig(warmup_steps=7)),
+            "warmup_steps=7 must not exceed the schedule's end at step 6",
+        ),
+    ],
+)
+def test_bad_values(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
