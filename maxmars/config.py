@@ -206,6 +206,12 @@ class ScheduleConfig:
             0 <= self.final_fraction <= 1,
             f"schedule.final_fraction={self.final_fraction} must lie in [0, 1].",
         )
+        # A run shorter than its warmup is fine: it is the beginning of a longer one.
+        _require(
+            self.decay_steps is None or self.warmup_steps <= self.decay_steps,
+            f"schedule.warmup_steps={self.warmup_steps} must not exceed "
+            f"schedule.decay_steps={self.decay_steps}.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,11 +344,6 @@ class TrainConfig:
             self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "
             f"num_microbatches={self.num_microbatches}.",
-        )
-        _require(
-            self.schedule.warmup_steps <= self.decay_steps,
-            f"schedule.warmup_steps={self.schedule.warmup_steps} must not exceed the schedule's "
-            f"end at step {self.decay_steps}; lower it or raise num_steps.",
         )
 
     @property

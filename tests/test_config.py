@@ -87,8 +87,8 @@ def test_derived_values():
             "global_batch_size=16 must be a multiple of num_microbatches=3",
         ),
         (
-            lambda: tiny_config(schedule=ScheduleConfig(warmup_steps=7)),
-            "warmup_steps=7 must not exceed the schedule's end at step 6",
+            lambda: ScheduleConfig(warmup_steps=7, decay_steps=6),
+            r"warmup_steps=7 must not exceed schedule.decay_steps=6",
         ),
     ],
 )

@@ -7,7 +7,6 @@ Its module is imported only when it runs, so `maxmars --help` loads neither JAX 
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import os
 import sys
@@ -18,8 +17,6 @@ import maxmars
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
 _USER_ERRORS = (ValueError, OSError, ImportError)
-# What the machine refuses is nobody's bug, whichever library ran into it.
-_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class Command(NamedTuple):
@@ -85,8 +82,8 @@ def _dispatch(argv: list[str]) -> int:
 
 def _is_users(error: BaseException) -> bool:
     """Whether an error is one that maxmars reports on purpose, rather than a bug of ours."""
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
-        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return True  # what the machine refuses is nobody's bug, whichever library ran into it
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "maxmars":
         return False
     frame = error.__traceback__
