@@ -11,11 +11,11 @@ from maxmars.config import (
     EvalConfig,
     GPT2Config,
     LogConfig,
-    MarsConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.optimizer_config import MarsConfig
 
 
 def get_config() -> TrainConfig:

@@ -13,31 +13,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{type(config).__name__}.{name}={value} must be greater than zero.")
-
-
-def _require_fraction(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise ValueError(f"{type(config).__name__}.{name}={value} must lie in [0, 1).")
-
-
-def _require_not_negative(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{type(config).__name__}.{name}={value} must not be negative.")
+from maxmars.config_checks import require, require_not_negative, require_positive
+from maxmars.optimizer_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +53,7 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         """Reject sizes that do not fit together."""
-        _require_positive(
+        require_positive(
             self,
             "num_layers",
             "num_heads",
@@ -87,7 +64,7 @@ class GPT2Config:
             "layer_norm_epsilon",
             "scan_unroll",
         )
-        _require(
+        require(
             self.embed_dim % self.num_heads == 0,
             f"model.embed_dim={self.embed_dim} must be a multiple of "
             f"model.num_heads={self.num_heads}.",
@@ -125,89 +102,35 @@ class GPT2Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
-
-    learning_rate: float = 6e-4
-    """Peak learning rate; the schedule multiplies it."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of the linear layers' matrices."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        _require_positive(self, "learning_rate", "eps")
-        _require_fraction(self, "b1", "b2")
-        _require_not_negative(self, "weight_decay")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MarsConfig:
-    """MARS-AdamW, approximate form (arXiv 2411.10438): variance reduction on every matrix,
-    embeddings included; norms and biases are AdamW's."""
-
-    learning_rate: float = 6e-3
-    """Peak learning rate of matrices; the schedule multiplies it."""
-    b1: float = 0.95
-    """Decay of the first moment."""
-    b2: float = 0.99
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    gamma: float = 0.025
-    """Strength of the variance-reduction correction; 0 turns it off."""
-    clip_threshold: float | None = 1.0
-    """Bound on the norm of each matrix's corrected gradient; None does not clip."""
-    weight_decay: float = 1e-2
-    """Decoupled weight decay of the linear layers' matrices (embeddings take none)."""
-    amsgrad: bool = False
-    """Divide by the running maximum of the second moment."""
-    optimize_vectors: bool = False
-    """Give norms and biases the MARS rule too, with the matrices' hyperparameters and no decay."""
-    vector_learning_rate_scale: float = 0.5
-    """Learning rate of norms and biases as a fraction of `learning_rate`."""
-    vector_b1: float = 0.9
-    """Decay of the first moment of norms and biases."""
-    vector_b2: float = 0.95
-    """Decay of the second moment of norms and biases."""
-    vector_weight_decay: float = 0.1
-    """Weight decay of norms and biases. The official code decays LayerNorm gains by 0.1."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        _require_positive(
-            self, "learning_rate", "eps", "clip_threshold", "vector_learning_rate_scale"
-        )
-        _require_fraction(self, "b1", "b2", "vector_b1", "vector_b2")
-        _require_not_negative(self, "gamma", "weight_decay", "vector_weight_decay")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning-rate schedule: linear warmup from zero, then a cosine to `final_fraction`."""
+    """Learning-rate schedule: linear warmup from zero to the peak, then a decay."""
 
+    decay: Literal["cosine", "linear", "exponential", "wsd"] = "cosine"
+    """Shape of the decay; `exponential` is the official MARS code's, `wsd` stays at the peak until
+    the last `wsd_decay_fraction` of the steps, then falls linearly."""
+    wsd_decay_fraction: float = 0.2
+    """Share of the steps in which `wsd` decays."""
     warmup_steps: int = 2000
     """Steps from learning rate zero to the peak."""
     decay_steps: int | None = None
-    """Step at which the cosine reaches its end; None means at num_steps."""
+    """Step at which the decay ends; None means at num_steps."""
     final_fraction: float = 0.1
     """Learning rate at the end and after it, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
-        _require_not_negative(self, "warmup_steps")
-        _require_positive(self, "decay_steps")
-        _require(
+        require_not_negative(self, "warmup_steps")
+        require_positive(self, "decay_steps")
+        require(
             0 <= self.final_fraction <= 1,
             f"schedule.final_fraction={self.final_fraction} must lie in [0, 1].",
         )
+        require(
+            0 < self.wsd_decay_fraction <= 1,
+            f"schedule.wsd_decay_fraction={self.wsd_decay_fraction} must lie in (0, 1].",
+        )
         # A run shorter than its warmup is fine: it is the beginning of a longer one.
-        _require(
+        require(
             self.decay_steps is None or self.warmup_steps <= self.decay_steps,
             f"schedule.warmup_steps={self.warmup_steps} must not exceed "
             f"schedule.decay_steps={self.decay_steps}.",
@@ -250,7 +173,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         """Reject empty axes."""
-        _require_positive(self, "data", "fsdp", "tensor")
+        require_positive(self, "data", "fsdp", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +189,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         """Reject empty evaluations."""
-        _require_positive(self, "every", "num_windows", "batch_size")
+        require_positive(self, "every", "num_windows", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +203,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Reject intervals and counts below one."""
-        _require_positive(self, "every", "keep_last")
+        require_positive(self, "every", "keep_last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +215,9 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         """Reject intervals below one."""
-        _require_positive(self, "every")
+        require_positive(self, "every")
 
 
-OptimizerConfig = AdamWConfig | MarsConfig
 DataConfig = TokenShardsConfig | PythonSourcesConfig
 
 
@@ -330,9 +252,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Reject fields that do not fit together."""
-        _require(bool(self.name), "name must not be empty: it names the working directory.")
-        _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
-        _require_positive(
+        require(bool(self.name), "name must not be empty: it names the working directory.")
+        require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
+        require_positive(
             self,
             "num_steps",
             "global_batch_size",
@@ -340,7 +262,7 @@ class TrainConfig:
             "gradient_clip_norm",
             "gradient_multiplier",
         )
-        _require(
+        require(
             self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "
             f"num_microbatches={self.num_microbatches}.",

@@ -71,7 +71,10 @@ def validation_loss(
       params: the parameters, in the mesh's shardings.
       batches: pairs (tokens, mask).
     """
-    pending = [eval_step(params, tokens, mask) for tokens, mask in batches]
-    sums = jax.device_get(pending)
-    nats, num_tokens = sum(float(n) for n, _ in sums), sum(int(c) for _, c in sums)
+    nats, num_tokens = 0.0, 0
+    for tokens, mask in batches:
+        # Fetched one by one: nothing else would order the steps, and collectives of several
+        # programs that run at once on the fake devices of a CPU can wait for each other forever.
+        batch_nats, batch_tokens = jax.device_get(eval_step(params, tokens, mask))
+        nats, num_tokens = nats + float(batch_nats), num_tokens + int(batch_tokens)
     return ValidationLoss(loss=nats / num_tokens, num_tokens=num_tokens)

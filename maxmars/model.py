@@ -261,7 +261,10 @@ def graph_and_abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef, dict[st
     """
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model, nnx.Param)
-    return graph, nnx.to_pure_dict(state)
+    # Under `jax.set_mesh` the shapes come with shardings on an abstract mesh, which mean nothing to
+    # a later caller: the result is cached.
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), nnx.to_pure_dict(state))
+    return graph, shapes
 
 
 def init_params(config: GPT2Config, seed: int | jax.Array) -> dict[str, Any]:

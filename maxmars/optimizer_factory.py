@@ -10,12 +10,32 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
+from jax.sharding import Mesh
 
-from maxmars.config import AdamWConfig, GPT2Config, MarsConfig, OptimizerConfig, TrainConfig
+from maxmars.config import GPT2Config, TrainConfig
 from maxmars.model import LAYERS, logical_axes
-from maxmars.optim import MatrixSpec, mars, warmup_cosine
+from maxmars.optim import (
+    MatrixSpec,
+    mars,
+    muon,
+    warmup_cosine,
+    warmup_exponential,
+    warmup_linear,
+    warmup_stable_decay,
+)
 from maxmars.optim.schedules import Schedule
+from maxmars.optimizer_config import (
+    AdamWConfig,
+    AdoptConfig,
+    LionConfig,
+    MarsConfig,
+    MuonConfig,
+    OptimizerConfig,
+)
+from maxmars.sharding import RULES
 
 # Number of leading input axes of every matrix, by the names of its axes (layers aside).
 _LINEAR_INPUTS: dict[tuple[str, ...], int] = {
@@ -24,7 +44,7 @@ _LINEAR_INPUTS: dict[tuple[str, ...], int] = {
     ("embed", "mlp"): 1,
     ("mlp", "embed"): 1,
 }
-_EMBEDDING_INPUTS: dict[tuple[str, ...], int] = {("vocab", "embed"): 1, ("positions", "embed"): 1}
+_EMBEDDINGS = {("vocab", "embed"), ("positions", "embed")}
 
 Kind = Literal["linear", "embedding", "vector"]
 
@@ -52,46 +72,92 @@ def parameter_kinds(config: GPT2Config) -> Any:
         inner = _without_layers(axes)
         if inner in _LINEAR_INPUTS:
             return "linear"
-        return "embedding" if inner in _EMBEDDING_INPUTS else "vector"
+        return "embedding" if inner in _EMBEDDINGS else "vector"
 
     return _map_axes(kind, config)
 
 
-def matrix_specs(config: GPT2Config) -> Any:
-    """The `MatrixSpec` of each parameter, as a nested dict."""
+def matrix_specs(config: GPT2Config, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
+    """The `MatrixSpec` of each parameter, as a nested dict.
+
+    Args:
+      config: the model.
+      qkv: whether the attention's input projection is orthogonalised whole ("fused"), as queries,
+        keys and values ("qkv"), or head by head ("heads").
+      mesh: if there is one, the specs say how `sharding.RULES` partitions each parameter.
+    """
+    split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
 
     def spec(axes: tuple[str, ...]) -> MatrixSpec:
         inner = _without_layers(axes)
         first = len(axes) - len(inner)
-        inputs = (_LINEAR_INPUTS | _EMBEDDING_INPUTS).get(inner, 0)
-        rows = tuple(range(first, first + inputs))
-        cols = tuple(range(first + inputs, len(axes)))
-        return MatrixSpec(batch=tuple(range(first)), rows=rows, cols=cols)
+        inputs = first + _LINEAR_INPUTS.get(inner, 0)
+        rows, cols = range(first, inputs), range(inputs, len(axes))
+        if inner in _EMBEDDINGS:
+            rows, cols = cols[1:], cols[:1]  # a table [tokens, embed] is its head's map to tokens
+        split = [i for i, name in enumerate(axes) if name in split_names]
+        return MatrixSpec(
+            batch=tuple(range(first)),
+            rows=tuple(rows),
+            cols=tuple(cols),
+            partition=None if mesh is None else RULES.spec(*axes),
+            split=tuple(split) if rows and "qkv" in axes else (),
+            embedding=inner in _EMBEDDINGS,
+        )
 
     return _map_axes(spec, config)
 
 
 def parameter_groups(optimizer: OptimizerConfig, model: GPT2Config) -> Any:
     """The `ParameterGroup` of each parameter, as a nested dict."""
+    return jax.tree.map(
+        lambda kind, spec: _group(optimizer, kind, spec),
+        parameter_kinds(model),
+        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
+    )
 
-    def group(kind: Kind, spec: MatrixSpec) -> ParameterGroup:
-        decay = optimizer.weight_decay if kind == "linear" else 0.0
-        scale, rule = 1.0, "adamw"
-        match optimizer:
-            case MarsConfig() if kind == "vector" and not optimizer.optimize_vectors:
-                scale = optimizer.vector_learning_rate_scale
-                decay = optimizer.vector_weight_decay
-            case MarsConfig():
-                rule = "mars"
-        return ParameterGroup(
-            kind=kind, rule=rule, learning_rate_scale=scale, weight_decay=decay, spec=spec
-        )
 
-    return jax.tree.map(group, parameter_kinds(model), matrix_specs(model))
+def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
+    """Whether a kind of parameter takes the optimizer's `weight_decay`."""
+    if kind == "embedding":
+        return isinstance(optimizer, MarsConfig) and optimizer.decay_embeddings
+    return kind == "linear"
+
+
+def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> ParameterGroup:
+    decay = optimizer.weight_decay if _decays(optimizer, kind) else 0.0
+    scale = 1.0
+    match optimizer:
+        case AdamWConfig():
+            rule = "adamw"
+        case LionConfig():
+            rule = "lion"
+        case AdoptConfig():
+            rule = "adopt"
+        case MarsConfig(variant="adamw" | "lion" as variant) if kind != "vector":
+            rule = f"mars-{variant}"
+        case MarsConfig() if kind == "linear":
+            rule = f"mars-{optimizer.variant}"
+        case MarsConfig(embeddings="orthogonalize") if kind == "embedding":
+            rule = f"mars-{optimizer.variant}"
+        case MarsConfig(optimize_vectors=True) if kind == "vector":
+            rule = "mars-lion" if optimizer.variant == "lion" else "mars-adamw"
+        case MuonConfig() if kind == "linear":
+            rule = "muon"
+        case MarsConfig() | MuonConfig():
+            rule, scale = "adamw", optimizer.vector_learning_rate_scale
+            decay = optimizer.vector_weight_decay if kind == "vector" else decay
+    return ParameterGroup(
+        kind=kind, rule=rule, learning_rate_scale=scale, weight_decay=decay, spec=spec
+    )
 
 
 def make_optimizer(
-    optimizer: OptimizerConfig, model: GPT2Config, learning_rate: optax.ScalarOrSchedule
+    optimizer: OptimizerConfig,
+    model: GPT2Config,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a model's parameters (a nested dict).
 
@@ -99,8 +165,9 @@ def make_optimizer(
       optimizer: which one, with its hyperparameters.
       model: the model, whose axis names say what is a matrix and what decays.
       learning_rate: in place of the config's; a traced scalar (this step's rate) or a schedule.
+      mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
     """
-    decays = jax.tree.map(lambda kind: kind == "linear", parameter_kinds(model))
+    decays = jax.tree.map(lambda kind: _decays(optimizer, kind), parameter_kinds(model))
     match optimizer:
         case AdamWConfig():
             tx = optax.adamw(
@@ -111,32 +178,102 @@ def make_optimizer(
                 weight_decay=optimizer.weight_decay,
                 mask=decays,
             )
-            return optax.with_extra_args_support(tx)
-        case MarsConfig():
-            return mars(
+        case LionConfig():
+            tx = optax.lion(
                 learning_rate,
                 b1=optimizer.b1,
                 b2=optimizer.b2,
-                eps=optimizer.eps,
-                gamma=optimizer.gamma,
                 weight_decay=optimizer.weight_decay,
                 mask=decays,
-                clip_threshold=optimizer.clip_threshold,
-                amsgrad=optimizer.amsgrad,
-                optimize_vectors=optimizer.optimize_vectors,
-                vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
-                vector_b1=optimizer.vector_b1,
-                vector_b2=optimizer.vector_b2,
-                vector_weight_decay=optimizer.vector_weight_decay,
-                matrix_specs=matrix_specs(model),
             )
+        case AdoptConfig():
+            tx = optax.chain(
+                optax.contrib.scale_by_adopt(optimizer.b1, optimizer.b2, optimizer.eps),
+                optax.add_decayed_weights(optimizer.weight_decay, decays),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+        case MarsConfig():
+            tx = _make_mars(optimizer, model, learning_rate, decays, mesh)
+        case MuonConfig():
+            tx = _make_muon(optimizer, model, learning_rate, decays, mesh)
+    return optax.with_extra_args_support(tx)
+
+
+def _make_mars(
+    optimizer: MarsConfig,
+    model: GPT2Config,
+    learning_rate: optax.ScalarOrSchedule,
+    decays: Any,
+    mesh: Mesh | None,
+) -> optax.GradientTransformationExtraArgs:
+    return mars(
+        learning_rate,
+        variant=optimizer.variant,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        eps=optimizer.eps,
+        gamma=optimizer.gamma,
+        weight_decay=optimizer.weight_decay,
+        mask=decays,
+        clip_threshold=optimizer.clip_threshold,
+        amsgrad=optimizer.amsgrad,
+        exact=optimizer.exact,
+        memory_efficient=optimizer.memory_efficient,
+        last_grad_dtype=optimizer.last_grad_dtype,
+        optimize_vectors=optimizer.optimize_vectors,
+        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
+        vector_b1=optimizer.vector_b1,
+        vector_b2=optimizer.vector_b2,
+        vector_weight_decay=optimizer.vector_weight_decay,
+        embeddings=optimizer.embeddings,
+        matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+        ns_steps=optimizer.ns_steps,
+        ns_coefficients=optimizer.ns_coefficients,
+        ns_dtype=jnp.dtype(optimizer.ns_dtype),
+        mesh=mesh,
+    )
+
+
+def _make_muon(
+    optimizer: MuonConfig,
+    model: GPT2Config,
+    learning_rate: optax.ScalarOrSchedule,
+    decays: Any,
+    mesh: Mesh | None,
+) -> optax.GradientTransformationExtraArgs:
+    return muon(
+        learning_rate,
+        momentum=optimizer.momentum,
+        nesterov=optimizer.nesterov,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        mask=decays,
+        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
+        vector_b1=optimizer.vector_b1,
+        vector_b2=optimizer.vector_b2,
+        vector_weight_decay=optimizer.vector_weight_decay,
+        matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+        ns_scale=optimizer.ns_scale,
+        ns_steps=optimizer.ns_steps,
+        ns_coefficients=optimizer.ns_coefficients,
+        ns_dtype=jnp.dtype(optimizer.ns_dtype),
+        mesh=mesh,
+    )
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
     """The learning rate's shape in [0, 1] as a function of the step."""
-    return warmup_cosine(
-        config.schedule.warmup_steps, config.decay_steps, config.schedule.final_fraction
-    )
+    schedule = config.schedule
+    common = (schedule.warmup_steps, config.decay_steps, schedule.final_fraction)
+    match schedule.decay:
+        case "cosine":
+            return warmup_cosine(*common)
+        case "linear":
+            return warmup_linear(*common)
+        case "exponential":
+            return warmup_exponential(*common)
+        case "wsd":
+            return warmup_stable_decay(*common, schedule.wsd_decay_fraction)
 
 
 def _without_layers(axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from maxmars import sharding
 from maxmars.config import TrainConfig
 from maxmars.model import graph_and_abstract_params, init_params, logical_axes, token_losses
-from maxmars.optimizer_factory import make_optimizer, make_schedule
+from maxmars.optimizer_config import MarsConfig
+from maxmars.optimizer_factory import make_optimizer, make_schedule, parameter_kinds
 
 Metrics = dict[str, jax.Array]
 
@@ -37,7 +38,7 @@ class TrainState:
     opt_state: Any
     """Optimizer state; its arrays have the parameters' shardings."""
     prev_params: Any
-    """Parameters of the step before, for optimizers that need them; None otherwise."""
+    """Parameters of the step before in exact MARS; None otherwise."""
     hyperparams: Any
     """What a sweep varies, as arrays, so that changing it never recompiles: `learning_rate` []."""
 
@@ -73,7 +74,7 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
       ValueError: the mesh does not divide the model or the batch.
     """
     check_mesh(config, mesh)
-    abstract = jax.eval_shape(lambda: _initial_state(config, 0))
+    abstract = jax.eval_shape(lambda: _initial_state(config, mesh, 0))
     params = sharding.with_shardings(
         abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))
     )
@@ -87,7 +88,7 @@ def init_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
       ValueError: the mesh does not divide the model or the batch.
     """
     init = jax.jit(
-        lambda seed: _initial_state(config, seed),
+        lambda seed: _initial_state(config, mesh, seed),
         out_shardings=_shardings(abstract_train_state(config, mesh)),
     )
     with jax.set_mesh(mesh):
@@ -113,7 +114,9 @@ class TrainStep:
 
         Returns:
           The new state and the metrics `train/loss` (nats a token), `train/grad_norm` (before the
-          clip), `train/learning_rate` and `train/nonfinite` (1 when the update was withheld).
+          clip), `train/learning_rate`, `train/nonfinite` (1 when the update was withheld),
+          `train/update_rms/KIND` for linear, embedding and vector, and with a clip per matrix
+          `train/clip_fraction`.
         """
         with jax.set_mesh(self.mesh):
             return self.jitted(state, tokens)
@@ -135,7 +138,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
     tokens_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
-        lambda state, tokens: _step(config, shardings.params, state, tokens),
+        lambda state, tokens: _step(config, mesh, shardings.params, state, tokens),
         donate_argnums=0,
         in_shardings=(shardings, tokens_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
@@ -148,53 +151,92 @@ def _shardings(abstract: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _initial_state(config: TrainConfig, seed: Any) -> TrainState:
+def _is_exact(config: TrainConfig) -> bool:
+    """Whether the optimizer compares gradients at the parameters of the step before."""
+    return isinstance(config.optimizer, MarsConfig) and config.optimizer.exact
+
+
+def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
     params = init_params(config.model, seed)
     learning_rate = config.optimizer.learning_rate
-    tx = make_optimizer(config.optimizer, config.model, learning_rate)
+    tx = make_optimizer(config.optimizer, config.model, learning_rate, mesh=mesh)
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
         opt_state=tx.init(params),
-        prev_params=None,
+        # Never read: the first step's last gradient is zero by definition.
+        prev_params=jax.tree.map(jnp.zeros_like, params) if _is_exact(config) else None,
         hyperparams={"learning_rate": jnp.asarray(learning_rate, config.model.param_dtype)},
     )
 
 
 def _step(
     config: TrainConfig,
+    mesh: Mesh,
     param_shardings: Any,
     state: TrainState,
     tokens: Int[Array, "microbatches rows window"],
 ) -> tuple[TrainState, Metrics]:
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    with jax.named_scope("model"):
-        loss, grads = mean_loss_and_grads(_loss_function(config), state.params, tokens)
-        # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
-        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
-    with jax.named_scope("clip"):
-        grads = jax.tree.map(lambda g: g * config.gradient_multiplier, grads)
-        grads, grad_norm = clip_by_global_norm(grads, config.gradient_clip_norm)
+
+    def clipped_gradients(params: Any) -> tuple[jax.Array, Any, jax.Array]:
+        with jax.named_scope("model"):
+            loss, grads = mean_loss_and_grads(_loss_function(config), params, tokens)
+            # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
+        with jax.named_scope("clip"):
+            grads = jax.tree.map(lambda g: g * config.gradient_multiplier, grads)
+            return loss, *clip_by_global_norm(grads, config.gradient_clip_norm)
+
+    loss, grads, grad_norm = clipped_gradients(state.params)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    extra = {}
+    if _is_exact(config):
+        _, extra["prev_grads"], prev_norm = clipped_gradients(state.prev_params)
+        finite &= jnp.isfinite(prev_norm)
     with jax.named_scope("optimizer"):
-        tx = make_optimizer(config.optimizer, config.model, learning_rate)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        params, opt_state = _where(finite, (params, opt_state), (state.params, state.opt_state))
-    new_state = TrainState(
-        step=state.step + 1,
-        params=params,
-        opt_state=opt_state,
-        prev_params=None,
-        hyperparams=state.hyperparams,
-    )
+        tx = make_optimizer(config.optimizer, config.model, learning_rate, mesh=mesh)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+        new = _Written(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            prev_params=state.params if _is_exact(config) else None,
+        )
+        old = _Written(state.params, state.opt_state, state.prev_params)
+        written = _where(finite, new, old)
+        update_metrics = _update_metrics(config, updates, opt_state)
+    new_state = TrainState(step=state.step + 1, hyperparams=state.hyperparams, **written._asdict())
     metrics = {
         "train/loss": loss,
         "train/grad_norm": grad_norm,
         "train/learning_rate": learning_rate,
         "train/nonfinite": 1 - finite.astype(jnp.int32),
+        **update_metrics,
     }
     return new_state, metrics
+
+
+class _Written(NamedTuple):
+    """What an update that is not applied leaves as it was."""
+
+    params: Any
+    opt_state: Any
+    prev_params: Any
+
+
+def _update_metrics(config: TrainConfig, updates: Any, opt_state: Any) -> Metrics:
+    """Root mean square of each kind of parameter's update, and the share of clipped matrices."""
+    sums: dict[str, Any] = {}
+    kinds = parameter_kinds(config.model)
+    for kind, update in zip(jax.tree.leaves(kinds), jax.tree.leaves(updates), strict=True):
+        squares, size = sums.get(kind, (0.0, 0))
+        sums[kind] = (squares + jnp.sum(jnp.square(update)), size + update.size)
+    metrics = {f"train/update_rms/{k}": jnp.sqrt(s / n) for k, (s, n) in sums.items()}
+    fractions = optax.tree.get_all_with_path(opt_state, "clip_fraction")
+    given = [fraction for _, fraction in fractions if fraction is not None]
+    if given:
+        metrics["train/clip_fraction"] = given[0]
+    return metrics
 
 
 def _loss_function(config: TrainConfig) -> Callable[[Any, jax.Array], jax.Array]:

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from maxmars.config import (
-    AdamWConfig,
     GPT2Config,
-    MarsConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 
 class Reference:
@@ -83,7 +82,7 @@ class Reference:
             num_microbatches=self.info["accum"],
             gradient_clip_norm=arguments["grad_clip"],
             model=self.model_config(dtype),
-            optimizer=_optimizer(arguments),
+            optimizer=_optimizer(arguments, dtype),
             schedule=ScheduleConfig(
                 warmup_steps=arguments["warmup"],
                 final_fraction=arguments["min_lr"] / arguments["lr"],
@@ -92,7 +91,7 @@ class Reference:
         )
 
 
-def _optimizer(arguments: dict) -> AdamWConfig | MarsConfig:
+def _optimizer(arguments: dict, dtype: str) -> AdamWConfig | MarsConfig:
     shared = {
         "learning_rate": arguments["lr"],
         "b1": arguments["betas"][0],
@@ -103,6 +102,10 @@ def _optimizer(arguments: dict) -> AdamWConfig | MarsConfig:
         return AdamWConfig(**shared)
     return MarsConfig(
         **shared,
+        variant=arguments["mars_type"].removeprefix("mars-"),
+        exact=not arguments["is_approx"],
+        embeddings="orthogonalize",
+        ns_dtype=dtype,
         gamma=arguments["gamma"],
         optimize_vectors=arguments["optimize_1d"],
         vector_learning_rate_scale=arguments["lr_1d"] / arguments["lr"],

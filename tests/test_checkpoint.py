@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from maxmars import checkpoint as checkpoint_module
 from maxmars.checkpoint import Checkpointer, list_steps, load_config, load_params
 from maxmars.config import (
-    AdamWConfig,
     CheckpointConfig,
     GPT2Config,
     MeshConfig,
@@ -28,6 +27,7 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.optimizer_config import AdamWConfig
 from maxmars.sharding import make_mesh
 
 

@@ -5,12 +5,10 @@ import pytest
 from tiny import ADAMW, tiny_config
 
 from maxmars.config import (
-    AdamWConfig,
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
     LogConfig,
-    MarsConfig,
     MeshConfig,
     ScheduleConfig,
     TokenShardsConfig,
@@ -18,6 +16,7 @@ from maxmars.config import (
     from_dict,
     to_dict,
 )
+from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 pytestmark = pytest.mark.smoke
 

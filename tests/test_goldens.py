@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from maxmars.cli.config_file import load_config
-from maxmars.config import to_dict
+from maxmars.config import differences, to_dict
 from maxmars.model import graph_and_abstract_params, logical_axes, num_parameters
 from maxmars.optimizer_factory import make_schedule, parameter_groups
 from maxmars.sharding import AXES, RULES
@@ -21,13 +21,24 @@ from maxmars.sharding import AXES, RULES
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
 SIZES = ("small", "medium", "large", "xl")
-OPTIMIZERS = ("adamw", "mars")
+OPTIMIZERS = (
+    "adamw",
+    "muon",
+    "moonlight",
+    "lion",
+    "adopt",
+    "mars",
+    "mars_exact",
+    "mars_lion",
+    "mars_shampoo",
+    "mars_m",
+)
 # XL has 25 heads, so its tensor axis is 1 or 5.
 MESHES = {size: [(1, 8, 1), (2, 4, 1) if size == "xl" else (2, 2, 2)] for size in SIZES}
 
 
-def load(size, optimizer):
-    return load_config(f"{GPT2}:size={size},optimizer={optimizer}")
+def load(size, optimizer, data="openwebtext"):
+    return load_config(f"{GPT2}:size={size},optimizer={optimizer},data={data}")
 
 
 @pytest.fixture
@@ -65,11 +76,11 @@ def spec_on(mesh_shape, axes, shape):
     return f"{'x'.join(map(str, local))} {tuple(spec)}"
 
 
-def group_text(group):
+def group_columns(group):
     spec = group.spec
     axes = "/".join("".join(map(str, a)) or "-" for a in (spec.batch, spec.rows, spec.cols))
     rate = f"lr*{group.learning_rate_scale:g}"
-    return f"{group.kind} {axes} {group.rule} {rate} decay {group.weight_decay:g}"
+    return [group.kind, axes, group.rule, rate, f"{group.weight_decay:g}"]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -77,19 +88,21 @@ def test_parameters(check_golden, size):
     configs = {optimizer: load(size, optimizer) for optimizer in OPTIMIZERS}
     model = configs["mars"].model
     _, abstract = graph_and_abstract_params(model)
-    groups = [dict(leaves(parameter_groups(c.optimizer, model))) for c in configs.values()]
     axes = dict(leaves(logical_axes(model)))
     meshes = MESHES[size]
     header = ["parameter", "shape", "logical axes"]
     header += [f"on data,fsdp,tensor = {','.join(map(str, mesh))}" for mesh in meshes]
-    header += [f"{optimizer}: kind, batch/rows/cols" for optimizer in OPTIMIZERS]
     rows = [header]
     for path, leaf in leaves(abstract):
         row = [path, "x".join(map(str, leaf.shape)), " ".join(axes[path])]
         row += [spec_on(mesh, axes[path], leaf.shape) for mesh in meshes]
-        row += [group_text(group[path]) for group in groups]
         rows.append(row)
-    text = f"{num_parameters(model):,} parameters\n\n" + table(rows)
+    text = f"{num_parameters(model):,} parameters\n\n{table(rows)}"
+    for optimizer, config in configs.items():
+        groups = leaves(parameter_groups(config.optimizer, model))
+        rows = [["parameter", "kind", "batch/rows/cols", "rule", "rate", "decay"]]
+        rows += [[path, *group_columns(group)] for path, group in groups]
+        text += f"\noptimizer={optimizer}\n{table(rows)}"
     check_golden(f"gpt2_{size}.txt", text)
 
 
@@ -104,7 +117,18 @@ def test_hyperparameters(check_golden, size, optimizer):
     check_golden(f"gpt2_{size}_{optimizer}.txt", text)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_fineweb_edu_changes(check_golden, size):
+    text = ""
+    for optimizer in OPTIMIZERS:
+        old, new = load(size, optimizer), load(size, optimizer, "fineweb_edu")
+        changes = [f"  {name}: {a} -> {b}\n" for name, a, b in differences(old, new)]
+        text += f"optimizer={optimizer}\n{''.join(changes)}"
+    check_golden(f"gpt2_{size}_fineweb_edu.txt", text)
+
+
 def test_no_golden_is_left_over():
     names = {f"gpt2_{size}.txt" for size in SIZES}
+    names |= {f"gpt2_{size}_fineweb_edu.txt" for size in SIZES}
     names |= {f"gpt2_{s}_{o}.txt" for s, o in itertools.product(SIZES, OPTIMIZERS)}
     assert {path.name for path in GOLDENS.iterdir()} == names

@@ -23,6 +23,8 @@ ROWS = (
     {"model", "optim", "data", "metrics", "hlo"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"config"},
+    {"optimizer_config"},
+    {"config_checks"},
 )
 
 # Inside a folder, downwards as well.
@@ -30,11 +32,16 @@ COMMANDS = "any file that is not named in the other rows"
 FOLDERS = {
     "cli": ("__init__", COMMANDS, "config_file"),
     "data": ("__init__", "pipeline", "prepare", "sources", "tokenizer"),
+    "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (
         "__init__",
         "mars",
         "soap",
+        "sophia",
+        "scale_by_mars",
         "orthogonalize",
+        "orthogonalization_plan",
+        "matrix_layout",
         "newton_schulz",
         "matrix_spec",
         "schedules",

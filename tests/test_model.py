@@ -8,7 +8,8 @@ from flax import nnx
 from gpt2_reference import Reference
 from tiny import MODEL
 
-from maxmars.config import GPT2Config
+from maxmars import sharding
+from maxmars.config import GPT2Config, MeshConfig
 from maxmars.model import (
     graph_and_abstract_params,
     init_params,
@@ -227,6 +228,13 @@ def test_logical_axes_match_the_parameters():
     assert axes["h"]["attn"]["c_attn"]["kernel"] == ("layers", "embed", "qkv", "heads", "head_dim")
     assert axes["h"]["attn"]["c_attn"]["bias"] == ("layers", "qkv", "heads", "head_dim")
     assert axes["ln_f"]["scale"] == ("norm",)
+
+
+def test_abstract_parameters_do_not_depend_on_the_ambient_mesh():
+    config = dataclasses.replace(MODEL, num_layers=5)  # not in the cache yet
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=8))):
+        _, abstract = graph_and_abstract_params(config)
+    assert {leaf.sharding for leaf in jax.tree.leaves(abstract)} == {None}
 
 
 def test_clear_errors():

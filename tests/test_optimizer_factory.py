@@ -7,9 +7,10 @@ import optax
 import pytest
 from tiny import ADAMW, MODEL, tiny_config
 
-from maxmars.config import MarsConfig, ScheduleConfig
+from maxmars.config import ScheduleConfig
 from maxmars.model import init_params
 from maxmars.optim import MatrixSpec
+from maxmars.optimizer_config import MarsConfig
 from maxmars.optimizer_factory import (
     make_optimizer,
     make_schedule,

@@ -65,6 +65,10 @@ def test_what_a_run_leaves_behind(finished):
         "train/loss",
         "train/grad_norm",
         "train/learning_rate",
+        "train/clip_fraction",
+        "train/update_rms/linear",
+        "train/update_rms/embedding",
+        "train/update_rms/vector",
         "perf/tokens_per_sec",
         "perf/step_time",
     }

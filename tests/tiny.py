@@ -3,17 +3,16 @@
 import dataclasses
 
 from maxmars.config import (
-    AdamWConfig,
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
     LogConfig,
-    MarsConfig,
     MeshConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 MODEL = GPT2Config(
     num_layers=3,

@@ -22,7 +22,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 import maxmars.config
+import maxmars.config_checks
 from maxmars.config import TrainConfig
+
+_CONFIG_FILES = {maxmars.config.__file__, maxmars.config_checks.__file__}
 
 
 class UsageError(ValueError):
@@ -206,7 +209,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _raised_by_config_module(error: ValueError) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename == maxmars.config.__file__
+    return frames[-1].filename in _CONFIG_FILES
 
 
 def _position_in(path: Path, error: ValueError) -> str:

@@ -6,8 +6,32 @@ tx = mars(3e-3, weight_decay=0.01)
 ```
 """
 
-from maxmars.optim.mars import ScaleByMarsState, mars, scale_by_mars
+from maxmars.optim.mars import mars, moonlight, muon
 from maxmars.optim.matrix_spec import MatrixSpec
-from maxmars.optim.schedules import warmup_cosine
+from maxmars.optim.newton_schulz import newton_schulz
+from maxmars.optim.orthogonalization_plan import OrthogonalizationPlan, plan_orthogonalization
+from maxmars.optim.orthogonalize import orthogonalize
+from maxmars.optim.scale_by_mars import ScaleByMarsState, scale_by_mars
+from maxmars.optim.schedules import (
+    warmup_cosine,
+    warmup_exponential,
+    warmup_linear,
+    warmup_stable_decay,
+)
 
-__all__ = ["MatrixSpec", "ScaleByMarsState", "mars", "scale_by_mars", "warmup_cosine"]
+__all__ = [
+    "MatrixSpec",
+    "OrthogonalizationPlan",
+    "ScaleByMarsState",
+    "mars",
+    "moonlight",
+    "muon",
+    "newton_schulz",
+    "orthogonalize",
+    "plan_orthogonalization",
+    "scale_by_mars",
+    "warmup_cosine",
+    "warmup_exponential",
+    "warmup_linear",
+    "warmup_stable_decay",
+]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,10 @@ class MatrixSpec:
 
     Without rows it describes vectors: a stack of biases [layers, width] is
     `MatrixSpec(batch=(0,), rows=(), cols=(1,))`.
+
+    `split` cuts each matrix into blocks that are orthogonalised by themselves, while every other
+    rule still sees the whole matrix. For the fused projection above: `()` keeps it whole, `(2,)`
+    makes three blocks (queries, keys, values), `(2, 3)` makes three for each head.
     """
 
     batch: tuple[int, ...] = ()
@@ -27,9 +32,15 @@ class MatrixSpec:
     """Input axes."""
     cols: tuple[int, ...]
     """Output axes."""
+    partition: PartitionSpec | None = None
+    """How the parameter lies on the mesh; an array in a traced function does not say."""
+    split: tuple[int, ...] = ()
+    """Axes of `rows` or `cols` that stack blocks when the matrix is orthogonalised."""
+    embedding: bool = False
+    """Whether it is a table that is looked up, which matrix rules may leave to AdamW."""
 
     def __post_init__(self) -> None:
-        """Reject an axis that stands twice and a spec without output axes."""
+        """Reject axes that stand twice, are missing or cannot be split."""
         axes = (*self.batch, *self.rows, *self.cols)
         if sorted(axes) != list(range(len(axes))):
             raise ValueError(
@@ -38,6 +49,21 @@ class MatrixSpec:
             )
         if not self.cols:
             raise ValueError(f"{self} has no output axes: put at least one axis into cols.")
+        if not set(self.split) <= set(self.inner) or len(set(self.split)) < len(self.split):
+            raise ValueError(
+                f"split={self.split} of {self} must name axes of rows or cols, each once; an axis "
+                "that stacks whole matrices belongs into batch."
+            )
+        if self.split and not (self.block_rows and self.block_cols):
+            raise ValueError(
+                f"split={self.split} of {self} leaves no rows or no cols in a block; keep at least "
+                "one axis of each out of split."
+            )
+        if self.partition is not None and len(self.partition) > self.ndim:
+            raise ValueError(
+                f"partition={self.partition} of {self} has {len(self.partition)} entries for "
+                f"{self.ndim} axes; give at most one entry per axis."
+            )
 
     @property
     def is_matrix(self) -> bool:
@@ -48,6 +74,21 @@ class MatrixSpec:
     def inner(self) -> tuple[int, ...]:
         """The axes of one matrix (or vector)."""
         return (*self.rows, *self.cols)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes that stack what is orthogonalised by itself."""
+        return (*self.batch, *self.split)
+
+    @property
+    def block_rows(self) -> tuple[int, ...]:
+        """The input axes of what is orthogonalised by itself."""
+        return tuple(axis for axis in self.rows if axis not in self.split)
+
+    @property
+    def block_cols(self) -> tuple[int, ...]:
+        """The output axes of what is orthogonalised by itself."""
+        return tuple(axis for axis in self.cols if axis not in self.split)
 
     @property
     def ndim(self) -> int:

@@ -4,7 +4,8 @@ import re
 import pytest
 
 from maxmars.cli.config_file import UsageError, load_config, parse_config
-from maxmars.config import AdamWConfig, MarsConfig, TrainConfig
+from maxmars.config import TrainConfig
+from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 pytestmark = pytest.mark.smoke
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maxmars.config import *
+from maxmars.optimizer_config import *
 
 def make(**fields):
     fields = dict(num_steps=3000, global_batch_size=8, model=GPT2Config.small()) | fields

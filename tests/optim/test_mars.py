@@ -45,65 +45,99 @@ def assert_trees_close(ours, theirs, atol):
 
 # --- the official code ---------------------------------------------------------------------------
 
-ADAMW_CASES = [
+CASES = [
     "mars_adamw",
     "mars_adamw_1d",
     "mars_adamw_exact",
     "mars_adamw_gamma0",
     "mars_adamw_amsgrad",
     "mars_adamw_gamma_large",
+    "mars_lion",
+    "mars_lion_1d",
+    "mars_lion_exact",
+    "mars_shampoo",
+    "mars_shampoo_1d",
+    "mars_shampoo_exact",
+    "mars_m",
+    "mars_m_exact",
+    "mars_m_efficient",
 ]
 
 
-def official_case(reference_dir, case):
+def official_options(case, arguments, lr0):
+    """Arguments of `mars` for those of the official constructor."""
+    arguments = dict(arguments)
+    options = {"exact": not arguments.pop("is_approx", True)}
+    if case.startswith("mars_m"):
+        options |= {
+            "variant": "m",
+            "b1": arguments.pop("momentum"),
+            "weight_decay": arguments.pop("wd"),
+            "eps": arguments.pop("adamw_eps"),
+        }
+        options["vector_b1"], options["vector_b2"] = arguments.pop("adamw_betas")
+        if case == "mars_m_efficient":
+            options |= {"memory_efficient": True, "clip_threshold": None}
+    else:
+        options |= {
+            "variant": arguments.pop("mars_type").removeprefix("mars-"),
+            "embeddings": "orthogonalize",
+            "optimize_vectors": arguments.pop("optimize_1d", False),
+            "vector_learning_rate_scale": arguments.pop("lr_1d") / lr0,
+            "vector_weight_decay": arguments.pop("weight_decay_1d"),
+        }
+        options["b1"], options["b2"] = arguments.pop("betas")
+        options["vector_b1"], options["vector_b2"] = arguments.pop("betas_1d")
+    return options | arguments
+
+
+def official_case(reference_dir, case, dtype):
+    """Optimizer, initial parameters, gradients, previous gradients and expected parameters."""
     folder = reference_dir / "reference"
     arrays = np.load(folder / "optimizer_reference.npz")
     info = json.loads((folder / "optimizer_reference.json").read_text())
-    arguments, lr0 = dict(info["cases"][case]["kw"]), info["cases"][case]["lr0"]
-    assert arguments.pop("mars_type") == "mars-adamw"
-    exact = not arguments.pop("is_approx", True)
+    details = info["cases"][case]
+    options = official_options(case, details["kw"], details["lr0"])
     rates = jnp.asarray(arrays["lr"])
-    b1, b2 = arguments.pop("betas")
-    vector_b1, vector_b2 = arguments.pop("betas_1d")
+    names = list(info["shapes"])
+    specs = {name: None for name in names} | {
+        name: MatrixSpec(rows=(0,), cols=(1,), embedding=name == "embedding")
+        for name, shape in info["shapes"].items()
+        if len(shape) == 2
+    }
     tx = mars(
         lambda count: rates[count],
-        b1=b1,
-        b2=b2,
-        exact=exact,
-        optimize_vectors=arguments.pop("optimize_1d", False),
-        vector_learning_rate_scale=arguments.pop("lr_1d") / lr0,
-        vector_b1=vector_b1,
-        vector_b2=vector_b2,
-        vector_weight_decay=arguments.pop("weight_decay_1d"),
-        **arguments,
+        ns_dtype=details.get("ns", dtype),
+        matrix_specs=specs,
+        **options,
     )
-    names = list(info["shapes"])
 
     def tree(prefix, step=None):
         values = {n: arrays[f"{prefix}/{n}"] for n in names}
         if step is not None:
             values = {n: v[step] for n, v in values.items()}
-        return {n: jnp.asarray(v.T if v.ndim == 2 else v) for n, v in values.items()}
+        return {n: jnp.asarray(v.T if v.ndim == 2 else v, dtype) for n, v in values.items()}
 
     steps = range(info["steps"])
-    prev = [tree("prev_grads", i) for i in steps] if exact else None
-    return (
-        tx,
-        tree("params0"),
-        [tree("grads", i) for i in steps],
-        prev,
-        [tree(case, i) for i in steps],
-    )
+    prev = [tree("prev_grads", i) for i in steps] if options["exact"] else None
+    grads, expected = ([tree(prefix, i) for i in steps] for prefix in ("grads", case))
+    return tx, tree("params0"), grads, prev, expected
 
 
-@pytest.mark.parametrize("case", ADAMW_CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "atol"), [("float64", 1e-9), ("float32", 5e-6)])
 def test_official_trajectory(reference_dir, case, dtype, atol):
     with jax.enable_x64(dtype == "float64"):
-        tx, params, grads, prev, expected = official_case(reference_dir, case)
-        params, grads, prev = jax.tree.map(lambda x: x.astype(dtype), (params, grads, prev))
+        tx, params, grads, prev, expected = official_case(reference_dir, case, dtype)
         for ours, theirs in zip(run(tx, params, grads, prev), expected, strict=True):
             assert_trees_close(ours, theirs, atol)
+
+
+def test_official_trajectory_with_newton_schulz_in_bfloat16(reference_dir):
+    # 8 bits of mantissa in 15 products: the bound is that of the reference's description.
+    tx, params, grads, prev, expected = official_case(reference_dir, "mars_shampoo_bf16", "float32")
+    for ours, theirs in zip(run(tx, params, grads, prev), expected, strict=True):
+        assert_trees_close(ours, theirs, 1e-2)
 
 
 # --- our own plain reference ---------------------------------------------------------------------
@@ -345,7 +379,7 @@ def test_injected_hyperparameters_equal_constant_ones():
     params, grads = random_tree(0), [random_tree(i) for i in range(1, 4)]
     constant = run(mars(0.01, b1=0.9, vector_learning_rate_scale=0.5), params, grads)[-1]
     injected = optax.inject_hyperparams(
-        mars, static_args=("exact", "amsgrad", "optimize_vectors", "vector_learning_rate_scale")
+        mars, static_args=("ns_steps", "vector_learning_rate_scale")
     )(0.01, b1=0.9, vector_learning_rate_scale=0.5)
     assert_trees_close(run(injected, params, grads)[-1], constant, 1e-6)
 

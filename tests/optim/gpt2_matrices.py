@@ -1,0 +1,177 @@
+"""The matrices of a GPT-2, and the programs that orthogonalise them; with 16 fake devices as a
+program of its own, which prints what `test_orthogonalize.py` asserts."""
+
+import functools
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from maxmars.optim import MatrixSpec, orthogonalize, plan_orthogonalization
+
+AXES = ("data", "fsdp", "tensor")
+PARTITIONS = {
+    "c_attn": PartitionSpec(None, "fsdp", None, "tensor"),  # layers, embed, qkv, heads, head_dim
+    "attn_proj": PartitionSpec(None, "tensor", None, "fsdp"),  # layers, heads, head_dim, embed
+    "c_fc": PartitionSpec(None, "fsdp", "tensor"),  # layers, embed, mlp
+    "mlp_proj": PartitionSpec(None, "tensor", "fsdp"),  # layers, mlp, embed
+}
+SPLITS = {
+    "fused": {},
+    "qkv": {"c_attn": (2,)},
+    "heads": {"c_attn": (2, 3), "attn_proj": (1,)},
+}
+XL = {"layers": 48, "embed": 1600, "heads": 25}
+LARGE = {"layers": 36, "embed": 1280, "heads": 20}
+# Stacks that the devices divide, prime ones, and ones smaller than the mesh.
+CASES = ((16, "fused"), (7, "qkv"), (3, "heads"))
+
+
+def shapes(layers, embed, heads):
+    return {
+        "c_attn": (layers, embed, 3, heads, embed // heads),
+        "attn_proj": (layers, heads, embed // heads, embed),
+        "c_fc": (layers, embed, 4 * embed),
+        "mlp_proj": (layers, 4 * embed, embed),
+    }
+
+
+def specs(split="fused", partitions=PARTITIONS):
+    axes = {"c_attn": (1, 3), "attn_proj": (2, 1), "c_fc": (1, 1), "mlp_proj": (1, 1)}
+
+    def spec(name):
+        rows, cols = axes[name]
+        return MatrixSpec(
+            batch=(0,),
+            rows=tuple(range(1, 1 + rows)),
+            cols=tuple(range(1 + rows, 1 + rows + cols)),
+            partition=partitions[name],
+            split=SPLITS[split].get(name, ()),
+        )
+
+    return {name: spec(name) for name in axes}
+
+
+def make_mesh(shape, axis_type=AxisType.Auto):
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, AXES, axis_types=(axis_type,) * 3, devices=devices)
+
+
+def shardings(mesh):
+    return {name: NamedSharding(mesh, partition) for name, partition in PARTITIONS.items()}
+
+
+def random_matrices(layers, embed=16, heads=4, dtype="float32"):
+    rng = np.random.default_rng(layers)
+    return {
+        name: rng.standard_normal(shape).astype(dtype)
+        for name, shape in shapes(layers, embed, heads).items()
+    }
+
+
+def run(updates, cases, dtype, mesh=None):
+    """All cases in one program."""
+
+    @jax.jit
+    def program(updates):
+        plans = [
+            plan_orthogonalization(u, specs(split), mesh=mesh)
+            for u, (_, split) in zip(updates, cases, strict=True)
+        ]
+        return [orthogonalize(u, p, dtype=dtype) for u, p in zip(updates, plans, strict=True)]
+
+    return program(updates)
+
+
+@functools.cache
+def unsharded(cases, dtype):
+    return run([random_matrices(n, dtype=input_dtype(dtype)) for n, _ in cases], cases, dtype)
+
+
+def input_dtype(dtype):
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def sharded_errors(shape, dtype="float32", cases=CASES):
+    """Relative difference of every case on a mesh from one device.
+
+    Also checks that the results are in the parameters' shardings.
+    """
+    mesh = make_mesh(shape)
+    inputs = [
+        jax.device_put(random_matrices(n, dtype=input_dtype(dtype)), shardings(mesh))
+        for n, _ in cases
+    ]
+    results = run(inputs, cases, dtype, mesh)
+    errors = {}
+    expectations = unsharded(cases, dtype)
+    for (layers, split), result, expected in zip(cases, results, expectations, strict=True):
+        for name, x in result.items():
+            assert x.sharding.is_equivalent_to(shardings(mesh)[name], x.ndim), (shape, name)
+            difference = np.linalg.norm(np.asarray(x) - np.asarray(expected[name]))
+            errors[f"{layers} {split} {name}"] = float(difference / np.linalg.norm(expected[name]))
+    return errors
+
+
+def compiled(mesh, size, **options):
+    """Plan and HLO of the orthogonalisation of a real GPT-2; nothing is allocated."""
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings(mesh)[name])
+        for name, shape in shapes(**size).items()
+    }
+    plan = plan_orthogonalization(abstract, specs(), mesh=mesh, **options)
+    step = jax.jit(lambda u: orthogonalize(u, plan), out_shardings=shardings(mesh))
+    return plan, step.lower(abstract).compile().as_text()
+
+
+COLLECTIVES = "all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter"
+ITEMSIZE = {"u16": 2, "bf16": 2, "s32": 4, "f32": 4, "f64": 8}
+
+
+def collectives(hlo):
+    """(operation, bytes of its result on one device) of each collective of a program without
+    loops."""
+    found = []
+    for line in hlo.splitlines():
+        match = re.match(rf".* = (.*?) ({COLLECTIVES})(-start)?\(", line)
+        if match:
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            sizes = [ITEMSIZE[t] * int(np.prod([int(n) for n in d.split(",")])) for t, d in arrays]
+            found.append((match[2], sum(sizes)))
+    return found
+
+
+BUDGETS = [((1, 16, 1), XL), ((2, 8, 1), XL), ((4, 4, 1), XL), ((1, 4, 4), LARGE)]
+
+
+def traffic(shape, size):
+    # A loop would hide how often a collective runs.
+    plan, hlo = compiled(make_mesh(shape), size, max_batch_bytes=2**60)
+    assert " while(" not in hlo
+    return {
+        "collectives": collectives(hlo),
+        "groups": len(plan.groups),
+        "elements": plan.elements,
+        "padded_elements": plan.padded_elements,
+        "transfer_bytes": plan.transfer_bytes(),
+        "table": str(plan),
+    }
+
+
+def main():
+    result = {
+        "errors": {
+            f"{shape} {dtype}": sharded_errors(shape, dtype)
+            for shape, dtype in [((1, 16, 1), "float32"), ((1, 4, 4), "float32")]
+        },
+        "traffic": {str(shape): traffic(shape, size) for shape, size in BUDGETS},
+    }
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

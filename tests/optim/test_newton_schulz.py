@@ -1,0 +1,134 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmars.optim import newton_schulz
+from maxmars.optim.newton_schulz import COEFFICIENTS
+
+KELLER = COEFFICIENTS["keller"] * 5
+
+
+def plain(matrix, triples=KELLER, eps=1e-7):
+    """The loop of the module docstring in float64 NumPy, for one matrix, never turned over."""
+    x = np.asarray(matrix, np.float64)
+    x = x / (np.linalg.norm(x) + eps)
+    for a, b, c in triples:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8), (3, 8, 20), (2, 3, 9, 4)])
+@pytest.mark.parametrize("preset", list(COEFFICIENTS))
+def test_equals_the_plain_loop(x64, shape, preset):
+    x = random(*shape)
+    triples = COEFFICIENTS[preset] * (5 // len(COEFFICIENTS[preset]))
+    expected = [plain(m, triples) for m in x.reshape(-1, *shape[-2:])]
+    ours = newton_schulz(jnp.asarray(x), coefficients=preset, dtype=jnp.float64)
+    assert ours.dtype == jnp.float64
+    np.testing.assert_allclose(ours, np.reshape(expected, shape), rtol=0, atol=1e-12)
+
+
+def test_explicit_coefficients(x64):
+    x, triples = jnp.asarray(random(6, 9)), [(1.5, -0.5, 0.0), (1.875, -1.25, 0.375)]
+    ours = newton_schulz(x, steps=2, coefficients=triples, dtype=jnp.float64)
+    np.testing.assert_allclose(ours, plain(x, triples), atol=1e-12)
+    one = newton_schulz(x, steps=3, coefficients=(1.5, -0.5, 0.0), dtype=jnp.float64)
+    np.testing.assert_allclose(one, plain(x, triples[:1] * 3), atol=1e-12)
+    fewer = newton_schulz(x, steps=3, coefficients="cans", dtype=jnp.float64)
+    np.testing.assert_allclose(fewer, plain(x, COEFFICIENTS["cans"][:3]), atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_dtypes(dtype, atol):
+    x = jnp.asarray(random(4, 24, 60), jnp.float32)
+    ours = newton_schulz(x, dtype=dtype)
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, [plain(m) for m in x], rtol=0, atol=atol)
+    assert newton_schulz(x.astype("bfloat16"), dtype=dtype).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_commutes_with_transposition(dtype):
+    x = jnp.asarray(random(3, 16, 40), jnp.float32)
+    square = x[:, :, :16]  # is never turned over, so its products differ
+    for matrix in (x, square):
+        np.testing.assert_allclose(
+            newton_schulz(matrix, dtype=dtype),
+            newton_schulz(matrix.mT, dtype=dtype).mT,
+            atol=1e-5 if dtype == "float32" else 0.04,
+        )
+
+
+def test_zero_padding_is_exact(x64):
+    x = jnp.asarray(random(2, 10, 14))
+    padded = jnp.pad(x, ((0, 3), (0, 2), (0, 7)))
+    ours = newton_schulz(padded, dtype=jnp.float64)
+    np.testing.assert_allclose(ours[:2, :10, :14], newton_schulz(x, dtype=jnp.float64), atol=1e-14)
+    ours = np.array(ours)
+    ours[:2, :10, :14] = 0
+    assert not ours.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [0.0, 1e-30])
+def test_a_zero_or_tiny_matrix_is_finite(dtype, value):
+    ours = newton_schulz(jnp.full((2, 5, 8), value), dtype=dtype)
+    assert np.isfinite(ours).all()
+    assert abs(np.asarray(ours)).max() < 1e-15
+
+
+@functools.cache
+def spectrum_matrix(size=512):
+    """A square matrix with singular values 1/i, and its polar factor."""
+    u = np.linalg.qr(random(size, size, seed=1))[0]
+    v = np.linalg.qr(random(size, size, seed=2))[0]
+    return u * (1 / np.arange(1, size + 1)) @ v, u @ v
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"), [("keller", 0.179), ("polar_express", 0.106), ("cans", 0.087)]
+)
+def test_relative_error_to_the_polar_factor(preset, expected):
+    matrix, polar = spectrum_matrix()
+
+    def error(dtype):
+        ours = newton_schulz(jnp.asarray(matrix, jnp.float32), coefficients=preset, dtype=dtype)
+        return np.linalg.norm(ours - polar) / np.linalg.norm(polar)
+
+    exact = error(jnp.float32)
+    np.testing.assert_allclose(exact, expected, rtol=0.05)
+    assert error(jnp.bfloat16) <= exact + 0.003
+
+
+def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
+    lowered = jax.jit(newton_schulz).trace(jnp.ones((4, 8))).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 15
+    for line in products:
+        operands, result = line.rpartition("->")[::2]
+        assert operands.count("xbf16>") == 2
+        assert "xf32>" in result
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coefficients": "kellr"}, "'kellr' is no preset; take one of keller, polar_express"),
+        ({"coefficients": (1.0, 2.0)}, r"must be a triple \(a, b, c\)"),
+        ({"coefficients": "cans", "steps": 6}, "steps=6 is more than the 5 triples"),
+        ({"eps": 0.0}, "eps=0.0 must be positive"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        newton_schulz(jnp.ones((2, 3)), **options)

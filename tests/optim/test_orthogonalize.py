@@ -1,0 +1,384 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpt2_matrices
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from maxmars.optim import (
+    MatrixSpec,
+    newton_schulz,
+    orthogonalize,
+    plan_orthogonalization,
+)
+
+# Of directions, relative to their norms; a learning rate of at most 0.02 multiplies them.
+TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
+
+
+def assert_trees_close(ours, theirs, atol=1e-13):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
+
+
+# --- on one device -------------------------------------------------------------------------------
+
+
+def test_each_matrix_by_itself_and_scaled():
+    updates = random_matrices(3)
+    plan = plan_orthogonalization(updates, specs())
+    ours = orthogonalize(updates, plan, dtype=jnp.float32)
+    x = updates["c_attn"].reshape(3, 16, 48)
+    expected = [np.sqrt(48 / 16) * newton_schulz(jnp.asarray(m), dtype=jnp.float32) for m in x]
+    np.testing.assert_allclose(ours["c_attn"].reshape(3, 16, 48), expected, atol=2e-6)
+    expected = newton_schulz(jnp.asarray(updates["mlp_proj"]), dtype=jnp.float32)
+    np.testing.assert_allclose(ours["mlp_proj"], expected, atol=2e-6)  # out < in: factor one
+
+
+@pytest.mark.parametrize(("split", "shape"), [("qkv", (16, 16)), ("heads", (16, 4))])
+def test_split_blocks_by_themselves(split, shape):
+    updates = {"c_attn": random_matrices(2)["c_attn"]}
+    plan = plan_orthogonalization(updates, {"c_attn": specs(split)["c_attn"]})
+    ours = orthogonalize(updates, plan, dtype=jnp.float32)["c_attn"]  # the factor is one
+    rms = orthogonalize(updates, plan, dtype=jnp.float32, scale="rms")["c_attn"]
+    x, heads = updates["c_attn"], 1 if split == "qkv" else 4
+    blocks = x.reshape(2, 16, 3, heads, 16 // heads).transpose(0, 2, 3, 1, 4)
+    assert blocks.shape[-2:] == shape
+    expected = newton_schulz(jnp.asarray(blocks), dtype=jnp.float32)
+    expected = expected.transpose(0, 3, 1, 2, 4).reshape(x.shape)
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+    np.testing.assert_allclose(rms, 0.2 * np.sqrt(max(shape)) * expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "wide", "tall"), [("spectral", 2.0, 1.0), ("rms", 0.8, 0.8), (None, 1.0, 1.0)]
+)
+def test_scales(scale, wide, tall):
+    eye = jnp.eye(4, 16)
+    one = newton_schulz(eye, dtype=jnp.float32)
+    updates = {"wide": eye, "tall": eye.T}  # in x out
+    plan = plan_orthogonalization(updates)
+    ours = orthogonalize(updates, plan, scale=scale, dtype=jnp.float32)
+    np.testing.assert_allclose(ours["wide"], wide * one, atol=1e-6)
+    np.testing.assert_allclose(ours["tall"], tall * one.T, atol=1e-6)
+
+
+def test_vectors_and_dtypes_stay_as_they_are():
+    updates = {
+        "kernel": jnp.ones((4, 6), jnp.bfloat16),
+        "half": jnp.ones((6, 4), jnp.float16),
+        "norm": jnp.arange(6.0),
+        "scalar": jnp.asarray(3.0),
+    }
+    ours = orthogonalize(updates, plan_orthogonalization(updates))
+    assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, updates)
+    np.testing.assert_array_equal(ours["norm"], updates["norm"])
+    np.testing.assert_array_equal(ours["scalar"], updates["scalar"])
+    assert orthogonalize({}, plan_orthogonalization({})) == {}
+
+
+def test_float64(x64):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 7)))
+    ours = orthogonalize(x, plan_orthogonalization(x), dtype=jnp.float64, scale=None)
+    assert ours.dtype == jnp.float64
+    np.testing.assert_allclose(ours, newton_schulz(x, dtype=jnp.float64), atol=1e-15)
+
+
+def test_rounds_of_bounded_size_change_nothing(x64):
+    updates = random_matrices(7, dtype="float64")
+    whole = plan_orthogonalization(updates, specs())
+    rounds = plan_orthogonalization(updates, specs(), max_batch_bytes=60_000)
+    run = jax.jit(orthogonalize, static_argnums=1, static_argnames="dtype")
+    assert " while(" in run.lower(updates, rounds, dtype="float64").compile().as_text()
+    ours, expected = (run(updates, plan, dtype="float64") for plan in (rounds, whole))
+    assert_trees_close(ours, expected)
+
+
+# --- on a mesh -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
+def test_a_mesh_changes_nothing(shape):
+    errors = gpt2_matrices.sharded_errors(shape)
+    assert max(errors.values()) <= TOLERANCE["float32"], errors
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_mesh_changes_nothing_in_other_dtypes(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        errors = gpt2_matrices.sharded_errors((2, 2, 2), dtype, cases=((7, "qkv"),))
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+@pytest.fixture(scope="module")
+def sixteen():
+    """What `gpt2_matrices.py` finds on 16 devices, and its stderr."""
+    flags = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
+    script = Path(gpt2_matrices.__file__)
+    root = str(script.parents[2])
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    program = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
+    assert program.returncode == 0, program.stderr
+    return json.loads(program.stdout) | {"stderr": program.stderr}
+
+
+def test_sixteen_devices_change_nothing(sixteen):
+    for name, errors in sixteen["errors"].items():
+        assert max(errors.values()) <= TOLERANCE[name.split()[-1]], (name, errors)
+
+
+@pytest.mark.parametrize("shape", [str(shape) for shape, _ in gpt2_matrices.BUDGETS])
+def test_traffic(sixteen, shape):
+    case = sixteen["traffic"][shape]
+    _, fsdp, tensor = (int(n) for n in shape.strip("()").split(","))
+    print(f"\nmesh {shape}\n{case['table']}")
+    found = case["collectives"]
+    exchanged = [size for operation, size in found if operation == "all-to-all"]
+    others = [size for operation, size in found if operation != "all-to-all"]
+    assert len(exchanged) == 2 * case["groups"]
+    assert sum(exchanged) == case["transfer_bytes"]
+    assert sum(exchanged) <= 1.1 * 2 * 2 * case["padded_elements"] / (fsdp * tensor)
+    assert case["padded_elements"] <= 1.25 * case["elements"]
+    assert max(others, default=0) < 1e6
+    assert "rematerialization" not in sixteen["stderr"]
+
+
+def test_owners_among_copies(x64):
+    # Four devices hold a copy of each piece. With `data` among the owners each iterates on a
+    # quarter of the matrices only, and the results are gathered.
+    mesh = make_mesh((4, 2, 1))
+    updates = random_matrices(6, dtype="float64")
+    updates = jax.device_put(updates, gpt2_matrices.shardings(mesh))
+    plan = plan_orthogonalization(updates, specs(), mesh=mesh, ownership_axes=("fsdp", "data"))
+    run = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))
+    (expected,) = gpt2_matrices.unsharded(((6, "fused"),), "float64")
+    assert_trees_close(run(updates), expected)
+    found = gpt2_matrices.collectives(run.lower(updates).compile().as_text())
+    assert {operation for operation, _ in found} == {"all-to-all", "all-gather"}
+    assert sum(size for _, size in found) == plan.transfer_bytes(itemsize=8)
+    repeated = plan_orthogonalization(updates, specs(), mesh=mesh)
+    assert sum(g.flops() for g in plan.groups) < sum(g.flops() for g in repeated.groups) / 2
+
+
+def test_replicated_and_partly_partitioned_leaves(x64):
+    mesh = make_mesh((1, 4, 2))
+    rng = np.random.default_rng(0)
+    updates = {
+        "copy": rng.standard_normal((3, 6, 10)),
+        "layers": rng.standard_normal((4, 6, 10)),
+        "rows": rng.standard_normal((5, 8, 8)),
+        "both": rng.standard_normal((16, 5)),
+        "alone": rng.standard_normal((24, 8)),
+        "vector": rng.standard_normal((8,)),
+    }
+    partitions = {
+        "copy": PartitionSpec(),
+        "layers": PartitionSpec("fsdp"),
+        "rows": PartitionSpec(None, "fsdp"),
+        "both": PartitionSpec(("tensor", "fsdp")),
+        "alone": PartitionSpec("fsdp", "tensor"),
+        "vector": PartitionSpec("fsdp"),
+    }
+
+    def spec(name):
+        x = updates[name]
+        if x.ndim == 1:
+            return None
+        axes = {"batch": (0,), "rows": (1,), "cols": (2,)} if x.ndim == 3 else {}
+        axes = axes or {"rows": (0,), "cols": (1,)}
+        return MatrixSpec(**axes, partition=partitions[name])
+
+    matrix_specs = {name: spec(name) for name in updates}
+    expected = orthogonalize(
+        updates, plan_orthogonalization(updates, matrix_specs), dtype="float64"
+    )
+    layout = {name: NamedSharding(mesh, p) for name, p in partitions.items()}
+    plan = plan_orthogonalization(updates, matrix_specs, mesh=mesh)
+    ours = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))(
+        jax.device_put(updates, layout)
+    )
+    for name, x in ours.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-13, err_msg=name)
+        assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
+
+
+WEIGHT = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("fsdp", "tensor"))
+
+
+def orthogonal_momentum(mesh):
+    """An optax transformation that plans in each trace, from the updates' shapes."""
+
+    def update(updates, state, params=None):
+        del params
+        plan = plan_orthogonalization(updates, {"w": WEIGHT}, mesh=mesh)
+        return orthogonalize(updates, plan, dtype="float32"), state
+
+    orthogonal = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.chain(optax.trace(0.9), orthogonal, optax.scale(-0.1))
+
+
+def test_in_a_train_step():
+    mesh = make_mesh((2, 2, 2))
+    tx = orthogonal_momentum(mesh)
+    layout = NamedSharding(mesh, WEIGHT.partition)
+    w = np.random.default_rng(0).standard_normal((8, 12)).astype("f")
+    x = np.random.default_rng(1).standard_normal((16, 8)).astype("f")
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put({"w": w}, layout)
+        state = jax.device_put(tx.init(params), layout)
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+        for _ in range(3):
+            params, state = jitted(params, state, batch)
+    assert jitted._cache_size() == 1
+    assert params["w"].sharding.is_equivalent_to(layout, 2)
+
+    plain = optax.chain(optax.trace(0.9))
+    expected, state = {"w": jnp.asarray(w)}, plain.init({"w": w})
+    for _ in range(3):
+        grads = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(expected)
+        updates, state = plain.update(grads, state)
+        direction = np.sqrt(1.5) * newton_schulz(updates["w"], dtype="float32")
+        expected = {"w": expected["w"] - 0.1 * direction}
+    np.testing.assert_allclose(params["w"], expected["w"], atol=2e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_axis_types_and_abstract_values(axis_type):
+    mesh = make_mesh((2, 2, 2), axis_type)
+    tx = orthogonal_momentum(mesh)
+    layout = NamedSharding(mesh, WEIGHT.partition)
+    abstract = {"w": jax.ShapeDtypeStruct((8, 12), jnp.float32, sharding=layout)}
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(tx.init, abstract)
+        updates, new_state = jax.eval_shape(tx.update, abstract, state)
+        assert new_state == state
+        assert updates["w"].shape == (8, 12)
+        grads = jax.device_put({"w": np.eye(8, 12, dtype="f")}, layout)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    assert updates["w"].sharding.is_equivalent_to(layout, 2)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def abstract(size):
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes(**size).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "padding"),
+    [
+        ((1, 1, 1), XL, 1.0),
+        ((1, 16, 1), XL, 1.0),
+        ((2, 8, 1), XL, 1.0),
+        ((1, 32, 1), XL, 1.25),
+        ((1, 64, 1), XL, 11 / 9),  # 32 of the D x 3D fill slots of D x 4D, the D x D the rest
+        ((1, 4, 4), LARGE, 448 / 432),
+    ],
+)
+def test_padding(shape, size, padding):
+    mesh = AbstractMesh(shape, gpt2_matrices.AXES)
+    plan = plan_orthogonalization(abstract(size), specs(), mesh=mesh)
+    assert plan.padded_elements <= padding * plan.elements * (1 + 1e-9)
+    planned = [0] * 4
+    for group in plan.groups:
+        assert sum(member.count for member in group.members) <= group.slots
+        for member in group.members:
+            planned[member.leaf] += member.count
+    assert planned == [size["layers"]] * 4
+    slots = [group.rows * group.cols for group in plan.groups]
+    assert slots == sorted(slots, reverse=True)
+
+
+def test_the_printed_table():
+    mesh = AbstractMesh((1, 16, 1), gpt2_matrices.AXES)
+    plan = plan_orthogonalization(abstract(XL), specs(), mesh=mesh)
+    assert str(plan).splitlines() == [
+        "group        matrices  owners  slots  exchange  MB     GFLOP   members",
+        "1600 x 6400  96        16      96     fsdp      245.8  2211.8  c_fc[48], mlp_proj[48]",
+        "1600 x 4800  48        16      48     fsdp      92.2   860.2   c_attn[48]",
+        "1600 x 1600  48        16      48     fsdp      30.7   368.6   attn_proj[48]",
+        "P = 1,474,560,000 elements, P_padded = 1,474,560,000 (1.000 P)",
+        "per device and step: 368.6 MB in bfloat16, 3.44e+12 FLOPs in 5 iterations",
+    ]
+
+
+def test_an_embedding_is_a_group_of_its_own():
+    mesh = AbstractMesh((1, 64, 1), gpt2_matrices.AXES)
+    table = jax.ShapeDtypeStruct((50304, 1600), jnp.float32)
+    embedding = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec(None, "fsdp"))
+    params, matrix_specs = abstract(XL) | {"wte": table}, specs() | {"wte": embedding}
+    plan = plan_orthogonalization(params, matrix_specs, mesh=mesh)
+    without = plan_orthogonalization(abstract(XL), specs(), mesh=mesh)
+    assert (plan.groups[0].matrices, plan.groups[0].slots) == (1, 64)
+    assert plan.padded_elements - without.padded_elements == 64 * 50304 * 1600
+
+
+def test_a_plan_is_hashable_and_comparable():
+    mesh = make_mesh((1, 4, 2))
+    plans = {plan_orthogonalization(random_matrices(3), specs(), mesh=mesh) for _ in range(2)}
+    assert len(plans) == 1
+
+
+def test_the_partition_of_arrays_that_carry_one():
+    mesh = make_mesh((1, 4, 2))
+    updates = jax.device_put(random_matrices(4), gpt2_matrices.shardings(mesh))
+    bare = specs(partitions=dict.fromkeys(PARTITIONS))
+    from_arrays = plan_orthogonalization(updates, bare, mesh=mesh)
+    assert from_arrays.groups == plan_orthogonalization(updates, specs(), mesh=mesh).groups
+    with pytest.raises(
+        ValueError, match=r"attn_proj is .* without a known partition; give its Matrix"
+    ):
+        jax.eval_shape(lambda u: plan_orthogonalization(u, bare, mesh=mesh) and u, updates)
+
+
+def one_matrix(shape, partition):
+    spec = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec(*partition))
+    return {"w": np.ones(shape, "f")}, {"w": spec}
+
+
+@pytest.mark.parametrize(
+    ("shape", "partition", "options", "message"),
+    [
+        ((8, 8), ("model",), {}, "w names 'model', which the mesh does not have; it has data, fs"),
+        ((8, 8), ("data",), {}, r"'data', which is not an ownership axis; give ownership_axes=\("),
+        ((6, 8), ("fsdp",), {}, r"\(4, 1\) parts, which do not divide it"),
+        ((8, 8), (), {"ownership_axes": ("x",)}, "names 'x', which the mesh does not have"),
+        ((8, 8), (), {"max_batch_bytes": 0}, "max_batch_bytes=0 must be positive"),
+    ],
+)
+def test_bad_plans(shape, partition, options, message):
+    params, matrix_specs = one_matrix(shape, partition)
+    mesh = AbstractMesh((2, 4, 2), gpt2_matrices.AXES)
+    with pytest.raises(ValueError, match=message):
+        plan_orthogonalization(params, matrix_specs, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("updates", "options", "message"),
+    [
+        ({"w": np.ones((3, 4), "f")}, {"scale": "spectrum"}, "scale='spectrum' is unknown"),
+        ({"w": np.ones((4, 3), "f")}, {}, r"w of shape \(3, 4\), but its update has shape"),
+        ({"w": np.ones((3, 4), "f"), "b": np.ones(3)}, {}, "for 1 leaves, but the updates have 2"),
+    ],
+)
+def test_bad_updates(updates, options, message):
+    plan = plan_orthogonalization({"w": np.ones((3, 4), "f")})
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(updates, plan, **options)

@@ -1,0 +1,200 @@
+"""What an optimizer's update costs beside AdamW's.
+
+    python tools/bench_optimizer.py --traffic [--topology v5e:4x4]
+
+`--traffic` prints the bytes that one update moves between devices at GPT-2 XL's matrix shapes, on
+16 devices that need not be there: the update alone is compiled from shapes and shardings, and the
+collectives are read from the program (`maxmars.hlo`). Bytes are those of the results on one device,
+times loop trip counts; of a reduce-scatter, those of the operand.
+
+Without `--topology` the devices are fake CPU devices. Their compiler keeps float32 where a TPU's
+multiplies, and so gathers, in bfloat16: an optimizer that leaves its communication to the compiler
+moves 2 to 3 times as much there. `--topology` compiles for TPUs (extra `tpu`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # JAX itself is imported once its devices are chosen
+    import jax
+    import optax
+
+NUM_DEVICES = 16
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The sizes of a model's layers."""
+
+    name: str
+    num_layers: int
+    embed_dim: int
+
+
+XL = Stack("xl", 48, 1600)
+LARGE = Stack("large", 36, 1280)  # 20 heads: XL's 25 do not divide over tensor=4
+
+CASES = (
+    ((1, 16, 1), XL),
+    ((1, 4, 4), LARGE),
+    ((1, 4, 4), XL),  # cannot be trained; the matrices alone divide, and were measured before
+    ((2, 8, 1), XL),
+    ((4, 4, 1), XL),
+)
+"""Meshes (data, fsdp, tensor) and models."""
+
+
+def matrices(stack: Stack, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The kernels of a stack of blocks, [layers, in, out] in float32, sharded as in training."""
+    import jax
+    from jax.numpy import float32
+
+    from maxmars.sharding import RULES
+
+    layers, d = stack.num_layers, stack.embed_dim
+    shapes = {
+        "c_attn": ((layers, d, 3 * d), ("layers", "embed", "heads")),
+        "attn_c_proj": ((layers, d, d), ("layers", "heads", "embed")),
+        "c_fc": ((layers, d, 4 * d), ("layers", "embed", "mlp")),
+        "mlp_c_proj": ((layers, 4 * d, d), ("layers", "mlp", "embed")),
+    }
+    return {
+        name: jax.ShapeDtypeStruct(
+            shape, float32, sharding=jax.sharding.NamedSharding(mesh, RULES.spec(*axes))
+        )
+        for name, (shape, axes) in shapes.items()
+    }
+
+
+def optax_muon(params: Any, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
+    """Muon as optax has it; each layer of a stack is a matrix of its own."""
+    import jax
+    from optax.contrib import MuonDimensionNumbers, muon
+
+    numbers = jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=1, output_axis=2), params)
+    return muon(1e-3, muon_weight_dimension_numbers=numbers)
+
+
+def specs(params: Any) -> Any:
+    """The `MatrixSpec` of each stack of kernels."""
+    import jax
+
+    from maxmars.optim import MatrixSpec
+
+    return jax.tree.map(
+        lambda p: MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=p.sharding.spec), params
+    )
+
+
+def our_muon(params: Any, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
+    """Muon as maxmars has it."""
+    from maxmars.optim import muon
+
+    return muon(1e-3, matrix_specs=specs(params), mesh=mesh)
+
+
+def mars_shampoo(params: Any, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
+    """MARS-Shampoo."""
+    from maxmars.optim import mars
+
+    return mars(1e-3, variant="shampoo", matrix_specs=specs(params), mesh=mesh)
+
+
+def mars_adamw(params: Any, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
+    """MARS-AdamW."""
+    from maxmars.optim import mars
+
+    return mars(1e-3, matrix_specs=specs(params), mesh=mesh)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, jax.sharding.Mesh], optax.GradientTransformation]] = {
+    "optax.contrib.muon": optax_muon,
+    "muon": our_muon,
+    "mars shampoo": mars_shampoo,
+    "mars adamw": mars_adamw,
+}
+"""Each makes an optimizer for these (abstract) parameters on this mesh."""
+
+
+def build_update(name: str, stack: Stack, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """An optimizer's update of a stack's matrices, lowered with the parameters' shardings."""
+    import jax
+
+    from maxmars import sharding
+
+    params = matrices(stack, mesh)
+    tx = OPTIMIZERS[name](params, mesh)
+    state = jax.eval_shape(tx.init, params)
+    state = sharding.with_shardings(state, sharding.like_params(state, params))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
+    update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=shardings)
+    with jax.set_mesh(mesh):
+        return update.lower(params, state, params)
+
+
+def get_devices(topology: str | None) -> list[jax.Device]:
+    """Fake CPU devices, or those of a TPU topology such as `v5e:4x4`.
+
+    Raises:
+      SystemExit: the topology has another number of chips.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if topology is None:
+        return jax.devices()[:NUM_DEVICES]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    if len(devices) != NUM_DEVICES:
+        raise SystemExit(f"{topology} has {len(devices)} chips; choose one of {NUM_DEVICES}.")
+    return devices
+
+
+COLUMNS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def print_traffic(topology: str | None) -> None:
+    """Print one line for each optimizer, model and mesh."""
+    from maxmars import hlo, sharding
+    from maxmars.config import MeshConfig
+
+    devices = get_devices(topology)
+    print(f"GB that an update moves, on each of {NUM_DEVICES} devices ({topology or 'fake CPU'})")
+    header = "".join(f"{name:>{len(name) + 2}}" for name in (*COLUMNS, "total", "temporaries"))
+    print(f"\n{'optimizer':20}{'model':7}{'data,fsdp,tensor':16}{header}")
+    for name in OPTIMIZERS:
+        for (data, fsdp, tensor), stack in CASES:
+            mesh = sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
+            compiled = build_update(name, stack, mesh).compile()
+            found = hlo.collectives(compiled, mesh)
+            cells = {column: hlo.total_bytes(found, op=column) for column in COLUMNS}
+            cells["total"] = hlo.total_bytes(found)
+            cells["temporaries"] = hlo.memory(compiled).temp_bytes
+            numbers = "".join(f"{n / 1e9:{max(len(c) + 2, 7)}.2f}" for c, n in cells.items())
+            print(f"{name:20}{stack.name:7}{f'{data},{fsdp},{tensor}':16}{numbers}", flush=True)
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traffic", action="store_true", help="bytes between devices")
+    parser.add_argument("--topology", help="TPU topology to compile for, such as v5e:4x4")
+    args = parser.parse_args()
+    if not args.traffic:
+        parser.error("say what to measure: --traffic")
+    flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this host need not have a TPU
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    print_traffic(args.topology)
+
+
+if __name__ == "__main__":
+    main()
