@@ -18,18 +18,35 @@ from maxmars.optim.schedules import (
     warmup_linear,
     warmup_stable_decay,
 )
+from maxmars.optim.soap import ScaleBySoapState, scale_by_soap, soap, soap_shardings
+from maxmars.optim.sophia import (
+    ScaleBySophiaState,
+    needs_sampled_grads,
+    scale_by_sophia,
+    sophia,
+    sophia_state,
+)
 
 __all__ = [
     "MatrixSpec",
     "OrthogonalizationPlan",
     "ScaleByMarsState",
+    "ScaleBySoapState",
+    "ScaleBySophiaState",
     "mars",
     "moonlight",
     "muon",
+    "needs_sampled_grads",
     "newton_schulz",
     "orthogonalize",
     "plan_orthogonalization",
     "scale_by_mars",
+    "scale_by_soap",
+    "scale_by_sophia",
+    "soap",
+    "soap_shardings",
+    "sophia",
+    "sophia_state",
     "warmup_cosine",
     "warmup_exponential",
     "warmup_linear",

@@ -28,20 +28,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim.matrix_spec import MatrixSpec, resolve_specs
 from maxmars.optim.newton_schulz import Coefficients
-from maxmars.optim.scale_by_mars import (
+from maxmars.optim.rules import (
     Scalar,
     ScalarOrSchedule,
-    Tree,
+    by_kind,
     check_choice,
-    check_range,
-    scale_by_mars,
+    check_fraction,
+    stepped,
+    vector_rate,
 )
+from maxmars.optim.scale_by_mars import scale_by_mars
 
 EMBEDDINGS = ("adamw", "orthogonalize")
 
@@ -125,11 +125,9 @@ def mars(
       ValueError: an argument is out of range or does not go with another.
     """
     check_choice("embeddings", embeddings, EMBEDDINGS)
-    vector_rate = _vector_learning_rate(
-        learning_rate, vector_learning_rate, vector_learning_rate_scale
-    )
-    check_range("vector_b1", vector_b1)
-    check_range("vector_b2", vector_b2)
+    rate_of_vectors = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
+    check_fraction("vector_b1", vector_b1)
+    check_fraction("vector_b2", vector_b2)
     shared = {
         "b1": b1,
         "b2": b2,
@@ -166,17 +164,17 @@ def mars(
     if vector_weight_decay is None:
         vector_weight_decay = weight_decay if variant == "m" else 0.1
     rules = {
-        "matrix": _stepped(matrix_direction, weight_decay, mask, learning_rate),
-        "embedding": _stepped(adam, weight_decay, mask, vector_rate),
-        "vector": _stepped(adam, vector_weight_decay, None, vector_rate),
+        "matrix": stepped(matrix_direction, weight_decay, mask, learning_rate),
+        "embedding": stepped(adam, weight_decay, mask, rate_of_vectors),
+        "vector": stepped(adam, vector_weight_decay, None, rate_of_vectors),
     }
     orthogonalizes = variant in ("shampoo", "m")
     if optimize_vectors:
         direction = scale_by_mars(**shared) if orthogonalizes else matrix_direction
-        rules["vector"] = _stepped(direction, weight_decay, mask, learning_rate)
+        rules["vector"] = stepped(direction, weight_decay, mask, learning_rate)
     if not orthogonalizes or embeddings == "orthogonalize":
         rules["embedding"] = rules["matrix"]
-    return _by_kind(rules, matrix_specs)
+    return by_kind(rules, matrix_specs)
 
 
 def muon(
@@ -232,56 +230,3 @@ def moonlight(
 def _adam(**options: Any) -> optax.GradientTransformationExtraArgs:
     """Adam, with the official code's amsgrad: the maximum is taken before the bias correction."""
     return scale_by_mars(gamma=0.0, clip_threshold=None, **options)
-
-
-def _stepped(
-    direction: optax.GradientTransformation,
-    weight_decay: ScalarOrSchedule,
-    mask: Any,
-    learning_rate: ScalarOrSchedule,
-) -> optax.GradientTransformationExtraArgs:
-    """−η (u + λ p)."""
-    return optax.chain(
-        direction,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
-def _by_kind(
-    rules: dict[str, optax.GradientTransformationExtraArgs], matrix_specs: Any
-) -> optax.GradientTransformationExtraArgs:
-    """One rule for each kind of parameter; kinds with the same rule share a state."""
-    names = {rule: name for name, rule in reversed(rules.items())}
-
-    def label(spec: MatrixSpec) -> str:
-        kind = "vector" if not spec.is_matrix else "embedding" if spec.embedding else "matrix"
-        return names[rules[kind]]
-
-    def labels(params: Tree) -> Any:
-        return jax.tree.map(label, resolve_specs(matrix_specs, params))
-
-    by_name: dict[Any, Any] = {name: rule for rule, name in names.items()}
-    return optax.partition(by_name, labels, mask_compatible_extra_args=True)
-
-
-def _vector_learning_rate(
-    learning_rate: ScalarOrSchedule, rate: ScalarOrSchedule | None, scale: Scalar | None
-) -> ScalarOrSchedule:
-    if rate is not None and scale is not None:
-        raise ValueError(
-            "vector_learning_rate and vector_learning_rate_scale are both given; give one of them."
-        )
-    if rate is not None:
-        if callable(learning_rate) and not callable(rate):
-            raise ValueError(
-                f"vector_learning_rate={rate} is a constant beside a learning_rate schedule, so "
-                "vectors would not follow the schedule; give vector_learning_rate_scale (a "
-                "multiple of the schedule) or a schedule."
-            )
-        return rate
-    if scale is None:
-        return learning_rate
-    if callable(learning_rate):
-        return lambda count: learning_rate(count) * scale
-    return learning_rate * scale

@@ -16,10 +16,15 @@ from maxmars.optim.matrix_spec import MatrixSpec, resolve_specs
 from maxmars.optim.newton_schulz import Coefficients
 from maxmars.optim.orthogonalization_plan import plan_orthogonalization
 from maxmars.optim.orthogonalize import orthogonalize
+from maxmars.optim.rules import (
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    bias_correction,
+    check_choice,
+    check_fraction,
+)
 
-Scalar = float | jax.Array
-ScalarOrSchedule = optax.ScalarOrSchedule
-Tree = Any  # a pytree of arrays like the parameters
 VARIANTS = ("adamw", "lion", "shampoo", "m")
 FIRST_STEPS = ("zero_last", "plain_gradient")
 
@@ -194,8 +199,8 @@ class _Rule:
 
     def adam(self, m: Tree, v: Tree, count: jax.Array) -> Tree:
         """m̂ / (√v̂ + ε), both bias-corrected; ε too, unless `correct_eps` is False."""
-        m_correction = _bias_correction(self.b1, count)
-        v_correction = jnp.sqrt(_bias_correction(self.b2, count))
+        m_correction = bias_correction(self.b1, count)
+        v_correction = jnp.sqrt(bias_correction(self.b2, count))
 
         def direction(m: jax.Array, v: jax.Array) -> jax.Array:
             m_hat, root = m / m_correction.astype(m.dtype), jnp.sqrt(v)
@@ -286,8 +291,8 @@ def scale_by_mars(
 def _check(rule: _Rule) -> None:
     check_choice("variant", rule.variant, VARIANTS)
     check_choice("first_step", rule.first_step, FIRST_STEPS)
-    check_range("b1", rule.b1)
-    check_range("b2", rule.b2)
+    check_fraction("b1", rule.b1)
+    check_fraction("b2", rule.b2)
     threshold = rule.clip_threshold
     if isinstance(threshold, int | float) and not threshold > 0:
         raise ValueError(f"clip_threshold={threshold} must be positive, or None not to clip.")
@@ -317,18 +322,6 @@ def _check_memory_efficient(rule: _Rule) -> None:
         raise ValueError(f"memory_efficient=True is not possible here: {reason}.")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless a value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; it is one of {', '.join(choices)}.")
-
-
-def check_range(name: str, value: Any) -> None:
-    """Raise ValueError unless a decay is traced or lies in [0, 1)."""
-    if isinstance(value, int | float) and not 0 <= value < 1:
-        raise ValueError(f"{name}={value} must lie in [0, 1).")
-
-
 def _is_zero(gamma: ScalarOrSchedule) -> bool:
     return isinstance(gamma, int | float) and gamma == 0
 
@@ -352,11 +345,6 @@ def _clip(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
     leaves = jax.tree.leaves(norm_tree)
     longer = sum((jnp.sum(norm > threshold, dtype=jnp.float32) for norm in leaves), jnp.float32(0))
     return jax.tree.map(scaled, c, norm_tree), longer / max(1, sum(norm.size for norm in leaves))
-
-
-def _bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
-    """1 − decayᵗ; expm1 keeps its relative precision when decay is near one."""
-    return -jnp.expm1(count * jnp.log(jnp.asarray(decay, float)))
 
 
 def _cast_like(tree: Tree, like: Tree) -> Tree:

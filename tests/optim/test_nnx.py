@@ -1,0 +1,61 @@
+"""Our optimizers under `nnx.Optimizer`, whose init sees Variables and whose update sees arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxmars.optim import mars, muon
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def loss(model, x):
+    return jnp.square(model(x) - x[:, :2]).mean()
+
+
+OPTIMIZERS = {
+    "mars": lambda: mars(1e-2),
+    "exact": lambda: mars(1e-2, exact=True),
+    "shampoo": lambda: mars(1e-2, variant="shampoo"),
+    "muon": lambda: muon(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_and_equals_plain_optax(name):
+    model, tx = Network(nnx.Rngs(0)), OPTIMIZERS[name]()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = tx.init(params)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 4)), jnp.float32)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        extra = {"prev_grads": grads} if name == "exact" else {}
+        optimizer.update(model, grads, **extra)
+        return value, nnx.to_pure_dict(grads)
+
+    @jax.jit
+    def plain_step(params, state, grads):
+        extra = {"prev_grads": grads} if name == "exact" else {}
+        updates, state = tx.update(grads, state, params, **extra)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    losses = []
+    for _ in range(20):
+        value, grads = step(model, optimizer)
+        params, state = plain_step(params, state, grads)
+        losses.append(float(value))
+    assert losses[-1] < 0.8 * losses[0]
+    ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours, params)

@@ -1,0 +1,285 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxmars.optim import MatrixSpec, soap
+
+LAYERS = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+STATIC = ("max_precondition_dim", "shampoo_beta", "mu_dtype", "vector_learning_rate_scale")
+
+
+def random_arrays(shapes, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: (scale * rng.standard_normal(s)).astype("f") for name, s in shapes.items()}
+
+
+SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
+
+
+def run(tx, params, gradients, put=lambda tree: tree):
+    """Parameters after the last step, and the state; the update is jitted once."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.asarray, put(params))
+    state = jax.jit(tx.init)(params)
+    for i, grads in enumerate(gradients):
+        params, state = step(params, state, put(grads))
+        # On a mesh the first state's vectors are not where later ones are.
+        assert step._cache_size() == 1 or (i > 0 and step._cache_size() == 2)
+    return params, state
+
+
+def assert_close(ours, theirs, atol):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
+
+
+# --- a plain reference ---------------------------------------------------------------------------
+
+
+def plain_soap(p, grads, rates, *, decay, frequency, b1, b2, beta, eps, sides, first_bases=None):
+    """The equations for one matrix, with the momentum in the parameter's own basis."""
+
+    def falling_eigenvectors(gram):
+        return np.linalg.eigh(gram)[1][:, ::-1]
+
+    def transform(x, bases, inverse=False):
+        left, right = (q.T if inverse else q for q in bases)
+        return left.T @ x @ right
+
+    bases = [np.eye(n) for n in p.shape]
+    grams = [np.zeros((n, n)) for n in p.shape]
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True)):
+        if t > 0:
+            projected = transform(g, bases)
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * projected**2
+            scaled = transform(m, bases) / (1 - b1**t) * np.sqrt(1 - b2**t) / (np.sqrt(v) + eps)
+            p = p - rate * (transform(scaled, bases, inverse=True) + decay * p)
+        for i, outer in enumerate([g @ g.T, g.T @ g]):
+            grams[i] = beta * grams[i] + (1 - beta) * outer
+        for i in np.flatnonzero(sides):
+            if t == 0:
+                bases[i] = falling_eigenvectors(grams[i]) if first_bases is None else first_bases[i]
+            elif t % frequency == 0:
+                order = np.argsort(-np.diag(bases[i].T @ grams[i] @ bases[i]))
+                v = np.take(v, order, axis=i)
+                bases[i] = np.linalg.qr(grams[i] @ bases[i][:, order])[0]
+    return p
+
+
+DEFAULTS = {"b1": 0.95, "b2": 0.95, "beta": 0.95, "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("shape", "frequency", "options"),
+    [
+        ((6, 6), 1, {}),
+        ((6, 6), 3, {"b1": 0.9, "b2": 0.99, "shampoo_beta": 0.8, "eps": 1e-3}),
+        ((6, 6), 10, {}),
+        ((14, 5), 2, {}),  # over the limit: one side
+        ((5, 14), 4, {}),
+        ((14, 13), 2, {}),  # both sides
+        ((5, 8), 3, {}),
+    ],
+)
+def test_equations(x64, shape, frequency, options):
+    rng = np.random.default_rng(0)
+    p = rng.standard_normal(shape)
+    grads = list(rng.standard_normal((27, *shape)))
+    rates = 0.01 / np.arange(1, 28)
+    tx = soap(
+        lambda count: jnp.asarray(rates)[count],
+        weight_decay=0.1,
+        precondition_frequency=frequency,
+        max_precondition_dim=12,
+        **options,
+    )
+    bases = first_bases(tx, p, grads[0]) if shape == (5, 8) else None
+    given = DEFAULTS | {n.replace("shampoo_", ""): x for n, x in options.items()}
+    sides = [n <= 12 for n in shape]
+    expected = plain_soap(
+        p, grads, rates, decay=0.1, frequency=frequency, sides=sides, first_bases=bases, **given
+    )
+    ours, _ = run(tx, p, grads)
+    assert ours.dtype == np.float64
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-10)
+
+
+def first_bases(tx, p, g):
+    """The bases after one step. The larger Gram matrix is singular, and any basis of its kernel is
+    right: so they are checked, and taken for the reference."""
+    _, state = run(tx, p, [g])
+    state = state.inner_states["matrix"].inner_state[0]
+    for q, gram in [(state.row_basis, g @ g.T), (state.col_basis, g.T @ g)]:
+        np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
+        values = np.linalg.eigvalsh(gram)[::-1]
+        np.testing.assert_allclose(q.T @ gram @ q, np.diag(values), atol=1e-11)
+    return np.asarray(state.row_basis), np.asarray(state.col_basis)
+
+
+def test_with_both_sides_over_the_limit_it_is_adam_after_one_step():
+    params = {"table": random_arrays(SHAPES)["table"]}
+    grads = [{"table": random_arrays(SHAPES, i)["table"]} for i in range(1, 9)]
+    ours, _ = run(soap(0.01, b1=0.9, b2=0.95, max_precondition_dim=4), params, grads)
+    adamw = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.01)
+    assert_close(ours, run(adamw, params, grads[1:])[0], 1e-6)
+
+
+def test_vectors_are_adamw():
+    params = random_arrays(SHAPES)
+    grads = [random_arrays(SHAPES, i) for i in range(1, 5)]
+    tx = soap(0.01, vector_learning_rate=0.02, vector_weight_decay=0.1)
+    ours, _ = run(tx, params, grads)
+    adamw = optax.adamw(0.02, b1=0.9, b2=0.95, weight_decay=0.1)
+    theirs, _ = run(adamw, params["bias"], [g["bias"] for g in grads])
+    assert_close(ours["bias"], theirs, 1e-6)
+
+
+def test_the_first_step_changes_no_matrix():
+    params = random_arrays(SHAPES)
+    after, state = run(soap(0.1, weight_decay=0.5), params, [random_arrays(SHAPES, 1)])
+    np.testing.assert_array_equal(after["square"], params["square"])
+    assert np.abs(after["bias"] - params["bias"]).max() > 0.09
+    state = state.inner_states["matrix"].inner_state[0]
+    assert not state.mu["square"].any()
+    assert state.row_gram["square"].any()
+
+
+def test_a_stack_of_layers_equals_separate_parameters():
+    shapes = {"square": (6, 6), "fused": (6, 2, 8)}  # heads and their width are columns, over 12
+    fused = {
+        "square": MatrixSpec(rows=(0,), cols=(1,)),
+        "fused": MatrixSpec(rows=(0,), cols=(1, 2)),
+    }
+    stacked = {"square": LAYERS, "fused": MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3))}
+    # Layers differ in size, but no matrix knows of another.
+    steps = [
+        [random_arrays(shapes, 10 * step + i, 10.0 ** (3 * i - 3)) for i in range(3)]
+        for step in range(8)
+    ]
+    options = {"precondition_frequency": 2, "max_precondition_dim": 12}
+
+    def stack(trees):
+        return jax.tree.map(lambda *xs: np.stack(xs), *trees)
+
+    together, _ = run(
+        soap(0.01, matrix_specs=stacked, **options), stack(steps[0]), list(map(stack, steps[1:]))
+    )
+    tx = soap(0.01, matrix_specs=fused, **options)
+    apart = [run(tx, steps[0][i], [s[i] for s in steps[1:]])[0] for i in range(3)]
+    assert_close(together, stack(apart), 1e-5)
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+def test_bytes_of_the_state():
+    def per_element(shape, spec=None, **options):
+        param = {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        specs = None if spec is None else {"kernel": spec}
+        state = jax.eval_shape(soap(0.1, matrix_specs=specs, **options).init, param)
+        arrays = [x for x in jax.tree.leaves(state) if x.size > 1]
+        return sum(x.size * x.dtype.itemsize for x in arrays) / np.prod(shape)
+
+    assert per_element((64, 64)) == 8 + 2 * 2 * 4  # Gram matrix and basis of both sides
+    assert per_element((64, 64), mu_dtype=jnp.bfloat16) == 6 + 16
+    assert per_element((7, 64, 64), LAYERS) == 8 + 16
+    assert per_element((64, 256), max_precondition_dim=128) == 8 + 2 * 4 * 64 / 256
+    assert per_element((256, 512), max_precondition_dim=128) == 8
+    assert per_element((50304, 768)) == pytest.approx(8 + 2 * 4 * 768 / 50304)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_state_dtypes_are_stable(dtype):
+    params = {n: jnp.asarray(x, dtype) for n, x in random_arrays(SHAPES).items()}
+    tx = soap(0.01, mu_dtype="bfloat16", weight_decay=0.1)
+    state = tx.init(params)
+
+    @jax.jit
+    def maybe(flag, state):
+        keep = (jax.tree.map(jnp.zeros_like, params), state)
+        return jax.lax.cond(flag, lambda: tx.update(params, state, params), lambda: keep)
+
+    for _ in range(2):
+        updates, new_state = maybe(True, state)
+        types = jax.tree.map(lambda x: (x.dtype, x.weak_type), state)
+        assert jax.tree.map(lambda x: (x.dtype, x.weak_type), new_state) == types
+        assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+        assert all(np.isfinite(np.asarray(u, float)).all() for u in jax.tree.leaves(updates))
+        state = new_state
+    inner = state.inner_states["matrix"].inner_state[0]
+    assert inner.mu["square"].dtype == jnp.bfloat16
+    assert inner.nu["square"].dtype == jnp.dtype(dtype)
+    assert inner.row_gram["square"].dtype == inner.col_basis["square"].dtype == jnp.float32
+
+
+# --- optax's contract ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-15])
+def test_zero_and_tiny_gradients(scale):
+    params = random_arrays(SHAPES)
+    tx = soap(0.1, weight_decay=0.0, precondition_frequency=2)
+    after, state = run(tx, params, [random_arrays(SHAPES, i, scale) for i in range(5)])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    if scale == 0:
+        assert_close(after, params, 0)
+    q = state.inner_states["matrix"].inner_state[0].row_basis["square"]
+    np.testing.assert_allclose(q.T @ q, np.eye(6), atol=1e-5)
+
+
+def test_injected_hyperparameters_equal_constant_ones():
+    params = random_arrays(SHAPES)
+    grads = [random_arrays(SHAPES, i) for i in range(1, 6)]
+    options = {"b1": 0.9, "precondition_frequency": 2, "weight_decay": 0.1}
+    options["max_precondition_dim"] = 8  # else a Gram matrix is singular, see `first_bases`
+    injected = optax.inject_hyperparams(soap, static_args=STATIC)(0.01, **options)
+    ours, state = run(injected, params, grads)
+    assert_close(ours, run(soap(0.01, **options), params, grads)[0], 1e-6)
+    assert {"b1", "precondition_frequency", "weight_decay", "eps"} <= set(state.hyperparams)
+
+
+def test_decay_mask_and_schedules():
+    params = {"a": np.ones((6, 6), "f"), "b": np.ones((6, 6), "f"), "c": np.ones(6, "f")}
+    zeros = jax.tree.map(np.zeros_like, params)
+    tx = soap(
+        lambda count: 0.1 / (count + 1),
+        weight_decay=lambda count: 0.5 * count,
+        mask={"a": True, "b": False, "c": False},
+        vector_learning_rate_scale=0.5,
+        vector_weight_decay=0.2,
+    )
+    after, _ = run(tx, params, [zeros] * 3)
+    np.testing.assert_allclose(after["a"], (1 - 0.1 / 2 * 0.5) * (1 - 0.1 / 3 * 1.0), rtol=1e-6)
+    np.testing.assert_array_equal(after["b"], 1)
+    np.testing.assert_allclose(after["c"], 0.99 * 0.995 * (1 - 0.02 / 6), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: soap(0.1, b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
+        (lambda: soap(0.1, b2=-0.1), r"b2=-0.1 must lie in \[0, 1\)"),
+        (lambda: soap(0.1, shampoo_beta=1.0), "shampoo_beta=1.0"),
+        (lambda: soap(0.1, vector_b2=1.0), "vector_b2=1.0"),
+        (lambda: soap(0.1, eps=0.0), "eps=0.0 must be positive"),
+        (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0 must be positive"),
+        (lambda: soap(0.1, max_precondition_dim=0), "max_precondition_dim=0 must be positive"),
+        (lambda: soap(lambda n: 0.1, vector_learning_rate=0.1), "vector_learning_rate_scale"),
+        (
+            lambda: soap(0.1, vector_learning_rate=0.1, vector_learning_rate_scale=0.1),
+            "both given",
+        ),
+        (lambda: soap(0.1, matrix_specs=LAYERS).init(np.ones((2, 2), "f")), "describes 3 axes"),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

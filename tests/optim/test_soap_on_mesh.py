@@ -1,0 +1,173 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from test_soap import random_arrays, run
+
+from maxmars.optim import MatrixSpec, scale_by_soap, soap, soap_shardings
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(shape, axis_type=AxisType.Auto):
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, AXES, axis_types=(axis_type,) * 3, devices=devices)
+
+
+# With the limit of 36, of `c_attn`, `c_fc` and the tables one side is preconditioned.
+LIMIT = 36
+LEAVES = {  # shape, input axes, output axes, partition; other axes stack matrices
+    "c_attn": ((8, 16, 3, 4, 4), (1,), (2, 3, 4), (None, "fsdp", None, "tensor")),
+    "attn_proj": ((3, 4, 4, 16), (1, 2), (3,), (None, "tensor", None, "fsdp")),
+    "c_fc": ((3, 16, 40), (1,), (2,), (None, "fsdp", "tensor")),
+    "wte": ((100, 16), (0,), (1,), ("tensor", "fsdp")),  # 8 devices do not divide 100 rows
+    "lm_head": ((16, 112), (0,), (1,), ("fsdp", "tensor")),
+    "wpe": ((16, 16), (0,), (1,), (None, "fsdp")),
+    "odd": ((3, 40, 6), (1,), (2,), (None, ("tensor", "fsdp"))),  # nor sides of 6
+    "layers": ((8, 6, 6), (1,), (2,), ("fsdp",)),
+}
+PARTITIONS = {name: PartitionSpec(*leaf[3]) for name, leaf in LEAVES.items()} | {
+    "bias": PartitionSpec()
+}
+SPECS = {
+    name: MatrixSpec(
+        batch=() if rows[0] == 0 else (0,), rows=rows, cols=cols, partition=PartitionSpec(*cuts)
+    )
+    for name, (_, rows, cols, cuts) in LEAVES.items()
+} | {"bias": None}
+MESH_SHAPES = {name: leaf[0] for name, leaf in LEAVES.items()} | {"bias": (3, 16)}
+
+
+def run_on_mesh(mesh, dtype, steps=8):
+    tx = soap(
+        0.01,
+        eps=1e-2,  # without it the first update is a sign, and rounding can flip that
+        precondition_frequency=3,
+        max_precondition_dim=LIMIT,
+        matrix_specs=SPECS,
+        mesh=mesh,
+        vector_weight_decay=0.1,
+    )
+    layout = mesh and {name: NamedSharding(mesh, p) for name, p in PARTITIONS.items()}
+    put = (lambda tree: tree) if mesh is None else lambda tree: jax.device_put(tree, layout)
+    trees = [
+        {n: x.astype(dtype) for n, x in random_arrays(MESH_SHAPES, i).items()}
+        for i in range(steps + 1)
+    ]
+    return run(tx, trees[0], trees[1:], put)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "atol"), [((1, 8, 1), "float64", 1e-12), ((2, 2, 2), "float32", 1e-5)]
+)
+def test_a_mesh_changes_nothing(shape, dtype, atol):
+    mesh = make_mesh(shape)
+    with jax.enable_x64(dtype == "float64"):
+        expected, expected_state = run_on_mesh(None, dtype)
+        params, state = run_on_mesh(mesh, dtype)
+    for name, x in params.items():
+        # Gram matrices that are summed up of parts round otherwise, and close eigenvectors turn.
+        looser = 10 if name in ("wte", "lm_head") else 1
+        np.testing.assert_allclose(x, expected[name], rtol=0, atol=looser * atol, err_msg=name)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, expected_state)
+    for name, x in params.items():
+        wanted = NamedSharding(mesh, PARTITIONS[name])
+        assert x.sharding.is_equivalent_to(wanted, x.ndim), name
+    check_shardings(state, soap_shardings(state, mesh, SPECS))
+
+
+def check_shardings(state, shardings):
+    """The state is where `soap_shardings` says, and divided over the devices like its leaf."""
+
+    def check(x, wanted):
+        assert wanted is None or x.sharding.is_equivalent_to(wanted, x.ndim)
+
+    def parts(x):
+        return x.size // int(np.prod(x.sharding.shard_shape(x.shape)))
+
+    jax.tree.map(check, state, shardings)
+    state = state.inner_states["matrix"].inner_state[0]
+    for name in LEAVES:
+        mesh = state.mu[name].sharding.mesh
+        wanted = parts_of(PARTITIONS[name], mesh)
+        assert parts(state.mu[name]) == parts(state.nu[name]) == wanted, name
+        for tree in (state.row_gram, state.col_gram, state.row_basis, state.col_basis):
+            # A table's one Gram matrix is copied, and so is one that cannot be divided.
+            if tree[name] is not None and name not in ("wte", "lm_head", "odd"):
+                assert parts(tree[name]) == wanted, name
+
+
+def parts_of(partition, mesh):
+    names = jax.tree.leaves(tuple(partition))
+    return int(np.prod([mesh.shape[name] for name in names]))
+
+
+def lone_leaf(name, mesh):
+    """A parameter in its partition, and the optimizer of it alone."""
+    x = random_arrays(MESH_SHAPES)[name]
+    x = jax.device_put(x, NamedSharding(mesh, PARTITIONS[name]))
+    return x, scale_by_soap(matrix_specs=SPECS[name], mesh=mesh, max_precondition_dim=LIMIT)
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [("c_attn", 2), ("attn_proj", 14)])
+def test_traffic(name, exchanges):
+    # Two devices divide 8 layers, so owners keep the state: gradients come and updates go. They
+    # do not divide 3, so the six arrays of the state come and go too.
+    grads, tx = lone_leaf(name, make_mesh((2, 2, 2)))
+    update = jax.jit(tx.update)
+    state = tx.init(grads)
+    text = update.lower(grads, state).compile().as_text()
+    assert text.count(" all-to-all(") == exchanges
+    for operation in ("all-gather", "all-reduce", "collective-permute", "reduce-scatter"):
+        assert f" {operation}(" not in text
+
+
+def test_explicit_axes():
+    grads = jnp.asarray(random_arrays(MESH_SHAPES)["c_attn"])
+    tx = scale_by_soap(matrix_specs=SPECS["c_attn"], max_precondition_dim=LIMIT)
+    state = tx.update(grads, tx.init(grads))[1]
+    expected = tx.update(grads, state)[0]
+    with jax.set_mesh(make_mesh((1, 4, 2), AxisType.Explicit)):
+        mesh = jax.sharding.get_mesh()
+        sharded, tx = lone_leaf("c_attn", mesh)
+        assert jax.eval_shape(tx.init, sharded).mu.sharding.spec[0] == ("fsdp", "tensor")
+        update = jax.jit(tx.update)
+        ours, _ = update(sharded, update(sharded, jax.jit(tx.init)(sharded))[1])
+    assert ours.sharding.is_equivalent_to(sharded.sharding, ours.ndim)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_shapes_are_enough():
+    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in MESH_SHAPES.items()}
+    tx = soap(0.1, matrix_specs=SPECS, mesh=mesh, max_precondition_dim=LIMIT)
+    state = jax.eval_shape(tx.init, params)
+    found = jax.tree.map(lambda x, s: s is not None, state, soap_shardings(state, mesh, SPECS))
+    inner = found.inner_states["matrix"].inner_state[0]
+    assert all(jax.tree.leaves(inner._replace(count=True)))
+    assert not any(jax.tree.leaves(found.inner_states["vector"]))
+    updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.map(jnp.shape, (updates, after)) == jax.tree.map(jnp.shape, (params, state))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: soap(0.1, mesh=make_mesh((1, 2, 1))).init({"w": np.ones((2, 2), "f")}),
+            "w is a matrix on a mesh without a known partition",
+        ),
+        (
+            lambda: soap(
+                0.1,
+                mesh=make_mesh((1, 2, 1)),
+                matrix_specs=MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("expert")),
+            ).init(np.ones((2, 2), "f")),
+            "names 'expert', which the mesh does not have",
+        ),
+    ],
+)
+def test_bad_partitions(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

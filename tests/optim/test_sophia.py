@@ -1,0 +1,213 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxmars.optim import needs_sampled_grads, scale_by_sophia, sophia, sophia_state
+
+SHAPES = {"kernel": (6, 4), "norm": (6,)}
+
+
+def random_tree(seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {n: jnp.asarray(scale * rng.standard_normal(s), "f") for n, s in SHAPES.items()}
+
+
+def run(tx, params, gradients, sampled):
+    """Parameters after the last step, and the state; the update is jitted once."""
+
+    @jax.jit
+    def step(params, state, grads, sampled):
+        updates, state = tx.update(grads, state, params, sampled_grads=sampled)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.asarray, params)
+    state = tx.init(params)
+    for grads, given in zip(gradients, sampled, strict=True):
+        params, state = step(params, state, grads, given)
+    assert step._cache_size() == 1
+    return params, state
+
+
+def assert_close(ours, theirs, atol):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
+
+
+def plain_sophia(p, grads, sampled, rates, *, tokens, b1, b2, rho, decay, every):
+    """The official order and parametrisation: h is kept without the number of tokens, is updated
+    after the steps k − 1, 2k − 1, ..., and parameters decay first."""
+    m, h = np.zeros_like(p), np.zeros_like(p)
+    clipped = []
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True)):
+        p = p * (1 - rate * decay)
+        m = b1 * m + (1 - b1) * g
+        ratio = np.minimum(np.abs(m) / (rho * tokens * h + 1e-15), 1)
+        clipped.append(np.mean(ratio == 1))
+        p = p - rate * np.sign(m) * ratio
+        if t % every == every - 1 and t + 1 < len(sampled):
+            h = b2 * h + (1 - b2) * sampled[t + 1] ** 2
+    return p, clipped
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_equations(x64, every):
+    rng = np.random.default_rng(0)
+    grads, sampled = rng.standard_normal((2, 25, 6, 4))
+    p, rates = rng.standard_normal((6, 4)), 0.01 / np.arange(1, 26)
+    given = {"b1": 0.9, "b2": 0.8, "rho": 0.01}
+    # Elsewhere than where they are needed sampled gradients are ignored, even if not finite.
+    masked = [s if t and t % every == 0 else np.full_like(s, np.nan) for t, s in enumerate(sampled)]
+    tx = sophia(
+        lambda count: jnp.asarray(rates)[count],
+        batch_tokens=20.0,
+        update_hessian_every=every,
+        weight_decay=0.3,
+        **given,
+    )
+    expected, clipped = plain_sophia(
+        p, grads, sampled, rates, tokens=20.0, decay=0.3, every=every, **given
+    )
+    assert 0 < np.mean(clipped[10:]) < 1  # both branches count
+    ours, _ = run(tx, p, grads, masked)
+    assert ours.dtype == np.float64
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-12)
+
+
+def test_without_an_estimate_it_is_sign_momentum():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 6)]
+    ours, _ = run(sophia(0.01, batch_tokens=8.0, weight_decay=0.1), params, grads, grads)
+
+    def expected(p, *gs):
+        m = np.zeros_like(p)
+        for g in gs:
+            m = 0.965 * m + 0.035 * g
+            p = p - 0.01 * (np.sign(m) + 0.1 * p)
+        return p
+
+    assert_close(ours, jax.tree.map(expected, params, *grads), 1e-6)
+
+
+def test_which_steps_need_sampled_gradients():
+    needed = [int(t) for t in range(31) if needs_sampled_grads(t, 10)]
+    assert needed == [10, 20, 30]
+    assert [t for t in range(4) if needs_sampled_grads(t, 1)] == [1, 2, 3]
+
+
+def test_a_train_step_computes_sampled_gradients_only_where_needed():
+    params, grads = random_tree(0), random_tree(1)
+    tx = sophia(0.01, batch_tokens=8.0, update_hessian_every=3)
+    computed = []
+
+    def sampled_gradient():
+        jax.debug.callback(lambda: computed.append(len(computed)))
+        return random_tree(2)
+
+    @jax.jit
+    def step(state):
+        due = needs_sampled_grads(sophia_state(state).count, 3)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        sampled = jax.lax.cond(due, sampled_gradient, lambda: zeros)
+        return tx.update(grads, state, params, sampled_grads=sampled)[1]
+
+    state = tx.init(params)
+    for _ in range(7):
+        state = step(state)
+    jax.effects_barrier()
+    assert len(computed) == 2
+    h = 8 * 0.01 * np.square(random_tree(2)["kernel"])
+    np.testing.assert_allclose(sophia_state(state).hessian["kernel"], 1.99 * h, rtol=1e-5)
+    assert step._cache_size() == 1
+
+
+def test_missing_sampled_gradients():
+    params = random_tree()
+    tx = sophia(0.01, batch_tokens=8.0, update_hessian_every=2)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(params, state, params)  # not needed, and known not to be
+    with pytest.raises(ValueError, match="sampled_grads="):
+        tx.update(params, state, params)
+    with pytest.raises(ValueError, match="sampled_grads="):
+        jax.jit(tx.update)(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_state_dtypes_are_stable(dtype):
+    params = {n: jnp.asarray(x, dtype) for n, x in random_tree().items()}
+    tx = sophia(0.01, batch_tokens=8.0, update_hessian_every=1)
+    state = tx.init(params)
+
+    @jax.jit
+    def maybe(flag, state):
+        keep = (jax.tree.map(jnp.zeros_like, params), state)
+        return jax.lax.cond(
+            flag, lambda: tx.update(params, state, params, sampled_grads=params), lambda: keep
+        )
+
+    types = jax.tree.map(lambda x: (x.dtype, x.weak_type), state)
+    for _ in range(3):
+        updates, state = maybe(True, state)
+        assert jax.tree.map(lambda x: (x.dtype, x.weak_type), state) == types
+        assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+        assert all(np.isfinite(np.asarray(u, float)).all() for u in jax.tree.leaves(updates))
+    assert {x.dtype for x in jax.tree.leaves(state[0]._replace(count=None))} == {jnp.dtype(dtype)}
+
+
+def test_bytes_per_parameter():
+    params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    state = jax.eval_shape(sophia(0.1, batch_tokens=8.0).init, params)
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.size > 1) == 8 * 64**2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_zero_gradients_give_a_zero_update(dtype):
+    params = {n: x.astype(dtype) for n, x in random_tree().items()}
+    zeros = [jax.tree.map(np.zeros_like, params)] * 4
+    tx = sophia(0.1, batch_tokens=8.0, weight_decay=0.0, update_hessian_every=2)
+    after, _ = run(tx, params, zeros, zeros)
+    assert_close(after, params, 0)
+
+
+def test_injected_hyperparameters_equal_constant_ones():
+    params, grads = random_tree(0), [random_tree(i) for i in range(1, 9)]
+    options = {"batch_tokens": 8.0, "b1": 0.9, "rho": 0.1, "update_hessian_every": 2}
+    ours, state = run(optax.inject_hyperparams(sophia)(0.01, **options), params, grads, grads)
+    assert_close(ours, run(sophia(0.01, **options), params, grads, grads)[0], 1e-6)
+    assert {"batch_tokens", "rho", "update_hessian_every"} <= set(state.hyperparams)
+    assert sophia_state(state).count == 8
+
+
+def test_decay_mask_and_schedules():
+    params = jax.tree.map(np.ones_like, random_tree())
+    zeros = [jax.tree.map(np.zeros_like, params)] * 2
+    tx = sophia(
+        lambda count: 0.1 / (count + 1),
+        batch_tokens=8.0,
+        weight_decay=lambda count: 0.5 * (count + 1),
+        mask={"kernel": True, "norm": False},
+    )
+    after, _ = run(tx, params, zeros, zeros)
+    np.testing.assert_allclose(after["kernel"], 0.95**2, rtol=1e-6)
+    np.testing.assert_array_equal(after["norm"], 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: sophia(0.1, batch_tokens=8.0, b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
+        (lambda: sophia(0.1, batch_tokens=8.0, b2=-0.1), r"b2=-0.1 must lie in \[0, 1\)"),
+        (lambda: sophia(0.1, batch_tokens=0.0), "batch_tokens=0.0 must be positive"),
+        (lambda: scale_by_sophia(batch_tokens=8.0, rho=0.0), "rho=0.0 must be positive"),
+        (lambda: scale_by_sophia(batch_tokens=8.0, eps=0.0), "eps=0.0 must be positive"),
+        (
+            lambda: sophia(0.1, batch_tokens=8.0, update_hessian_every=0),
+            "update_hessian_every=0 must be positive",
+        ),
+        (lambda: sophia_state(optax.sgd(0.1).init({})), "contains 0 of Sophia's"),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
