@@ -3,7 +3,7 @@
     maxmars train configs/gpt2.py:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=small|medium|large|xl, data=openwebtext|fineweb_edu, and
-optimizer=adamw|muon|moonlight|lion|adopt|mars|mars_exact|mars_lion|mars_shampoo|mars_m.
+optimizer=adamw|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`). 480 sequences of 1,024
 tokens a step; 100,000 steps are 49B tokens.
 
@@ -19,8 +19,8 @@ Exact MARS, small: 3.107 / 2.980 / 2.847. HellaSwag after 50B tokens of FineWeb-
 with MARS against 36.26 with AdamW, XL 56.52 against 53.93.
 
 The values of adamw, mars and mars_exact are the official repository's; so are muon's and mars_m's,
-but for the sizes and data marked below. lion, adopt, moonlight, mars_lion and mars_shampoo have no
-published values for GPT-2: theirs are starting points that follow the papers' rules of thumb.
+but for the sizes and data marked below. The others' are starting points after their papers' rules
+of thumb, not published for these runs.
 
 Official habits that this keeps: no biases, 50,304 rows of vocabulary all in the softmax, attention
 logits scaled by the inverse layer index, LayerNorm gains decayed by 0.1 under MARS, everything
@@ -46,6 +46,8 @@ from maxmars.optimizer_config import (
     MarsConfig,
     MuonConfig,
     OptimizerConfig,
+    SoapConfig,
+    SophiaConfig,
 )
 
 Size = Literal["small", "medium", "large", "xl"]
@@ -56,6 +58,8 @@ Optimizer = Literal[
     "moonlight",
     "lion",
     "adopt",
+    "sophia",
+    "soap",
     "mars",
     "mars_exact",
     "mars_lion",
@@ -160,6 +164,10 @@ def get_optimizer(  # noqa: C901, a table
             return AdoptConfig(learning_rate=recipe.adamw, weight_decay=0.1)
         case "lion":  # a tenth of AdamW's rate, ten times its decay
             return LionConfig(learning_rate=recipe.adamw / 10, weight_decay=1.0)
+        case "sophia":
+            return SophiaConfig(learning_rate=recipe.adamw)
+        case "soap":
+            return SoapConfig(learning_rate=recipe.vector)
         case "muon":
             return MuonConfig(
                 learning_rate=recipe.muon, vector_learning_rate_scale=recipe.vector / recipe.muon

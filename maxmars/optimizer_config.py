@@ -205,4 +205,73 @@ class AdoptConfig:
         require_not_negative(self, "weight_decay")
 
 
-OptimizerConfig = AdamWConfig | MarsConfig | MuonConfig | LionConfig | AdoptConfig
+@dataclass(frozen=True, kw_only=True)
+class SophiaConfig:
+    """Sophia-G (arXiv 2305.14342): momentum over a diagonal Gauss-Newton estimate, clipped. Each
+    estimate costs one more gradient, on labels sampled from the model."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: float = 0.965
+    """Decay of the momentum."""
+    b2: float = 0.99
+    """Decay of the Gauss-Newton estimate."""
+    rho: float = 0.05
+    """Scale of the estimate: smaller clips more of the update."""
+    weight_decay: float = 0.2
+    """Decoupled weight decay of the linear layers' matrices."""
+    update_hessian_every: int = 10
+    """Updates between estimates."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        require_positive(self, "learning_rate", "rho", "update_hessian_every")
+        require_fraction(self, "b1", "b2")
+        require_not_negative(self, "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig:
+    """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner on the linear
+    layers' matrices, AdamW on embeddings, norms and biases."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate; the schedule multiplies it."""
+    b1: float = 0.95
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment and of the preconditioner."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of the linear layers' matrices."""
+    precondition_frequency: int = 10
+    """Updates between new eigenbases."""
+    max_precondition_dim: int = 2048
+    """Sides of a matrix longer than this keep the identity as their basis."""
+    vector_learning_rate_scale: float = 1.0
+    """Learning rate of embeddings, norms and biases as a fraction of `learning_rate`."""
+    vector_b1: float = 0.9
+    """AdamW's decay of the first moment."""
+    vector_b2: float = 0.95
+    """AdamW's decay of the second moment."""
+    vector_weight_decay: float = 0.0
+    """Weight decay of embeddings, norms and biases."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        require_positive(
+            self,
+            "learning_rate",
+            "eps",
+            "precondition_frequency",
+            "max_precondition_dim",
+            "vector_learning_rate_scale",
+        )
+        require_fraction(self, "b1", "b2", "vector_b1", "vector_b2")
+        require_not_negative(self, "weight_decay", "vector_weight_decay")
+
+
+OptimizerConfig = (
+    AdamWConfig | MarsConfig | MuonConfig | LionConfig | AdoptConfig | SophiaConfig | SoapConfig
+)

@@ -21,6 +21,9 @@ from maxmars.optim import (
     MatrixSpec,
     mars,
     muon,
+    soap,
+    soap_shardings,
+    sophia,
     warmup_cosine,
     warmup_exponential,
     warmup_linear,
@@ -34,8 +37,10 @@ from maxmars.optimizer_config import (
     MarsConfig,
     MuonConfig,
     OptimizerConfig,
+    SoapConfig,
+    SophiaConfig,
 )
-from maxmars.sharding import RULES
+from maxmars.sharding import RULES, like_params
 
 # Number of leading input axes of every matrix, by the names of its axes (layers aside).
 _LINEAR_INPUTS: dict[tuple[str, ...], int] = {
@@ -124,7 +129,9 @@ def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
     return kind == "linear"
 
 
-def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> ParameterGroup:
+def _group(  # noqa: C901, a table
+    optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec
+) -> ParameterGroup:
     decay = optimizer.weight_decay if _decays(optimizer, kind) else 0.0
     scale = 1.0
     match optimizer:
@@ -134,6 +141,13 @@ def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> Paramete
             rule = "lion"
         case AdoptConfig():
             rule = "adopt"
+        case SophiaConfig():
+            rule = "sophia"
+        case SoapConfig() if kind == "linear":
+            rule = "soap"
+        case SoapConfig():
+            rule, scale = "adamw", optimizer.vector_learning_rate_scale
+            decay = optimizer.vector_weight_decay
         case MarsConfig(variant="adamw" | "lion" as variant) if kind != "vector":
             rule = f"mars-{variant}"
         case MarsConfig() if kind == "linear":
@@ -157,6 +171,7 @@ def make_optimizer(
     model: GPT2Config,
     learning_rate: optax.ScalarOrSchedule,
     *,
+    batch_tokens: int = 1,
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a model's parameters (a nested dict).
@@ -165,6 +180,7 @@ def make_optimizer(
       optimizer: which one, with its hyperparameters.
       model: the model, whose axis names say what is a matrix and what decays.
       learning_rate: in place of the config's; a traced scalar (this step's rate) or a schedule.
+      batch_tokens: tokens a step, which scale Sophia's estimate.
       mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
     """
     decays = jax.tree.map(lambda kind: _decays(optimizer, kind), parameter_kinds(model))
@@ -192,6 +208,19 @@ def make_optimizer(
                 optax.add_decayed_weights(optimizer.weight_decay, decays),
                 optax.scale_by_learning_rate(learning_rate),
             )
+        case SophiaConfig():
+            tx = sophia(
+                learning_rate,
+                batch_tokens=float(batch_tokens),
+                b1=optimizer.b1,
+                b2=optimizer.b2,
+                rho=optimizer.rho,
+                weight_decay=optimizer.weight_decay,
+                mask=decays,
+                update_hessian_every=optimizer.update_hessian_every,
+            )
+        case SoapConfig():
+            tx = _make_soap(optimizer, model, learning_rate, decays, mesh)
         case MarsConfig():
             tx = _make_mars(optimizer, model, learning_rate, decays, mesh)
         case MuonConfig():
@@ -259,6 +288,55 @@ def _make_muon(
         ns_dtype=jnp.dtype(optimizer.ns_dtype),
         mesh=mesh,
     )
+
+
+def _make_soap(
+    optimizer: SoapConfig,
+    model: GPT2Config,
+    learning_rate: optax.ScalarOrSchedule,
+    decays: Any,
+    mesh: Mesh | None,
+) -> optax.GradientTransformationExtraArgs:
+    return soap(
+        learning_rate,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        mask=decays,
+        precondition_frequency=optimizer.precondition_frequency,
+        max_precondition_dim=optimizer.max_precondition_dim,
+        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
+        vector_b1=optimizer.vector_b1,
+        vector_b2=optimizer.vector_b2,
+        vector_weight_decay=optimizer.vector_weight_decay,
+        matrix_specs=_soap_specs(model, mesh),
+        mesh=_if_several(mesh),
+    )
+
+
+def _soap_specs(model: GPT2Config, mesh: Mesh | None) -> Any:
+    """Embeddings are AdamW's, so to SOAP they are vectors."""
+    specs = matrix_specs(model, mesh=mesh)
+    return jax.tree.map(lambda spec: None if spec.embedding else spec, specs)
+
+
+def _if_several(mesh: Mesh | None) -> Mesh | None:
+    return None if mesh is None or mesh.size == 1 else mesh
+
+
+def opt_state_shardings(
+    optimizer: OptimizerConfig, model: GPT2Config, opt_state: Any, params: Any, mesh: Mesh
+) -> Any:
+    """NamedShardings of an (abstract) optimizer state, given parameters that carry theirs.
+
+    State takes its parameter's sharding, except in SOAP, whose bases lie with their owners.
+    """
+    like = like_params(opt_state, params)
+    if not isinstance(optimizer, SoapConfig) or _if_several(mesh) is None:
+        return like
+    own = soap_shardings(opt_state, mesh, _soap_specs(model, mesh))
+    return jax.tree.map(lambda a, b: a if b is None else b, like, own)
 
 
 def make_schedule(config: TrainConfig) -> Schedule:

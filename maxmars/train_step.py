@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,9 +21,21 @@ from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
-from maxmars.model import graph_and_abstract_params, init_params, logical_axes, token_losses
-from maxmars.optimizer_config import MarsConfig
-from maxmars.optimizer_factory import make_optimizer, make_schedule, parameter_kinds
+from maxmars.model import (
+    cross_entropy,
+    graph_and_abstract_params,
+    init_params,
+    logical_axes,
+    token_losses,
+)
+from maxmars.optim import needs_sampled_grads, sophia_state
+from maxmars.optimizer_config import MarsConfig, SophiaConfig
+from maxmars.optimizer_factory import (
+    make_optimizer,
+    make_schedule,
+    opt_state_shardings,
+    parameter_kinds,
+)
 
 Metrics = dict[str, jax.Array]
 
@@ -78,7 +92,13 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     params = sharding.with_shardings(
         abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))
     )
-    return sharding.with_shardings(abstract, sharding.like_params(abstract, params))
+    shardings = dataclasses.replace(
+        sharding.like_params(abstract, params),
+        opt_state=opt_state_shardings(
+            config.optimizer, config.model, abstract.opt_state, params, mesh
+        ),
+    )
+    return sharding.with_shardings(abstract, shardings)
 
 
 def init_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
@@ -156,10 +176,22 @@ def _is_exact(config: TrainConfig) -> bool:
     return isinstance(config.optimizer, MarsConfig) and config.optimizer.exact
 
 
+def _optimizer(
+    config: TrainConfig, learning_rate: Any, mesh: Mesh
+) -> optax.GradientTransformationExtraArgs:
+    return make_optimizer(
+        config.optimizer,
+        config.model,
+        learning_rate,
+        batch_tokens=config.tokens_per_step,
+        mesh=mesh,
+    )
+
+
 def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
     params = init_params(config.model, seed)
     learning_rate = config.optimizer.learning_rate
-    tx = make_optimizer(config.optimizer, config.model, learning_rate, mesh=mesh)
+    tx = _optimizer(config, learning_rate, mesh)
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
@@ -194,8 +226,10 @@ def _step(
     if _is_exact(config):
         _, extra["prev_grads"], prev_norm = clipped_gradients(state.prev_params)
         finite &= jnp.isfinite(prev_norm)
+    if isinstance(config.optimizer, SophiaConfig):
+        extra["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, tokens)
     with jax.named_scope("optimizer"):
-        tx = make_optimizer(config.optimizer, config.model, learning_rate, mesh=mesh)
+        tx = _optimizer(config, learning_rate, mesh)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
         new = _Written(
             params=optax.apply_updates(state.params, updates),
@@ -214,6 +248,34 @@ def _step(
         **update_metrics,
     }
     return new_state, metrics
+
+
+def _sampled_gradients(
+    config: TrainConfig, optimizer: SophiaConfig, state: TrainState, tokens: jax.Array
+) -> Any:
+    """Gradient of the loss on labels that the model itself draws, where Sophia is due for one.
+
+    Clipped to global norm 1, as in the official code; zeros in between.
+    """
+    graph, _ = graph_and_abstract_params(config.model)
+
+    def loss(params: Any, microbatch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, key = microbatch
+        logits = nnx.merge(graph, params)(rows[:, :-1])
+        labels = jax.random.categorical(key, jax.lax.stop_gradient(logits))
+        return cross_entropy(logits, labels).mean()
+
+    def sampled(params: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        keys = jax.random.split(key, config.num_microbatches)
+        _, grads = mean_loss_and_grads(loss, params, (tokens, keys))
+        return clip_by_global_norm(grads, 1.0)[0]
+
+    count = sophia_state(state.opt_state).count
+    due = needs_sampled_grads(count, optimizer.update_hessian_every)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    with jax.named_scope("model"):
+        return jax.lax.cond(due, sampled, zeros, state.params)
 
 
 class _Written(NamedTuple):
@@ -249,19 +311,20 @@ def _loss_function(config: TrainConfig) -> Callable[[Any, jax.Array], jax.Array]
 
 
 def mean_loss_and_grads(
-    loss: Callable[[Any, jax.Array], jax.Array], params: Any, tokens: jax.Array
+    loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any
 ) -> tuple[jax.Array, Any]:
-    """Loss and gradient, averaged over the microbatches on the first axis of `tokens`."""
+    """Loss and gradient, averaged over the microbatches on the first axis of `batch`'s arrays."""
     value_and_grad = jax.value_and_grad(loss)
-    count = tokens.shape[0]
+    count = jax.tree.leaves(batch)[0].shape[0]
+    first = jax.tree.map(lambda x: x[0], batch)
     if count == 1:
-        return value_and_grad(params, tokens[0])
+        return value_and_grad(params, first)
 
-    def accumulate(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
+    def accumulate(total: Any, microbatch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, tokens[0]))
-    total, _ = jax.lax.scan(accumulate, zeros, tokens)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, first))
+    total, _ = jax.lax.scan(accumulate, zeros, batch)
     return jax.tree.map(lambda x: x / count, total)
 
 

@@ -27,6 +27,8 @@ OPTIMIZERS = (
     "moonlight",
     "lion",
     "adopt",
+    "sophia",
+    "soap",
     "mars",
     "mars_exact",
     "mars_lion",

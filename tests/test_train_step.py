@@ -10,7 +10,7 @@ from tiny import ADAMW, tiny_config
 
 from maxmars import sharding
 from maxmars.config import MeshConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.optimizer_config import MarsConfig, SoapConfig, SophiaConfig
 from maxmars.train_step import (
     abstract_train_state,
     clip_by_global_norm,
@@ -118,6 +118,7 @@ OPTIMIZERS = {
     # In bfloat16 the order of additions shows in the third digit.
     "shampoo": MarsConfig(variant="shampoo", learning_rate=2e-2, ns_dtype="float32"),
     "exact": MarsConfig(exact=True),
+    "sophia": SophiaConfig(update_hessian_every=3),
 }
 
 
@@ -127,6 +128,7 @@ OPTIMIZERS = {
         *(("mars", mesh) for mesh in MESHES),
         ("adamw", "2,2,2"),
         ("exact", "2,2,2"),
+        ("sophia", "2,2,2"),
         ("shampoo", "1,8,1"),
         ("shampoo", "2,2,2"),
         ("shampoo", "1,2,4"),
@@ -137,6 +139,22 @@ def test_every_mesh_gives_the_losses_of_one_device(one_device_losses, optimizer,
     _, history = run(config, mesh_of(config.mesh), batches(config, 20))
     np.testing.assert_allclose(losses(history), one_device_losses[optimizer], rtol=0, atol=1e-5)
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
+
+
+def test_soap_trains_on_a_mesh():
+    # Bases of nearly equal eigenvalues turn by rounding, so later losses agree loosely only.
+    optimizer = SoapConfig(learning_rate=3e-3, precondition_frequency=5)
+    config = tiny_config(optimizer=optimizer, mesh=MESHES["2,2,2"])
+    tokens = batches(config, 8)
+    state, history = run(config, mesh_of(config.mesh), tokens)
+    _, one = run(config, mesh_of(ONE), tokens)
+    np.testing.assert_allclose(losses(history)[:2], losses(one)[:2], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses(history), losses(one), rtol=0, atol=2e-2)
+    abstract = abstract_train_state(config, mesh_of(config.mesh))
+    for leaf, planned in zip(
+        jax.tree.leaves(state.opt_state), jax.tree.leaves(abstract.opt_state), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
 
 
 @pytest.mark.smoke
