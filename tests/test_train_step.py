@@ -141,6 +141,7 @@ def test_every_mesh_gives_the_losses_of_one_device(one_device_losses, optimizer,
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
 
 
+@pytest.mark.slow
 def test_soap_trains_on_a_mesh():
     # Bases of nearly equal eigenvalues turn by rounding, so later losses agree loosely only.
     optimizer = SoapConfig(learning_rate=3e-3, precondition_frequency=5)
