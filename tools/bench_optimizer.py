@@ -1,6 +1,14 @@
 """What an optimizer's update costs beside AdamW's.
 
+    python tools/bench_optimizer.py [--time] [--rounds 7] [--slow-rounds 1] [--only mars muon]
     python tools/bench_optimizer.py --traffic [--topology v5e:4x4]
+
+`--time`, which is also what happens without flags, times the update alone on this machine's first
+device: the optimizer's arithmetic and its result added to the parameters, jitted, parameters and
+state donated, in float32 at the shapes of GPT-2 small without biases, layers stacked. Each
+optimizer takes turns with optax's AdamW (A B A B ...), and each pair of turns gives a ratio, so
+what else the machine does falls on both. Those with Newton-Schulz multiply far more than they read
+or write, and take minutes on a CPU: `--slow-rounds` says how many pairs they get.
 
 `--traffic` prints the bytes that one update moves between devices at GPT-2 XL's matrix shapes, on
 16 devices that need not be there: the update alone is compiled from shapes and shardings, and the
@@ -16,7 +24,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,16 +188,139 @@ def print_traffic(topology: str | None) -> None:
             print(f"{name:20}{stack.name:7}{f'{data},{fsdp},{tensor}':16}{numbers}", flush=True)
 
 
+BASELINE = "adamw (optax)"
+
+
+def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configs of the optimizers to time, without and with Newton-Schulz."""
+    from maxmars.optimizer_config import (
+        AdamWConfig,
+        AdoptConfig,
+        LionConfig,
+        MarsConfig,
+        MuonConfig,
+    )
+
+    plain = {
+        BASELINE: AdamWConfig(),
+        "lion (optax)": LionConfig(),
+        "adopt (optax)": AdoptConfig(),
+        "mars adamw": MarsConfig(),
+        "mars adamw, bf16 last": MarsConfig(last_grad_dtype="bfloat16"),
+        "mars adamw exact": MarsConfig(exact=True),
+        "mars adamw amsgrad": MarsConfig(amsgrad=True),
+        "mars lion": MarsConfig(variant="lion"),
+    }
+    slow = {
+        "mars shampoo": MarsConfig(variant="shampoo"),
+        "mars m": MarsConfig(variant="m"),
+        "muon": MuonConfig(),
+        "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
+    }
+    return plain, slow
+
+
+class Stepper:
+    """An optimizer with its compiled step, parameters and state; two share the gradients."""
+
+    def __init__(self, config: Any, model: Any, params: Any, grads: Any) -> None:
+        """Compile the step."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        from maxmars.optimizer_factory import make_optimizer
+
+        tx = make_optimizer(config, model, 1e-4)
+        # Another array: exact MARS reads two gradients.
+        exact = getattr(config, "exact", False)
+        self.grads = (grads, jax.tree.map(jnp.negative, grads) if exact else None)
+
+        def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+            extra = {"prev_grads": grads[1]} if exact else {}
+            updates, state = tx.update(grads[0], state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        self.carry = (jax.tree.map(jnp.copy, params), jax.jit(tx.init)(params))
+        self.step = jax.jit(step, donate_argnums=(0, 1)).lower(*self.carry, self.grads).compile()
+
+    def seconds(self) -> float:
+        """Take a step, and say how long it took."""
+        import jax
+
+        jax.block_until_ready((self.carry, self.grads))
+        start = time.perf_counter()
+        self.carry = jax.block_until_ready(self.step(*self.carry, self.grads))
+        return time.perf_counter() - start
+
+
+def print_times(rounds: int, slow_rounds: int, only: Sequence[str]) -> None:
+    """Print one line for each optimizer: medians, and ratios to AdamW's time."""
+    import dataclasses
+
+    import jax
+
+    from maxmars.config import GPT2Config
+    from maxmars.model import graph_and_abstract_params
+
+    model = dataclasses.replace(GPT2Config.small(), use_bias=False)
+    _, shapes = graph_and_abstract_params(model)
+    leaves, treedef = jax.tree.flatten(shapes)
+
+    @jax.jit
+    def random(seed: int) -> Any:
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        arrays = [0.02 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in pairs]
+        return jax.tree.unflatten(treedef, arrays)
+
+    params, grads = random(0), random(1)
+    device, size = jax.devices()[0], sum(leaf.size for leaf in leaves)
+    print(f"Time of an update of {size / 1e6:.0f} M float32 parameters on {device.device_kind}")
+    print(
+        f"\n{'optimizer':24}{'pairs':>6}{'s':>9}{'AdamW s':>9}{'ratio: min':>12}{'median':>9}",
+        end="",
+    )
+    print(f"{'max':>9}")
+    plain, slow = timed_configs()
+    baseline = Stepper(plain[BASELINE], model, params, grads)
+    for name, config in (plain | slow).items():
+        if only and not any(word in name for word in only):
+            continue
+        other = Stepper(config, model, params, grads)
+        if name in plain:  # the first step finds caches cold and pages new
+            other.seconds()
+        baseline.seconds()
+        pairs = [
+            (baseline.seconds(), other.seconds())
+            for _ in range(rounds if name in plain else slow_rounds)
+        ]
+        ratios = [b / a for a, b in pairs]
+        a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
+        numbers = f"{b:9.3f}{a:9.3f}{min(ratios):12.2f}{statistics.median(ratios):9.2f}"
+        print(f"{name:24}{len(pairs):6}{numbers}{max(ratios):9.2f}", flush=True)
+        del other
+
+
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--time", action="store_true", help="time of an update (the default)")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns of an optimizer")
+    parser.add_argument("--slow-rounds", type=int, default=1, help="the same with Newton-Schulz")
+    parser.add_argument("--only", nargs="*", default=(), help="words of the optimizers to time")
     parser.add_argument("--traffic", action="store_true", help="bytes between devices")
     parser.add_argument("--topology", help="TPU topology to compile for, such as v5e:4x4")
     args = parser.parse_args()
-    if not args.traffic:
-        parser.error("say what to measure: --traffic")
+    if args.time or not args.traffic:
+        if args.traffic:
+            parser.error("--time and --traffic want different devices: give one of them.")
+        if min(args.rounds, args.slow_rounds) < 1:
+            parser.error("--rounds and --slow-rounds must be at least 1.")
+        print_times(args.rounds, args.slow_rounds, args.only)
+        return
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"

@@ -26,9 +26,10 @@ c_1 = g_1, see `first_step`), v_t averages the square of the clipped c_t, and MA
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from maxmars.optim.newton_schulz import Coefficients
@@ -74,7 +75,7 @@ def mars(
     ns_steps: int = 5,
     ns_coefficients: Coefficients = "keller",
     ns_eps: Scalar | None = None,
-    ns_dtype: Any = jnp.bfloat16,
+    ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
@@ -177,6 +178,21 @@ def mars(
     return by_kind(rules, matrix_specs)
 
 
+def _with_options_of(source: Callable, *fixed: str) -> Callable[[Callable], Callable]:
+    """Name the options in the signature, where `optax.inject_hyperparams` looks for them."""
+
+    def decorate(function: Any) -> Any:
+        named = dict(inspect.signature(function).parameters)
+        del named["options"]
+        more = inspect.signature(source).parameters
+        named |= {name: more[name] for name in more if name not in {*named, *fixed, "options"}}
+        function.__signature__ = inspect.Signature(list(named.values()))
+        return function
+
+    return decorate
+
+
+@_with_options_of(mars, "variant", "b1", "gamma", "clip_threshold", "memory_efficient")
 def muon(
     learning_rate: ScalarOrSchedule,
     *,
@@ -212,19 +228,31 @@ def muon(
     )
 
 
+@_with_options_of(muon)
 def moonlight(
-    learning_rate: ScalarOrSchedule, *, weight_decay: ScalarOrSchedule = 0.1, **options: Any
+    learning_rate: ScalarOrSchedule,
+    *,
+    weight_decay: ScalarOrSchedule = 0.1,
+    ns_scale: str | None = "rms",
+    vector_weight_decay: ScalarOrSchedule | None = None,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon (arXiv 2502.16982): every update has AdamW's RMS, so one rate serves all.
 
     Args:
       learning_rate: of all parameters.
       weight_decay: decay of all parameters (see `mask`).
+      ns_scale: factor after Newton-Schulz.
+      vector_weight_decay: decay of vectors; None is `weight_decay`.
       **options: any other of `muon`.
     """
-    defaults: dict[str, Any] = {"ns_scale": "rms", "vector_weight_decay": None}
-    options = defaults | options
-    return muon(learning_rate, weight_decay=weight_decay, **options)
+    return muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        ns_scale=ns_scale,
+        vector_weight_decay=vector_weight_decay,
+        **options,
+    )
 
 
 def _adam(**options: Any) -> optax.GradientTransformationExtraArgs:

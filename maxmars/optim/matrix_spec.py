@@ -117,7 +117,7 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     Raises:
       ValueError: a spec has another number of axes than its parameter.
     """
-    if specs is None:
+    if specs is None or not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
         return jax.tree.map(lambda p: default_spec(p.ndim), params)
 
     def is_leaf(x: Any) -> bool:
@@ -132,7 +132,8 @@ def resolve_specs(specs: Any, params: Any) -> Any:
 def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
     if spec is None:
         return MatrixSpec(rows=(), cols=tuple(range(max(param.ndim, 1))))
-    if spec.ndim != param.ndim:
+    vectors = not (spec.batch or spec.rows)
+    if spec.ndim != (max(param.ndim, 1) if vectors else param.ndim):  # a scalar is one element
         raise ValueError(
             f"{spec} describes {spec.ndim} axes, but its parameter has shape {param.shape}; "
             "name each of its axes in batch, rows or cols."

@@ -23,6 +23,7 @@ from maxmars.optim.rules import (
     bias_correction,
     check_choice,
     check_fraction,
+    wide_dtype,
 )
 
 VARIANTS = ("adamw", "lion", "shampoo", "m")
@@ -114,6 +115,8 @@ class _Rule:
     ) -> tuple[Tree, ScaleByMarsState]:
         """The direction u and the new state."""
         del params, extra_args
+        narrow, old_state = updates, state
+        updates, state, prev_grads = _widened((updates, state, prev_grads))
         count = jnp.asarray(optax.safe_increment(state.count))
         specs = resolve_specs(self.matrix_specs, updates)
         if self.memory_efficient:
@@ -134,13 +137,13 @@ class _Rule:
                 directions = self.orthogonalized(momentum.m, specs, "rms", 1e-7)
         new_state = ScaleByMarsState(
             count=count,
-            mu=_cast_like(momentum.buffer, state.mu),
-            nu=_cast_like(nu, state.nu),
-            nu_max=_cast_like(nu_max, state.nu_max),
-            last_grad=_cast_like(updates, state.last_grad) if self.keeps_last else None,
+            mu=_cast_like(momentum.buffer, old_state.mu),
+            nu=_cast_like(nu, old_state.nu),
+            nu_max=_cast_like(nu_max, old_state.nu_max),
+            last_grad=_cast_like(narrow, old_state.last_grad) if self.keeps_last else None,
             clip_fraction=momentum.clip_fraction,
         )
-        return _cast_like(directions, updates), new_state
+        return _cast_like(directions, narrow), new_state
 
     def momentum(self, grads: Tree, state: ScaleByMarsState, prev: Tree, specs: Tree) -> _Momentum:
         """c = clip(g + κ (g − last)) and m = β₁ m + (1 − β₁) c."""
@@ -244,7 +247,7 @@ def scale_by_mars(
     ns_steps: int = 5,
     ns_coefficients: Coefficients = "keller",
     ns_eps: Scalar | None = None,
-    ns_dtype: Any = jnp.bfloat16,
+    ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
@@ -345,6 +348,17 @@ def _clip(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
     leaves = jax.tree.leaves(norm_tree)
     longer = sum((jnp.sum(norm > threshold, dtype=jnp.float32) for norm in leaves), jnp.float32(0))
     return jax.tree.map(scaled, c, norm_tree), longer / max(1, sum(norm.size for norm in leaves))
+
+
+def _widened(tree: Tree) -> Tree:
+    """In float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16."""
+
+    def widened(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(wide_dtype(x.dtype)) if inexact else x
+
+    return jax.tree.map(widened, tree)
 
 
 def _cast_like(tree: Tree, like: Tree) -> Tree:

@@ -50,6 +50,7 @@ from maxmars.optim.rules import (
     vector_rate,
     wide_dtype,
 )
+from maxmars.optim.scale_by_mars import scale_by_mars
 from maxmars.optim.soap_layout import SoapLayout, Sum, soap_layout
 
 
@@ -117,8 +118,10 @@ class _Soap:
         limit = self.max_precondition_dim
 
         def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
-            lengths = [math.prod(x.shape[axis] for axis in axes) for axes in (spec.rows, spec.cols)]
-            return spec.is_matrix and lengths[0] <= limit, spec.is_matrix and lengths[1] <= limit
+            if not spec.is_matrix:
+                return False, False
+            rows, cols = (math.prod(x.shape[i] for i in axes) for axes in (spec.rows, spec.cols))
+            return rows <= limit, cols <= limit
 
         return _layouts(params, self.matrix_specs, self.mesh, sides)
 
@@ -264,7 +267,7 @@ def soap(
         mesh=mesh,
     )
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
-    adam = optax.scale_by_adam(vector_b1, vector_b2, eps)
+    adam = scale_by_mars(b1=vector_b1, b2=vector_b2, eps=eps, gamma=0.0, clip_threshold=None)
     rules = {
         "matrix": stepped(direction, _after_first(weight_decay), mask, learning_rate),
         "vector": stepped(adam, vector_weight_decay, None, rate),

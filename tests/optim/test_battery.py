@@ -1,0 +1,487 @@
+"""What optax asks of contributed optimizers and of its own under sharding, asked of all of ours.
+
+The checks are those of `optax/contrib/_common_test.py` and `optax/_src/sharding_test.py`.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from maxmars.optim import (
+    MatrixSpec,
+    mars,
+    moonlight,
+    muon,
+    scale_by_mars,
+    scale_by_soap,
+    scale_by_sophia,
+    soap,
+    soap_shardings,
+    sophia,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer with its options, and the argument of `update` that takes another gradient."""
+
+    factory: object
+    options: dict = field(default_factory=dict)
+    second_gradient: str | None = None
+
+    def __call__(self, learning_rate=0.01, **options):
+        return self.factory(learning_rate, **self.options, **options)
+
+    def extra(self, gradient):
+        return {} if self.second_gradient is None else {self.second_gradient: gradient}
+
+    def without_decay(self, learning_rate):
+        names = {"weight_decay", "vector_weight_decay"} & {
+            *inspect.signature(self.factory).parameters
+        }
+        return self(learning_rate, **dict.fromkeys(names, 0.0))
+
+
+EFFICIENT = {"variant": "shampoo", "memory_efficient": True, "clip_threshold": None}
+CASES = {
+    "mars adamw": Case(mars),
+    "mars adamw exact": Case(mars, {"exact": True}, "prev_grads"),
+    "mars adamw amsgrad": Case(mars, {"amsgrad": True}),
+    "mars lion": Case(mars, {"variant": "lion"}),
+    "mars shampoo": Case(mars, {"variant": "shampoo"}),
+    "mars shampoo memory-efficient": Case(mars, EFFICIENT),
+    "mars m": Case(mars, {"variant": "m"}),
+    "muon": Case(muon),
+    "moonlight": Case(moonlight),
+    "soap": Case(soap),
+    "sophia": Case(sophia, {"batch_tokens": 1.0}, "sampled_grads"),
+}
+every_optimizer = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+# Where compiling takes long, the default suite leaves out what shares its code with another.
+SIMILAR = ("mars adamw amsgrad", "mars shampoo memory-efficient", "mars m", "moonlight")
+every_optimizer_in_time = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in SIMILAR else ())
+        for name, case in CASES.items()
+    ],
+)
+
+
+def params_like(dtype=jnp.float32, seed=0):
+    """A matrix, a vector, a scalar, an absent parameter and an empty subtree."""
+    rng = np.random.default_rng(seed)
+    return {
+        "kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype),
+        "bias": jnp.asarray(rng.standard_normal(3), dtype),
+        "temperature": jnp.asarray(rng.standard_normal(), dtype),
+        "absent": None,
+        "empty": {},
+    }
+
+
+def update(case, tx, grads, state, params):
+    return jax.jit(tx.update)(grads, state, params, **case.extra(grads))
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-6):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
+def types(tree):
+    return jax.tree.map(lambda x: jax.typeof(x).str_short(), tree)
+
+
+def all_finite(tree):
+    return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))
+
+
+# --- convergence ---------------------------------------------------------------------------------
+
+
+def square(x):
+    return jnp.real(x * jnp.conj(x))
+
+
+def valley(x):
+    """Rosenbrock's function over the first axis."""
+    return jnp.sum(square(1 - x[0]) + 100 * square(x[1] - x[0] ** 2))
+
+
+BOWL = {
+    "vector": jnp.asarray([1.0, -1.0, 1.0]),
+    "matrix": jnp.asarray([[3.0, -2.0], [1.0, 4.0]]),
+    "scalar": jnp.asarray(-2.0),
+}
+
+
+def bowl_loss(params, target):
+    return sum(square(params[name] - target[name]).sum() for name in target)
+
+
+def minimize(case, tx, loss, params, steps):
+    """Parameters after so many steps, and the loss."""
+    gradient = jax.grad(loss)
+
+    def step(carry, _):
+        params, previous, state = carry
+        grads = jax.tree.map(jnp.conj, gradient(params))
+        extra = case.extra(grads)
+        if "prev_grads" in extra:
+            extra = {"prev_grads": gradient(previous)}
+        updates, state = tx.update(grads, state, params, **extra)
+        return (optax.apply_updates(params, updates), params, state), None
+
+    @jax.jit
+    def run(params):
+        return jax.lax.scan(step, (params, params, tx.init(params)), length=steps)[0][0]
+
+    return run(params)
+
+
+@every_optimizer
+def test_it_finds_the_minima_of_a_parabola_and_of_rosenbrocks_function(case):
+    steps = 4000
+    target = BOWL | {"valley": jnp.ones(2), "two valleys": jnp.ones((2, 2))}
+
+    def loss(params):
+        bowl = bowl_loss(params, BOWL)
+        return bowl + valley(params["valley"]) + valley(params["two valleys"])
+
+    tx = case.without_decay(optax.cosine_decay_schedule(0.05, steps))
+    found = minimize(case, tx, loss, jax.tree.map(jnp.zeros_like, target), steps)
+    assert_close(found, target, rtol=0, atol=3e-2)
+
+
+# split_real_and_imaginary passes no further arguments on, prev_grads and sampled_grads among them.
+WITH_ONE_GRADIENT = {name: case for name, case in CASES.items() if not case.second_gradient}
+
+
+@pytest.mark.parametrize("case", list(WITH_ONE_GRADIENT.values()), ids=list(WITH_ONE_GRADIENT))
+def test_it_finds_a_complex_minimum_by_real_and_imaginary_parts(case):
+    # The rules themselves are those of real numbers.
+    steps = 1000
+    target = jax.tree.map(
+        lambda x: x + 1j * x[..., ::-1], {k: BOWL[k] for k in BOWL if k != "scalar"}
+    )
+    tx = case.without_decay(optax.cosine_decay_schedule(0.05, steps))
+    tx = optax.contrib.split_real_and_imaginary(tx)
+    start = jax.tree.map(jnp.zeros_like, target)
+    found = minimize(case, tx, lambda params: bowl_loss(params, target), start, steps)
+    assert_close(found, target, rtol=0, atol=3e-2)
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@every_optimizer_in_time
+def test_jit_changes_nothing(case):
+    params, first, second = ({"kernel": params_like(seed=i)["kernel"]} for i in range(3))
+    tx = case()
+    _, state = update(case, tx, first, tx.init(params), params)
+    plain = tx.update(second, state, params, **case.extra(second))
+    assert_close(update(case, tx, second, state, params), plain)
+    assert_close(jax.jit(tx.init)(params), tx.init(params), atol=0)
+
+
+@every_optimizer_in_time
+def test_the_state_survives_flattening_and_mapping_over_parameters(case):
+    specs = {"kernel": MatrixSpec(rows=(0,), cols=(1,))} | dict.fromkeys(
+        ("bias", "temperature", "absent", "empty")
+    )
+    tx = case() if case.factory is sophia else case(matrix_specs=specs)
+    params = params_like()
+    _, state = update(case, tx, params_like(seed=1), tx.init(params), params)
+    leaves, treedef = jax.tree.flatten(state)
+    copy = jax.tree.unflatten(treedef, [np.asarray(x) for x in leaves])
+    assert type(copy) is type(state)
+    mapped = optax.tree.map_params(tx, jnp.negative, state)
+    restored = optax.tree.map_params(tx, jnp.negative, mapped)
+    changed = [bool(jnp.any(a != b)) for a, b in zip(leaves, jax.tree.leaves(mapped), strict=True)]
+    assert any(changed)
+    expected = update(case, tx, params, state, params)
+    for other in (copy, restored):
+        assert_close(update(case, tx, params, other, params), expected, rtol=0, atol=0)
+
+
+@every_optimizer_in_time
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "float32"))],
+)
+def test_a_branch_and_a_loop_keep_the_types(case, dtype):
+    tx, params = case(), params_like(dtype)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+
+    def step(carry, now):
+        params, state, updates = carry
+        active, scale = now
+        grads = jax.tree.map(lambda x: x * scale.astype(x.dtype), params)
+        # Types that differ between the branches, or from the carry's, are errors.
+        updates, state = jax.lax.cond(
+            active,
+            lambda: tx.update(grads, state, params, **case.extra(grads)),
+            lambda: (updates, state),
+        )
+        return (optax.apply_updates(params, updates), state, updates), None
+
+    carry = (params, tx.init(params), zeros)
+    # Zero gradients first: 1e-8 is zero in float16, and 0 / 0 is not a number.
+    now = (jnp.asarray([True, False, True, True]), jnp.asarray([0.0, 1.0, 1.0, 1.0]))
+    after, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, now))(carry)
+    assert types(after) == types(carry)
+    assert all_finite(after)
+    for name in ("kernel", "bias", "temperature"):
+        assert not np.array_equal(after[0][name], params[name])
+
+
+@every_optimizer
+def test_abstract_initialisation_is_the_real_one(case):
+    tx, params = case(), params_like(jnp.bfloat16)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    real = types(tx.init(params))
+    assert types(jax.eval_shape(tx.init, params)) == real
+    assert types(jax.eval_shape(tx.init, shapes)) == real
+    assert types(tx.init(shapes)) == real  # as optax has it: arrays of zeros, from shapes alone
+
+
+@every_optimizer
+@pytest.mark.parametrize("empty", [{}, (), {"a": None}])
+def test_there_may_be_no_parameters(case, empty):
+    tx = case()
+    updates, state = tx.update(empty, tx.init(empty), empty, **case.extra(empty))
+    assert updates == empty
+    assert types(state) == types(tx.init(empty))
+
+
+@every_optimizer
+def test_a_lone_scalar_is_a_parameter(case):
+    tx, param = case(), jnp.float32(2.0)
+    state = tx.init(param)
+    updates, new_state = jax.eval_shape(
+        lambda g, s: tx.update(g, s, g, **case.extra(g)), param, state
+    )
+    assert types(updates) == types(param)
+    assert types(new_state) == types(state)
+
+
+@every_optimizer
+def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
+    # A donated buffer that cannot be used is a warning, and so an error here.
+    tx, params = case(), params_like()
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, unknown=1, **case.extra(grads))
+        return optax.apply_updates(params, updates), state
+
+    for seed in range(1, 4):
+        # What a step does not read, such as the share that the last one clipped, is not passed.
+        arrays = [x for x in jax.tree.leaves((params, state)) if x.ndim]
+        params, state = step(params, state, params_like(seed=seed))
+        assert all(x.is_deleted() for x in arrays)
+    assert step._cache_size() == 1
+
+
+@every_optimizer_in_time
+def test_constant_schedules_are_constants(case):
+    params, results = params_like(), []
+    for value in (0.03, optax.constant_schedule(0.03)):
+        tx = case(value, weight_decay=value)
+        state = tx.init(params)
+        for seed in (1, 2):
+            updates, state = update(case, tx, params_like(seed=seed), state, params)
+        results.append(updates)
+    assert_close(*results)
+
+
+DIRECTIONS = {
+    **{v: (scale_by_mars, {"variant": v}) for v in ("adamw", "lion", "shampoo", "m")},
+    "soap": (scale_by_soap, {}),
+    "sophia": (scale_by_sophia, {"batch_tokens": 1.0}),
+}
+
+
+@pytest.mark.parametrize(("factory", "options"), DIRECTIONS.values(), ids=DIRECTIONS.keys())
+def test_a_direction_needs_no_parameters(factory, options):
+    tx, params, grads = factory(**options), params_like(), params_like(seed=1)
+    extra = {"sampled_grads": grads} if factory is scale_by_sophia else {}
+    run = jax.jit(tx.update)
+    _, state = run(grads, tx.init(params), **extra)
+    assert_close(run(grads, state, **extra), run(grads, state, params, **extra), atol=0)
+
+
+@every_optimizer
+def test_a_missing_decayed_parameter_is_an_error(case):
+    grads = params_like()
+    tx = case()
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        tx.update(grads, tx.init(grads), **case.extra(grads))
+
+
+# --- wrappers ------------------------------------------------------------------------------------
+
+NOT_NUMBERS = ("ns_steps", "max_precondition_dim", "memory_efficient")
+
+
+@every_optimizer
+def test_injected_hyperparameters_are_the_same(case):
+    known = inspect.signature(case.factory).parameters
+    static = [name for name in NOT_NUMBERS if name in known]
+    inject = optax.inject_hyperparams(case.factory, static_args=static)
+    params = params_like()
+    plain, injected = case(0.01), inject(learning_rate=0.01, **case.options)
+    state, new_state = plain.init(params), jax.jit(injected.init)(params)
+    for seed in (1, 2):
+        grads = params_like(seed=seed)
+        expected, state = update(case, plain, grads, state, params)
+        updates, new_state = update(case, injected, grads, new_state, params)
+        assert_close(updates, expected)
+    assert_close(new_state.inner_state, state, atol=1e-5)
+    new_state.hyperparams["learning_rate"] = jnp.asarray(0.0)
+    updates, _ = update(case, injected, grads, new_state, params)
+    assert not updates["kernel"].any()
+
+
+@every_optimizer_in_time
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_accumulated_gradients_act_in_the_last_step_only(case, dtype):
+    params, grads = params_like(dtype), [params_like(dtype, seed) for seed in (1, 2)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+    tx = case()
+
+    def step(self, grads, state, params):
+        return self.update(grads, state, params, **case.extra(mean))
+
+    accumulated = optax.MultiSteps(tx, 2)
+    run = jax.jit(functools.partial(step, accumulated))
+    first, state = run(grads[0], accumulated.init(params), params)
+    second, _ = run(grads[1], state, params)
+    assert not any(x.any() for x in jax.tree.leaves(first))
+    assert types(first) == types(second) == types(params)
+    if dtype == "float32":
+        assert_close(second, update(case, tx, mean, tx.init(params), params)[0])
+
+
+@every_optimizer_in_time
+def test_masked_and_partitioned_it_acts_on_its_share_alone(case):
+    params = params_like()
+    labels = {"kernel": "ours", "bias": "ours", "temperature": "rest", "absent": None, "empty": {}}
+
+    def is_matrix(tree):
+        return jax.tree.map(lambda x: x.ndim == 2, tree)
+
+    tx, masked = case(), optax.masked(case(), is_matrix, mask_compatible_extra_args=True)
+    wrapped = optax.partition(
+        {"ours": masked, "rest": optax.set_to_zero()}, labels, mask_compatible_extra_args=True
+    )
+    share = {"kernel": params["kernel"]}
+    state, wrapped_state = tx.init(share), wrapped.init(params)
+    start = types(wrapped_state)
+    for seed in (1, 2):
+        grads = params_like(seed=seed)
+        expected, state = update(case, tx, {"kernel": grads["kernel"]}, state, share)
+        updates, wrapped_state = update(case, wrapped, grads, wrapped_state, params)
+        assert_close({"kernel": updates["kernel"]}, expected)
+        assert updates["kernel"].any() or case.factory is soap  # its first step changes nothing
+        np.testing.assert_array_equal(updates["bias"], grads["bias"])
+        assert not updates["temperature"]
+    assert types(wrapped_state) == start
+
+
+# --- meshes --------------------------------------------------------------------------------------
+
+PARTITIONS = {
+    "stack": PartitionSpec(None, "fsdp", "tensor"),
+    "table": PartitionSpec("tensor", "fsdp"),
+    "norm": PartitionSpec("fsdp"),
+}
+SPECS = {
+    "stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=PARTITIONS["stack"]),
+    "table": MatrixSpec(rows=(0,), cols=(1,), partition=PARTITIONS["table"]),
+    "norm": None,
+}
+# The tests of `orthogonalize` and of SOAP on meshes have Auto axes.
+AXIS_TYPES = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+SHAPES = {"stack": (3, 8, 4), "table": (4, 8), "norm": (8,)}
+
+
+def optimizer_on(case, mesh):
+    return case() if case.factory is sophia else case(matrix_specs=SPECS, mesh=mesh)
+
+
+def assert_like_params(tree, params, mesh):
+    """Each leaf lies like the parameter of its name and shape; those of SOAP, where they belong."""
+    wanted = soap_shardings(tree, mesh, SPECS)
+    soaps = {
+        jax.tree_util.keystr(path): sharding
+        for path, sharding in jax.tree_util.tree_leaves_with_path(wanted)
+    }
+    checked = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        key = jax.tree_util.keystr(path)
+        param = params.get(getattr(path[-1], "key", None)) if path else None
+        if key in soaps:
+            assert x.sharding.is_equivalent_to(soaps[key], x.ndim), key
+            checked += 1
+        elif param is not None and param.shape == x.shape:
+            assert x.sharding.is_equivalent_to(param.sharding, x.ndim), key
+            checked += 1
+    return checked
+
+
+@every_optimizer_in_time
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_init_and_update_keep_the_shardings(case, axis_type):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(
+                rng.standard_normal(shape).astype(np.float32),
+                NamedSharding(mesh, PARTITIONS[name]),
+            )
+            for name, shape in SHAPES.items()
+        }
+        tx = optimizer_on(case, mesh)
+        state = tx.init(params)
+        updates, new_state = update(case, tx, params, state, params)
+        assert assert_like_params(state, params, mesh) >= 3
+        assert assert_like_params(new_state, params, mesh) >= 3
+        assert assert_like_params(updates, params, mesh) == 3
+        # On Explicit axes the shardings are part of the types.
+        assert types(new_state) == types(state)
+        if axis_type == AxisType.Explicit:
+            assert types(jax.eval_shape(tx.init, params)) == types(state)
+        assert types(updates) == types(params)
+    plain = optimizer_on(case, None)
+    local = jax.tree.map(np.asarray, params)
+    expected = update(case, plain, local, plain.init(local), local)[0]
+    assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-5)
+
+
+@every_optimizer_in_time
+def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
+        tx = case()
+        state = tx.init(params)
+        assert types(jax.jit(tx.init)(params)) == types(state)
+        updates, new_state = tx.update(params, state, params, **case.extra(params))
+        assert types(new_state) == types(state)
+        assert types(updates) == types(params)
+        jitted = update(case, tx, params, state, params)
+        assert types(jitted) == types((updates, new_state))
+        assert "@x" in types(updates)
