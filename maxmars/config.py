@@ -218,6 +218,25 @@ class LogConfig:
         require_positive(self, "every")
 
 
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Steps to skip: their update is not applied, and the run goes on with the next batch. Losses
+    and gradients that are not finite always are."""
+
+    loss_spike_threshold: float | None = None
+    """Also skip a step whose loss exceeds the running mean by this many running standard
+    deviations; None does not."""
+    history: int = 100
+    """Steps that the running mean and deviation reach back; there are no spikes before."""
+    max_skipped_in_a_row: int = 10
+    """The run stops with an error when it has skipped more steps than this one after the other."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        require_positive(self, "loss_spike_threshold", "history")
+        require_not_negative(self, "max_skipped_in_a_row")
+
+
 DataConfig = TokenShardsConfig | PythonSourcesConfig
 
 
@@ -248,6 +267,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

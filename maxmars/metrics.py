@@ -1,7 +1,7 @@
 """What a run records: metrics.jsonl, environment.json, and the progress line.
 
-Keys: `train/loss`, `train/grad_norm`, `train/learning_rate`, `perf/tokens_per_sec`,
-`perf/step_time` (seconds), `perf/mfu` (absent where the peak is unknown), `eval/loss`.
+Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` (seconds), `perf/mfu`
+(absent where the peak is unknown), `eval/loss`.
 """
 
 from __future__ import annotations

@@ -92,11 +92,24 @@ class MarsConfig:
     """Newton-Schulz coefficients; keller's are the official ones."""
     ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the operands of Newton-Schulz and of its traffic."""
+    own_over_data: bool = False
+    """Share the matrices out over the mesh's data axis too, not only over fsdp and tensor. Each is
+    then iterated on once instead of once a replica, and the results are gathered over `data`: right
+    where `data` is a fast network, wrong between slices or nodes."""
+    orthogonality_every: int | None = None
+    """Steps between measurements of train/orthogonality_error, how far the iterated matrices are
+    from orthogonal ones; each moves them in float32 once more. None never measures."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range and options that do not go together."""
         require_positive(
-            self, "learning_rate", "eps", "clip_threshold", "vector_learning_rate_scale", "ns_steps"
+            self,
+            "learning_rate",
+            "eps",
+            "clip_threshold",
+            "vector_learning_rate_scale",
+            "ns_steps",
+            "orthogonality_every",
         )
         require_fraction(self, "b1", "b2", "vector_b1", "vector_b2")
         require_not_negative(self, "gamma", "weight_decay", "vector_weight_decay")
@@ -114,6 +127,11 @@ class MarsConfig:
         require(
             self.variant == "adamw" or not self.amsgrad,
             f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
+        )
+        require(
+            self.variant in ("shampoo", "m") or self.orthogonality_every is None,
+            f"optimizer.orthogonality_every={self.orthogonality_every} needs optimizer.variant "
+            f"shampoo or m, which orthogonalise, but it is {self.variant}.",
         )
 
 
@@ -151,10 +169,24 @@ class MuonConfig:
     """Newton-Schulz coefficients."""
     ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the operands of Newton-Schulz and of its traffic."""
+    own_over_data: bool = False
+    """Share the matrices out over the mesh's data axis too, not only over fsdp and tensor. Each is
+    then iterated on once instead of once a replica, and the results are gathered over `data`: right
+    where `data` is a fast network, wrong between slices or nodes."""
+    orthogonality_every: int | None = None
+    """Steps between measurements of train/orthogonality_error, how far the iterated matrices are
+    from orthogonal ones; each moves them in float32 once more. None never measures."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
-        require_positive(self, "learning_rate", "eps", "vector_learning_rate_scale", "ns_steps")
+        require_positive(
+            self,
+            "learning_rate",
+            "eps",
+            "vector_learning_rate_scale",
+            "ns_steps",
+            "orthogonality_every",
+        )
         require_fraction(self, "vector_b1", "vector_b2")
         require_not_negative(self, "weight_decay", "vector_weight_decay")
         require(

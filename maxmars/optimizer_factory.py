@@ -6,11 +6,11 @@ of dimensions or its path.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import Mesh
@@ -186,22 +186,9 @@ def make_optimizer(
     decays = jax.tree.map(lambda kind: _decays(optimizer, kind), parameter_kinds(model))
     match optimizer:
         case AdamWConfig():
-            tx = optax.adamw(
-                learning_rate,
-                b1=optimizer.b1,
-                b2=optimizer.b2,
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay,
-                mask=decays,
-            )
+            tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
         case LionConfig():
-            tx = optax.lion(
-                learning_rate,
-                b1=optimizer.b1,
-                b2=optimizer.b2,
-                weight_decay=optimizer.weight_decay,
-                mask=decays,
-            )
+            tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
         case AdoptConfig():
             tx = optax.chain(
                 optax.contrib.scale_by_adopt(optimizer.b1, optimizer.b2, optimizer.eps),
@@ -211,108 +198,35 @@ def make_optimizer(
         case SophiaConfig():
             tx = sophia(
                 learning_rate,
-                batch_tokens=float(batch_tokens),
-                b1=optimizer.b1,
-                b2=optimizer.b2,
-                rho=optimizer.rho,
-                weight_decay=optimizer.weight_decay,
                 mask=decays,
-                update_hessian_every=optimizer.update_hessian_every,
+                batch_tokens=float(batch_tokens),
+                **_options(optimizer),
             )
         case SoapConfig():
-            tx = _make_soap(optimizer, model, learning_rate, decays, mesh)
-        case MarsConfig():
-            tx = _make_mars(optimizer, model, learning_rate, decays, mesh)
-        case MuonConfig():
-            tx = _make_muon(optimizer, model, learning_rate, decays, mesh)
+            tx = soap(
+                learning_rate,
+                mask=decays,
+                matrix_specs=_soap_specs(model, mesh),
+                mesh=_if_several(mesh),
+                **_options(optimizer),
+            )
+        case MarsConfig() | MuonConfig():
+            make = mars if isinstance(optimizer, MarsConfig) else muon
+            tx = make(
+                learning_rate,
+                mask=decays,
+                matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+                mesh=mesh,
+                ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
+                **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
+            )
     return optax.with_extra_args_support(tx)
 
 
-def _make_mars(
-    optimizer: MarsConfig,
-    model: GPT2Config,
-    learning_rate: optax.ScalarOrSchedule,
-    decays: Any,
-    mesh: Mesh | None,
-) -> optax.GradientTransformationExtraArgs:
-    return mars(
-        learning_rate,
-        variant=optimizer.variant,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        eps=optimizer.eps,
-        gamma=optimizer.gamma,
-        weight_decay=optimizer.weight_decay,
-        mask=decays,
-        clip_threshold=optimizer.clip_threshold,
-        amsgrad=optimizer.amsgrad,
-        exact=optimizer.exact,
-        memory_efficient=optimizer.memory_efficient,
-        last_grad_dtype=optimizer.last_grad_dtype,
-        optimize_vectors=optimizer.optimize_vectors,
-        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
-        vector_b1=optimizer.vector_b1,
-        vector_b2=optimizer.vector_b2,
-        vector_weight_decay=optimizer.vector_weight_decay,
-        embeddings=optimizer.embeddings,
-        matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
-        ns_steps=optimizer.ns_steps,
-        ns_coefficients=optimizer.ns_coefficients,
-        ns_dtype=jnp.dtype(optimizer.ns_dtype),
-        mesh=mesh,
-    )
-
-
-def _make_muon(
-    optimizer: MuonConfig,
-    model: GPT2Config,
-    learning_rate: optax.ScalarOrSchedule,
-    decays: Any,
-    mesh: Mesh | None,
-) -> optax.GradientTransformationExtraArgs:
-    return muon(
-        learning_rate,
-        momentum=optimizer.momentum,
-        nesterov=optimizer.nesterov,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        mask=decays,
-        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
-        vector_b1=optimizer.vector_b1,
-        vector_b2=optimizer.vector_b2,
-        vector_weight_decay=optimizer.vector_weight_decay,
-        matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
-        ns_scale=optimizer.ns_scale,
-        ns_steps=optimizer.ns_steps,
-        ns_coefficients=optimizer.ns_coefficients,
-        ns_dtype=jnp.dtype(optimizer.ns_dtype),
-        mesh=mesh,
-    )
-
-
-def _make_soap(
-    optimizer: SoapConfig,
-    model: GPT2Config,
-    learning_rate: optax.ScalarOrSchedule,
-    decays: Any,
-    mesh: Mesh | None,
-) -> optax.GradientTransformationExtraArgs:
-    return soap(
-        learning_rate,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        mask=decays,
-        precondition_frequency=optimizer.precondition_frequency,
-        max_precondition_dim=optimizer.max_precondition_dim,
-        vector_learning_rate_scale=optimizer.vector_learning_rate_scale,
-        vector_b1=optimizer.vector_b1,
-        vector_b2=optimizer.vector_b2,
-        vector_weight_decay=optimizer.vector_weight_decay,
-        matrix_specs=_soap_specs(model, mesh),
-        mesh=_if_several(mesh),
-    )
+def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
+    """The fields of a config that are arguments of the same name."""
+    names = {f.name for f in dataclasses.fields(optimizer)} - {"learning_rate", *without}
+    return {name: getattr(optimizer, name) for name in names}
 
 
 def _soap_specs(model: GPT2Config, mesh: Mesh | None) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ _MAY_CHANGE = (
     "eval.",
     "checkpoint.",
     "log.",
+    "guard.max_skipped_in_a_row",
 )
 
 
@@ -292,11 +294,12 @@ class _StepReporter:
             return
         (step, metrics), self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        if values.pop("train/nonfinite"):
-            raise ValueError(self._nonfinite(step, values))
         self._steps += 1
         run = self._run
-        if step > 1 and step % run.config.log.every and step != run.config.num_steps:
+        skipped = values.pop("train/skipped_in_a_row")
+        if skipped:
+            self._skipped(step, values, skipped)
+        elif step > 1 and step % run.config.log.every and step != run.config.num_steps:
             return
         values |= self._rates()
         run.writer.write(step, values)
@@ -314,11 +317,19 @@ class _StepReporter:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
         return rates
 
-    def _nonfinite(self, step: int, values: dict[str, float]) -> str:
+    def _skipped(self, step: int, values: dict[str, float], in_a_row: int) -> None:
+        loss, norm = values["train/loss"], values["train/grad_norm"]
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        reason = "the loss is a spike" if finite else "they are not finite"
+        found = f"step {step} was skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {reason}"
+        if in_a_row <= self._run.config.guard.max_skipped_in_a_row:
+            total = values["train/skipped"]
+            self._run.progress.message(f"{found} ({total} skipped in all).")
+            return
+        self._run.writer.write(step, values)
         last = self._run.checkpointer.latest_step()
-        return (
-            f"step {step}: the loss ({values['train/loss']}) or the gradient norm "
-            f"({values['train/grad_norm']}) is not finite; its update was not applied. "
+        raise ValueError(
+            f"{found}. {in_a_row} steps in a row are more than guard.max_skipped_in_a_row allows. "
             f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
             "Lower optimizer.learning_rate or raise schedule.warmup_steps."
         )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
+from maxmars.guard import Guard, check_step, new_guard
 from maxmars.model import (
     cross_entropy,
     graph_and_abstract_params,
@@ -55,6 +56,8 @@ class TrainState:
     """Parameters of the step before in exact MARS; None otherwise."""
     hyperparams: Any
     """What a sweep varies, as arrays, so that changing it never recompiles: `learning_rate` []."""
+    guard: Guard
+    """Which steps were skipped, and the recent loss."""
 
 
 def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
@@ -134,9 +137,9 @@ class TrainStep:
 
         Returns:
           The new state and the metrics `train/loss` (nats a token), `train/grad_norm` (before the
-          clip), `train/learning_rate`, `train/nonfinite` (1 when the update was withheld),
-          `train/update_rms/KIND` for linear, embedding and vector, and with a clip per matrix
-          `train/clip_fraction`.
+          clip), `train/learning_rate`, `train/skipped` and `train/skipped_in_a_row` (steps whose
+          update was not applied), `train/update_rms/KIND` for linear, embedding and vector, with a
+          clip per matrix `train/clip_fraction`, and `train/orthogonality_error` if measured.
         """
         with jax.set_mesh(self.mesh):
             return self.jitted(state, tokens)
@@ -199,6 +202,7 @@ def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
         # Never read: the first step's last gradient is zero by definition.
         prev_params=jax.tree.map(jnp.zeros_like, params) if _is_exact(config) else None,
         hyperparams={"learning_rate": jnp.asarray(learning_rate, config.model.param_dtype)},
+        guard=new_guard(),
     )
 
 
@@ -221,13 +225,13 @@ def _step(
             return loss, *clip_by_global_norm(grads, config.gradient_clip_norm)
 
     loss, grads, grad_norm = clipped_gradients(state.params)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    extra = {}
+    extra, grad_norms = {}, [grad_norm]
     if _is_exact(config):
         _, extra["prev_grads"], prev_norm = clipped_gradients(state.prev_params)
-        finite &= jnp.isfinite(prev_norm)
+        grad_norms.append(prev_norm)
     if isinstance(config.optimizer, SophiaConfig):
         extra["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, tokens)
+    apply, guard = check_step(config.guard, state.guard, loss, grad_norms)
     with jax.named_scope("optimizer"):
         tx = _optimizer(config, learning_rate, mesh)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
@@ -237,14 +241,15 @@ def _step(
             prev_params=state.params if _is_exact(config) else None,
         )
         old = _Written(state.params, state.opt_state, state.prev_params)
-        written = _where(finite, new, old)
+        written = _where(apply, new, old)
         update_metrics = _update_metrics(config, updates, opt_state)
-    new_state = TrainState(step=state.step + 1, hyperparams=state.hyperparams, **written._asdict())
+    new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
     metrics = {
         "train/loss": loss,
         "train/grad_norm": grad_norm,
         "train/learning_rate": learning_rate,
-        "train/nonfinite": 1 - finite.astype(jnp.int32),
+        "train/skipped": guard.num_skipped,
+        "train/skipped_in_a_row": guard.skipped_in_a_row,
         **update_metrics,
     }
     return new_state, metrics
@@ -287,17 +292,18 @@ class _Written(NamedTuple):
 
 
 def _update_metrics(config: TrainConfig, updates: Any, opt_state: Any) -> Metrics:
-    """Root mean square of each kind of parameter's update, and the share of clipped matrices."""
+    """Root mean square of each kind of parameter's update, and what the optimizer measures."""
     sums: dict[str, Any] = {}
     kinds = parameter_kinds(config.model)
     for kind, update in zip(jax.tree.leaves(kinds), jax.tree.leaves(updates), strict=True):
         squares, size = sums.get(kind, (0.0, 0))
         sums[kind] = (squares + jnp.sum(jnp.square(update)), size + update.size)
     metrics = {f"train/update_rms/{k}": jnp.sqrt(s / n) for k, (s, n) in sums.items()}
-    fractions = optax.tree.get_all_with_path(opt_state, "clip_fraction")
-    given = [fraction for _, fraction in fractions if fraction is not None]
-    if given:
-        metrics["train/clip_fraction"] = given[0]
+    for name in ("clip_fraction", "orthogonality_error"):
+        found = optax.tree.get_all_with_path(opt_state, name)
+        given = [value for _, value in found if value is not None]
+        if given:
+            metrics[f"train/{name}"] = given[0]
     return metrics
 
 

@@ -20,7 +20,7 @@ ROWS = (
     {"evaluate", "generate", "lm_eval_adapter"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
-    {"model", "optim", "data", "metrics", "hlo"},
+    {"model", "optim", "data", "metrics", "hlo", "guard"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"config"},
     {"optimizer_config"},

@@ -9,7 +9,14 @@ import pytest
 from tiny import ADAMW, tiny_config
 
 from maxmars.checkpoint import load_config, load_params
-from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, MeshConfig, ScheduleConfig
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    LogConfig,
+    MeshConfig,
+    ScheduleConfig,
+)
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.model import graph_and_abstract_params
 from maxmars.train import train
@@ -66,6 +73,7 @@ def test_what_a_run_leaves_behind(finished):
         "train/grad_norm",
         "train/learning_rate",
         "train/clip_fraction",
+        "train/skipped",
         "train/update_rms/linear",
         "train/update_rms/embedding",
         "train/update_rms/vector",
@@ -172,12 +180,16 @@ def test_nothing_is_written_when_the_config_does_not_fit(tmp_path):
     assert not workdir.exists()
 
 
-def test_a_run_that_diverges_stops_and_names_the_step(tmp_path):
+def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
     config = tiny_config(
         optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=1e30),
         checkpoint=CheckpointConfig(every=1),
         log=LogConfig(every=4),
         schedule=ScheduleConfig(warmup_steps=0),
+        guard=GuardConfig(max_skipped_in_a_row=1),
     )
-    with pytest.raises(ValueError, match=r"step \d: the loss .* not finite.* last checkpoint is"):
+    message = r"step \d was skipped: .* not finite\. 2 steps in a row.* last checkpoint is of step"
+    with pytest.raises(ValueError, match=message):
         train(config, tmp_path)
+    assert "(1 skipped in all)" in " ".join(capsys.readouterr().out.split())
+    assert metrics_of(tmp_path)[-1]["train/skipped"] == 2

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import ADAMW, tiny_config
 
 from maxmars import sharding
-from maxmars.config import MeshConfig
+from maxmars.config import GuardConfig, MeshConfig
 from maxmars.optimizer_config import MarsConfig, SoapConfig, SophiaConfig
 from maxmars.train_step import (
     abstract_train_state,
@@ -104,10 +104,10 @@ def test_training_equals_the_official_code_in_float32(reference_dir, name):
 
 
 @pytest.fixture(scope="module")
-def one_device_losses():
+def one_device_histories():
     def reference(optimizer):
         config = tiny_config(optimizer=optimizer)
-        return losses(run(config, mesh_of(ONE), batches(config, 20))[1])
+        return run(config, mesh_of(ONE), batches(config, 20))[1]
 
     return {name: reference(optimizer) for name, optimizer in OPTIMIZERS.items()}
 
@@ -117,6 +117,13 @@ OPTIMIZERS = {
     "adamw": ADAMW,
     # In bfloat16 the order of additions shows in the third digit.
     "shampoo": MarsConfig(variant="shampoo", learning_rate=2e-2, ns_dtype="float32"),
+    "m": MarsConfig(
+        variant="m",
+        learning_rate=2e-2,
+        ns_dtype="float32",
+        own_over_data=True,
+        orthogonality_every=4,
+    ),
     "exact": MarsConfig(exact=True),
     "sophia": SophiaConfig(update_hessian_every=3),
 }
@@ -132,12 +139,18 @@ OPTIMIZERS = {
         ("shampoo", "1,8,1"),
         ("shampoo", "2,2,2"),
         ("shampoo", "1,2,4"),
+        ("m", "2,2,2"),
     ],
 )
-def test_every_mesh_gives_the_losses_of_one_device(one_device_losses, optimizer, mesh, capfd):
+def test_every_mesh_gives_the_losses_of_one_device(one_device_histories, optimizer, mesh, capfd):
     config = tiny_config(optimizer=OPTIMIZERS[optimizer], mesh=MESHES[mesh])
     _, history = run(config, mesh_of(config.mesh), batches(config, 20))
-    np.testing.assert_allclose(losses(history), one_device_losses[optimizer], rtol=0, atol=1e-5)
+    one = one_device_histories[optimizer]
+    np.testing.assert_allclose(losses(history), losses(one), rtol=0, atol=1e-5)
+    if optimizer == "m":
+        error = [[m["train/orthogonality_error"] for m in metrics] for metrics in (history, one)]
+        assert len(set(map(float, error[0]))) == 5  # measured in every fourth step
+        np.testing.assert_allclose(error[0][:8], error[1][:8], rtol=1e-3)
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
 
 
@@ -279,10 +292,31 @@ def test_a_nonfinite_gradient_withholds_the_update():
     opt_state = jax.device_get(state.opt_state)
     tokens = jax.device_put(batches(config, 1)[0], step.abstract_tokens.sharding)
     after, metrics = step(poisoned, tokens)
-    assert metrics["train/nonfinite"] == 1
+    assert metrics["train/skipped"] == metrics["train/skipped_in_a_row"] == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.params), params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.opt_state), opt_state)
     assert after.step == 1
+
+
+def test_a_spike_of_the_loss_withholds_the_update():
+    guard = GuardConfig(loss_spike_threshold=8.0, history=4)
+    config = tiny_config(guard=guard, optimizer=ADAMW)
+    mesh = mesh_of(ONE)
+    step, state = make_train_step(config, mesh), init_train_state(config, mesh)
+    common = np.zeros_like(batches(config, 1)[0])  # soon learnt
+    for tokens in [common] * 6:
+        state, _ = step(state, jax.device_put(tokens, step.abstract_tokens.sharding))
+    before = jax.device_get(state.params)
+    rare = batches(config, 1)[0]
+    spread = np.sqrt(state.guard.loss_variance)
+    state = dataclasses.replace(
+        state, guard=state.guard._replace(loss_mean=state.guard.loss_mean - 20 * spread)
+    )
+    state, metrics = step(state, jax.device_put(rare, step.abstract_tokens.sharding))
+    assert metrics["train/skipped"] == 1
+    assert np.isfinite(metrics["train/loss"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    assert state.step == 7
 
 
 def test_clip_by_global_norm():

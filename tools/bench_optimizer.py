@@ -1,6 +1,7 @@
 """What an optimizer's update costs beside AdamW's.
 
-    python tools/bench_optimizer.py [--time] [--rounds 7] [--slow-rounds 1] [--only mars muon]
+    python tools/bench_optimizer.py [--time] [--rounds 7] [--slow-rounds 1] [--only "mars adamw"]
+    python tools/bench_optimizer.py --train-step [--rounds 3] [--only "mars adamw"]
     python tools/bench_optimizer.py --traffic [--topology v5e:4x4]
 
 `--time`, which is also what happens without flags, times the update alone on this machine's first
@@ -9,6 +10,12 @@ state donated, in float32 at the shapes of GPT-2 small without biases, layers st
 optimizer takes turns with optax's AdamW (A B A B ...), and each pair of turns gives a ratio, so
 what else the machine does falls on both. Those with Newton-Schulz multiply far more than they read
 or write, and take minutes on a CPU: `--slow-rounds` says how many pairs they get.
+
+`--train-step` times whole train steps of GPT-2 small instead, on 8 sequences of 1,024 tokens.
+
+On Linux both keep freed memory in the process, as the allocators of accelerators do. Left alone,
+the C library gives large temporaries back to the system after each step, and the page faults of
+getting them again then take longer than the arithmetic.
 
 `--traffic` prints the bytes that one update moves between devices at GPT-2 XL's matrix shapes, on
 16 devices that need not be there: the update alone is compiled from shapes and shardings, and the
@@ -23,10 +30,12 @@ moves 2 to 3 times as much there. `--topology` compiles for TPUs (extra `tpu`).
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +198,7 @@ def print_traffic(topology: str | None) -> None:
 
 
 BASELINE = "adamw (optax)"
+STEP_SEQUENCES = 8
 
 
 def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -199,6 +209,8 @@ def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
         LionConfig,
         MarsConfig,
         MuonConfig,
+        SoapConfig,
+        SophiaConfig,
     )
 
     plain = {
@@ -210,35 +222,40 @@ def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
         "mars adamw exact": MarsConfig(exact=True),
         "mars adamw amsgrad": MarsConfig(amsgrad=True),
         "mars lion": MarsConfig(variant="lion"),
+        "sophia, without estimate": SophiaConfig(update_hessian_every=10**9),
     }
     slow = {
         "mars shampoo": MarsConfig(variant="shampoo"),
         "mars m": MarsConfig(variant="m"),
         "muon": MuonConfig(),
         "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
+        "soap": SoapConfig(),
     }
     return plain, slow
 
 
-class Stepper:
-    """An optimizer with its compiled step, parameters and state; two share the gradients."""
+class Update:
+    """An optimizer's compiled update, with its parameters and state."""
 
     def __init__(self, config: Any, model: Any, params: Any, grads: Any) -> None:
-        """Compile the step."""
+        """Compile it."""
         import jax
         import jax.numpy as jnp
         import optax
 
+        from maxmars.optimizer_config import SophiaConfig
         from maxmars.optimizer_factory import make_optimizer
 
         tx = make_optimizer(config, model, 1e-4)
-        # Another array: exact MARS reads two gradients.
-        exact = getattr(config, "exact", False)
-        self.grads = (grads, jax.tree.map(jnp.negative, grads) if exact else None)
+        extra = {}
+        if getattr(config, "exact", False):  # another array: exact MARS reads two gradients
+            extra["prev_grads"] = jax.tree.map(jnp.negative, grads)
+        if isinstance(config, SophiaConfig):
+            extra["sampled_grads"] = grads
+        self.grads = (grads, extra)
 
         def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-            extra = {"prev_grads": grads[1]} if exact else {}
-            updates, state = tx.update(grads[0], state, params, **extra)
+            updates, state = tx.update(grads[0], state, params, **grads[1])
             return optax.apply_updates(params, updates), state
 
         self.carry = (jax.tree.map(jnp.copy, params), jax.jit(tx.init)(params))
@@ -254,16 +271,50 @@ class Stepper:
         return time.perf_counter() - start
 
 
-def print_times(rounds: int, slow_rounds: int, only: Sequence[str]) -> None:
-    """Print one line for each optimizer: medians, and ratios to AdamW's time."""
-    import dataclasses
+class WholeStep:
+    """A compiled train step of GPT-2 small with its state."""
 
+    def __init__(self, config: Any, model: Any) -> None:
+        """Compile it."""
+        import jax
+        import jax.numpy as jnp
+
+        from maxmars.config import MeshConfig, PythonSourcesConfig, TrainConfig
+        from maxmars.sharding import make_mesh
+        from maxmars.train_step import init_train_state, make_train_step
+
+        train_config = TrainConfig(
+            name="bench",
+            num_steps=1000,
+            global_batch_size=STEP_SEQUENCES,
+            num_microbatches=1 if jax.default_backend() != "cpu" else STEP_SEQUENCES,
+            model=model,
+            optimizer=config,
+            data=PythonSourcesConfig(),
+        )
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self.step = make_train_step(train_config, mesh)
+        self.state = init_train_state(train_config, mesh)
+        tokens = self.step.abstract_tokens
+        self.tokens = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape) * 7919
+        self.tokens = jax.device_put(self.tokens % model.vocab_size, tokens.sharding)
+
+    def seconds(self) -> float:
+        """Take a step, and say how long it took."""
+        import jax
+
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.tokens)
+        jax.block_until_ready((self.state, metrics))
+        return time.perf_counter() - start
+
+
+def random_trees(model: Any) -> tuple[Any, Any]:
+    """Parameters and gradients of a model's shapes."""
     import jax
 
-    from maxmars.config import GPT2Config
     from maxmars.model import graph_and_abstract_params
 
-    model = dataclasses.replace(GPT2Config.small(), use_bias=False)
     _, shapes = graph_and_abstract_params(model)
     leaves, treedef = jax.tree.flatten(shapes)
 
@@ -274,32 +325,63 @@ def print_times(rounds: int, slow_rounds: int, only: Sequence[str]) -> None:
         arrays = [0.02 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in pairs]
         return jax.tree.unflatten(treedef, arrays)
 
-    params, grads = random(0), random(1)
-    device, size = jax.devices()[0], sum(leaf.size for leaf in leaves)
-    print(f"Time of an update of {size / 1e6:.0f} M float32 parameters on {device.device_kind}")
-    print(
-        f"\n{'optimizer':24}{'pairs':>6}{'s':>9}{'AdamW s':>9}{'ratio: min':>12}{'median':>9}",
-        end="",
-    )
-    print(f"{'max':>9}")
+    return random(0), random(1)
+
+
+def print_times(args: argparse.Namespace) -> None:
+    """Print one line for each optimizer: medians, and ratios to AdamW's time."""
+    import dataclasses
+
+    import jax
+
+    from maxmars.config import GPT2Config
+
+    cpu = jax.default_backend() == "cpu"
+    model = dataclasses.replace(GPT2Config.small(), use_bias=False)
+    if args.train_step:
+        # A CPU emulates bfloat16.
+        model = dataclasses.replace(model, compute_dtype="float32" if cpu else "bfloat16")
+        what = f"a train step of {STEP_SEQUENCES * model.max_seq_len:,} tokens in GPT-2 small"
+        make: Callable[[Any], Update | WholeStep] = functools.partial(WholeStep, model=model)
+    else:
+        trees = random_trees(model)
+        size = sum(leaf.size for leaf in jax.tree.leaves(trees[0]))
+        what = f"an update of {size / 1e6:.0f} M float32 parameters"
+        make = functools.partial(Update, model=model, params=trees[0], grads=trees[1])
+    print(f"Time of {what} on {jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    columns = f"{'optimizer':26}{'pairs':>6}{'s':>9}{'AdamW s':>9}{'ratio: min':>12}{'median':>9}"
+    print(f"\n{columns}{'max':>9}")
     plain, slow = timed_configs()
-    baseline = Stepper(plain[BASELINE], model, params, grads)
+    unknown = set(args.only) - (plain | slow).keys()
+    if unknown:
+        names = ", ".join(plain | slow)
+        raise SystemExit(f"--only {', '.join(map(repr, unknown))} is unknown; known: {names}.")
+    baseline = make(plain[BASELINE])
     for name, config in (plain | slow).items():
-        if only and not any(word in name for word in only):
+        if args.only and name not in args.only:
             continue
-        other = Stepper(config, model, params, grads)
-        if name in plain:  # the first step finds caches cold and pages new
+        other = make(config)
+        few = name in slow and not args.train_step
+        if not few:  # the first step finds caches cold and pages new
             other.seconds()
         baseline.seconds()
         pairs = [
             (baseline.seconds(), other.seconds())
-            for _ in range(rounds if name in plain else slow_rounds)
+            for _ in range(args.slow_rounds if few else args.rounds)
         ]
         ratios = [b / a for a, b in pairs]
         a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
-        numbers = f"{b:9.3f}{a:9.3f}{min(ratios):12.2f}{statistics.median(ratios):9.2f}"
-        print(f"{name:24}{len(pairs):6}{numbers}{max(ratios):9.2f}", flush=True)
+        numbers = f"{b:9.3f}{a:9.3f}{min(ratios):12.3f}{statistics.median(ratios):9.3f}"
+        print(f"{name:26}{len(pairs):6}{numbers}{max(ratios):9.3f}", flush=True)
         del other
+
+
+def keep_freed_memory() -> None:
+    """Start this program anew with a C library that keeps what is freed (glibc reads it once)."""
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    settings["MALLOC_ARENA_MAX"] = "1"
+    if sys.platform == "linux" and os.environ.get("MALLOC_MMAP_MAX_") is None:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
 def main() -> None:
@@ -308,18 +390,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--time", action="store_true", help="time of an update (the default)")
+    parser.add_argument("--train-step", action="store_true", help="time of whole train steps")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of turns of an optimizer")
     parser.add_argument("--slow-rounds", type=int, default=1, help="the same with Newton-Schulz")
-    parser.add_argument("--only", nargs="*", default=(), help="words of the optimizers to time")
+    parser.add_argument("--only", nargs="*", default=(), help="names of optimizers to time")
     parser.add_argument("--traffic", action="store_true", help="bytes between devices")
     parser.add_argument("--topology", help="TPU topology to compile for, such as v5e:4x4")
     args = parser.parse_args()
-    if args.time or not args.traffic:
-        if args.traffic:
-            parser.error("--time and --traffic want different devices: give one of them.")
+    if args.time + args.train_step + args.traffic > 1:
+        parser.error("give one of --time, --train-step and --traffic.")
+    if not args.traffic:
         if min(args.rounds, args.slow_rounds) < 1:
             parser.error("--rounds and --slow-rounds must be at least 1.")
-        print_times(args.rounds, args.slow_rounds, args.only)
+        keep_freed_memory()
+        print_times(args)
         return
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -10,7 +10,7 @@ from maxmars.optim.mars import mars, moonlight, muon
 from maxmars.optim.matrix_spec import MatrixSpec
 from maxmars.optim.newton_schulz import newton_schulz
 from maxmars.optim.orthogonalization_plan import OrthogonalizationPlan, plan_orthogonalization
-from maxmars.optim.orthogonalize import orthogonalize
+from maxmars.optim.orthogonalize import orthogonality_error, orthogonalize
 from maxmars.optim.scale_by_mars import ScaleByMarsState, scale_by_mars
 from maxmars.optim.schedules import (
     warmup_cosine,
@@ -38,6 +38,7 @@ __all__ = [
     "muon",
     "needs_sampled_grads",
     "newton_schulz",
+    "orthogonality_error",
     "orthogonalize",
     "plan_orthogonalization",
     "scale_by_mars",

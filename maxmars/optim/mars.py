@@ -77,6 +77,7 @@ def mars(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
+    orthogonality_every: int | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -118,6 +119,8 @@ def mars(
       ns_eps: added to the norm before Newton-Schulz; None is `eps` in shampoo and 1e-7 in m.
       ns_dtype: dtype of the operands of Newton-Schulz and of its traffic.
       ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
+      orthogonality_every: in shampoo and m, measure how orthogonal the result is in the first of so
+        many updates, into the state's `orthogonality_error`; None never does.
       mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
       ownership_axes: mesh axes over which whole matrices are dealt out, see
         `plan_orthogonalization`.
@@ -150,6 +153,7 @@ def mars(
         ns_eps=ns_eps,
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
+        orthogonality_every=orthogonality_every,
         mesh=mesh,
         ownership_axes=ownership_axes,
         **shared,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
@@ -115,8 +116,9 @@ def resolve_specs(specs: Any, params: Any) -> Any:
       A pytree like `params` of `MatrixSpec`s.
 
     Raises:
-      ValueError: a spec has another number of axes than its parameter.
+      ValueError: a spec has another number of axes than its parameter, or a parameter is complex.
     """
+    _refuse_complex(params)
     if specs is None or not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
         return jax.tree.map(lambda p: default_spec(p.ndim), params)
 
@@ -127,6 +129,16 @@ def resolve_specs(specs: Any, params: Any) -> Any:
         return jax.tree.map(lambda p: _checked(spec, p), subtree)
 
     return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
+
+
+def _refuse_complex(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path, simple=True, separator='.')} is {leaf.dtype}, but "
+                "second moments and matrices here are of real numbers; wrap the optimizer in "
+                "optax.contrib.split_real_and_imaginary."
+            )
 
 
 def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:

@@ -64,19 +64,65 @@ def orthogonalize(
     """
     factors = [_factor(leaf, scale) for leaf in plan.leaves]
     leaves, treedef = jax.tree.flatten(updates)
-    _check_leaves(leaves, plan)
 
     def iteration(x: jax.Array) -> jax.Array:
         return newton_schulz(x, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
 
-    compute = _on_one_device if plan.mesh is None or plan.mesh.size == 1 else _on_mesh
-    matrices = [jnp.asarray(leaves[leaf.index]) for leaf in plan.leaves]
-    results = compute(matrices, plan, iteration, dtype) if matrices else []
+    matrices, results = _apply(leaves, plan, iteration, dtype)
     for leaf, matrix, result, factor in zip(plan.leaves, matrices, results, factors, strict=True):
         # The factor enters in float32 at least: in bfloat16 all of a matrix would be off by it.
         wide = result.astype(jnp.promote_types(matrix.dtype, jnp.float32))
         leaves[leaf.index] = (wide * factor).astype(matrix.dtype)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def orthogonality_error(
+    directions: Any, plan: OrthogonalizationPlan, *, scale: str | None
+) -> jax.Array:
+    """How far the matrices of `orthogonalize`'s result are from semi-orthogonal ones.
+
+    Of a matrix O with k rows or columns, whichever are fewer, it is ‖O Oᵀ − I‖_F / √k: 0 for
+    orthonormal rows, about 0.3 after five steps of "keller", 1 for a zero matrix. It moves every
+    matrix in float32, and so costs more than `orthogonalize`: measure now and then.
+
+    Args:
+      directions: what `orthogonalize` returned.
+      plan: the plan it was given.
+      scale: the scale it was given; it is divided out.
+
+    Returns:
+      The root mean square over all matrices, float32 []; zero if there are none.
+    """
+
+    def squared_error(x: Float[Array, "count rows cols"]) -> Float[Array, "count rows cols"]:
+        # ‖O Oᵀ − I‖² − k, in the first entry of each matrix, so that it travels home with it.
+        # Padding is zero and adds nothing; rows <= cols, and only columns are padded.
+        gram = jnp.matmul(x, x.mT, precision=jax.lax.Precision.HIGHEST)
+        error = jnp.sum(jnp.square(gram), axis=(1, 2)) - 2 * jnp.sum(jnp.square(x), axis=(1, 2))
+        return jnp.zeros_like(x).at[:, 0, 0].set(error)
+
+    leaves = jax.tree.leaves(directions)
+    factors = [_factor(leaf, scale) for leaf in plan.leaves]
+    unscaled = list(leaves)
+    for leaf, factor in zip(plan.leaves, factors, strict=True):
+        unscaled[leaf.index] = leaves[leaf.index].astype(jnp.float32) / factor
+    total, count = jnp.zeros([]), 0
+    _, results = _apply(unscaled, plan, squared_error, jnp.float32)
+    for leaf, result in zip(plan.leaves, results, strict=True):
+        num_matrices = math.prod(leaf.shape) // (leaf.inputs * leaf.outputs)
+        total += jnp.sum(result) / min(leaf.matrix_shape) + num_matrices
+        count += num_matrices
+    return jnp.sqrt(jnp.maximum(total, 0) / max(count, 1))
+
+
+def _apply(
+    leaves: Sequence[Any], plan: OrthogonalizationPlan, function: Iteration, dtype: Any
+) -> tuple[list[jax.Array], Sequence[jax.Array]]:
+    """The matrices among the leaves, and `function` of each, where its owner is."""
+    _check_leaves(leaves, plan)
+    compute = _on_one_device if plan.mesh is None or plan.mesh.size == 1 else _on_mesh
+    matrices = [jnp.asarray(leaves[leaf.index]) for leaf in plan.leaves]
+    return matrices, compute(matrices, plan, function, dtype) if matrices else []
 
 
 def _factor(leaf: MatrixLeaf, scale: str | None) -> float:

@@ -108,3 +108,18 @@ def wide_dtype(dtype: Any) -> Any:
 def bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
     """1 − decayᵗ; expm1 keeps its relative precision when decay is near one."""
     return -jnp.expm1(count * jnp.log(jnp.asarray(decay, float)))
+
+
+def widened(tree: Tree) -> Tree:
+    """In float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16."""
+
+    def widen(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x.astype(wide_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(widen, tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Each array of `tree` in the dtype of its counterpart."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

@@ -15,15 +15,17 @@ import optax
 from maxmars.optim.matrix_spec import MatrixSpec, resolve_specs
 from maxmars.optim.newton_schulz import Coefficients
 from maxmars.optim.orthogonalization_plan import plan_orthogonalization
-from maxmars.optim.orthogonalize import orthogonalize
+from maxmars.optim.orthogonalize import orthogonality_error, orthogonalize
 from maxmars.optim.rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
     bias_correction,
+    cast_like,
     check_choice,
     check_fraction,
-    wide_dtype,
+    check_positive,
+    widened,
 )
 
 VARIANTS = ("adamw", "lion", "shampoo", "m")
@@ -45,6 +47,8 @@ class ScaleByMarsState(NamedTuple):
     """Gradient of the step before, in the approximate form."""
     clip_fraction: jax.Array | None
     """Share of the matrices that the last update clipped; None without a clip."""
+    orthogonality_error: jax.Array | None
+    """The last one measured, see `orthogonality_error`; None where none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ class _Rule:
     ns_eps: Scalar | None
     ns_dtype: Any
     ns_scale: str | None
+    orthogonality_every: int | None
     mesh: Any
     ownership_axes: tuple[str, ...] | None
 
@@ -102,6 +107,7 @@ class _Rule:
             nu_max=zeros() if self.amsgrad else None,
             last_grad=zeros(self.last_grad_dtype) if self.keeps_last else None,
             clip_fraction=None if self.clip_threshold is None else jnp.zeros([], jnp.float32),
+            orthogonality_error=jnp.zeros([]) if self.orthogonality_every else None,
         )
 
     def update(
@@ -116,14 +122,14 @@ class _Rule:
         """The direction u and the new state."""
         del params, extra_args
         narrow, old_state = updates, state
-        updates, state, prev_grads = _widened((updates, state, prev_grads))
+        updates, state, prev_grads = widened((updates, state, prev_grads))
         count = jnp.asarray(optax.safe_increment(state.count))
         specs = resolve_specs(self.matrix_specs, updates)
         if self.memory_efficient:
             momentum = self.one_buffer_momentum(updates, state)
         else:
             momentum = self.momentum(updates, state, prev_grads, specs)
-        nu = nu_max = None
+        nu = nu_max = error = None
         match self.variant:
             case "adamw":
                 nu, nu_max = self.second_moment(momentum.c, state)
@@ -132,18 +138,19 @@ class _Rule:
                 directions = jax.tree.map(jnp.sign, momentum.m)
             case "shampoo":  # the factor matters only beside eps
                 scaled = jax.tree.map(lambda m: m / (1 - self.b1), momentum.m)
-                directions = self.orthogonalized(scaled, specs, "spectral", self.eps)
+                directions, error = self.orthogonalized(scaled, specs, state, self.eps)
             case _:
-                directions = self.orthogonalized(momentum.m, specs, "rms", 1e-7)
+                directions, error = self.orthogonalized(momentum.m, specs, state, 1e-7)
         new_state = ScaleByMarsState(
             count=count,
-            mu=_cast_like(momentum.buffer, old_state.mu),
-            nu=_cast_like(nu, old_state.nu),
-            nu_max=_cast_like(nu_max, old_state.nu_max),
+            mu=cast_like(momentum.buffer, old_state.mu),
+            nu=cast_like(nu, old_state.nu),
+            nu_max=cast_like(nu_max, old_state.nu_max),
             last_grad=self.next_last(narrow, old_state, (momentum.m, nu)),
             clip_fraction=momentum.clip_fraction,
+            orthogonality_error=error,
         )
-        return _cast_like(directions, narrow), new_state
+        return cast_like(directions, narrow), new_state
 
     def momentum(self, grads: Tree, state: ScaleByMarsState, prev: Tree, specs: Tree) -> _Momentum:
         """c = clip(g + κ (g − last)) and m = β₁ m + (1 − β₁) c."""
@@ -193,7 +200,7 @@ class _Rule:
         """
         if not self.keeps_last:
             return None
-        kept = _cast_like(grads, old_state.last_grad)
+        kept = cast_like(grads, old_state.last_grad)
         return jax.lax.optimization_barrier((kept, readers))[0]
 
     def one_buffer_momentum(self, grads: Tree, state: ScaleByMarsState) -> _Momentum:
@@ -224,18 +231,35 @@ class _Rule:
 
         return jax.tree.map(direction, m, v)
 
-    def orthogonalized(self, m: Tree, specs: Tree, scale: str, eps: Scalar) -> Tree:
-        """Newton-Schulz of every matrix, with the variant's scale and ε unless told otherwise."""
+    def orthogonalized(
+        self, m: Tree, specs: Tree, state: ScaleByMarsState, eps: Scalar
+    ) -> tuple[Tree, jax.Array | None]:
+        """Newton-Schulz of every matrix, and its error, anew every `orthogonality_every` updates.
+
+        ε and the variant's scale hold unless told otherwise.
+        """
         plan = plan_orthogonalization(m, specs, mesh=self.mesh, ownership_axes=self.ownership_axes)
-        return orthogonalize(
+        scale = self.ns_scale
+        if scale == "default":
+            scale = "spectral" if self.variant == "shampoo" else "rms"
+        directions = orthogonalize(
             m,
             plan,
             steps=self.ns_steps,
             coefficients=self.ns_coefficients,
             eps=eps if self.ns_eps is None else self.ns_eps,
             dtype=self.ns_dtype,
-            scale=scale if self.ns_scale == "default" else self.ns_scale,
+            scale=scale,
         )
+        if self.orthogonality_every is None:
+            return directions, None
+        error = jax.lax.cond(
+            state.count % self.orthogonality_every == 0,
+            lambda directions: orthogonality_error(directions, plan, scale=scale),
+            lambda _: state.orthogonality_error,
+            directions,
+        )
+        return directions, error
 
 
 def scale_by_mars(
@@ -259,6 +283,7 @@ def scale_by_mars(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
+    orthogonality_every: int | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -288,6 +313,8 @@ def scale_by_mars(
       ns_eps: added to the norm before them; None is `eps` in shampoo and 1e-7 in m.
       ns_dtype: dtype of their operands.
       ns_scale: factor after them; "default" is "spectral" in shampoo and "rms" in m.
+      orthogonality_every: measure `orthogonality_error` in the first of so many updates, into the
+        state; None never does.
       mesh: device mesh of the parameters; `MatrixSpec.partition` says how they are split.
       ownership_axes: see `plan_orthogonalization`.
 
@@ -306,11 +333,17 @@ def _check(rule: _Rule) -> None:
     check_choice("first_step", rule.first_step, FIRST_STEPS)
     check_fraction("b1", rule.b1)
     check_fraction("b2", rule.b2)
-    threshold = rule.clip_threshold
-    if isinstance(threshold, int | float) and not threshold > 0:
-        raise ValueError(f"clip_threshold={threshold} must be positive, or None not to clip.")
+    check_positive("clip_threshold", rule.clip_threshold)
     if rule.amsgrad and rule.variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {rule.variant!r}.")
+    every = rule.orthogonality_every
+    if every is not None:
+        check_positive("orthogonality_every", every)
+        if rule.variant not in ("shampoo", "m"):
+            raise ValueError(
+                f"orthogonality_every={every} needs variant='shampoo' or 'm', which orthogonalise, "
+                f"but it is {rule.variant!r}."
+            )
     if rule.memory_efficient:
         _check_memory_efficient(rule)
 
@@ -358,18 +391,3 @@ def _clip(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
     leaves = jax.tree.leaves(norm_tree)
     longer = sum((jnp.sum(norm > threshold, dtype=jnp.float32) for norm in leaves), jnp.float32(0))
     return jax.tree.map(scaled, c, norm_tree), longer / max(1, sum(norm.size for norm in leaves))
-
-
-def _widened(tree: Tree) -> Tree:
-    """In float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16."""
-
-    def widened(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.astype(wide_dtype(x.dtype)) if inexact else x
-
-    return jax.tree.map(widened, tree)
-
-
-def _cast_like(tree: Tree, like: Tree) -> Tree:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

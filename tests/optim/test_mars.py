@@ -438,6 +438,18 @@ def test_multi_steps_takes_the_averaged_gradient_as_last():
         (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
         (lambda: mars(0.1, clip_threshold=0.0), "clip_threshold=0.0 must be positive"),
         (
+            lambda: mars(0.1, orthogonality_every=5),
+            "orthogonality_every=5 needs variant='shampoo' or 'm'",
+        ),
+        (
+            lambda: mars(0.1, variant="m", orthogonality_every=0),
+            "orthogonality_every=0 must be positive",
+        ),
+        (
+            lambda: mars(0.1).init({"w": {"x": jnp.ones((2, 2), jnp.complex64)}}),
+            r"w\.x is complex64, but .*split_real_and_imaginary",
+        ),
+        (
             lambda: mars(lambda count: 0.1, vector_learning_rate=0.01),
             "vector_learning_rate_scale",
         ),
@@ -459,3 +471,26 @@ def test_multi_steps_takes_the_averaged_gradient_as_last():
 def test_bad_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_orthogonality_is_measured_every_few_updates():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((8, 12)), "b": jnp.zeros(12)}
+    tx = mars(0.1, variant="m", clip_threshold=None, orthogonality_every=3)
+    state, measured = tx.init(params), []
+    for _ in range(6):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), "f"), params)
+        updates, state = tx.update(grads, state, params)
+        (_, error), *rest = [
+            pair
+            for pair in optax.tree.get_all_with_path(state, "orthogonality_error")
+            if pair[1] is not None
+        ]
+        assert not rest
+        o = np.asarray(updates["w"] / (-0.1 * 0.2 * np.sqrt(12)), np.float64)
+        now = np.sqrt(np.square(o @ o.T - np.eye(8)).sum() / 8)
+        measured.append((float(error), now))
+    assert measured[0][0] == pytest.approx(measured[0][1], rel=1e-4)
+    assert measured[3][0] == pytest.approx(measured[3][1], rel=1e-4)
+    assert measured[0][0] == measured[1][0] == measured[2][0] != measured[3][0]
+    assert measured[3][0] == measured[5][0]

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
+    orthogonality_error,
     orthogonalize,
     plan_orthogonalization,
 )
@@ -99,6 +100,37 @@ def test_rounds_of_bounded_size_change_nothing(x64):
     assert " while(" in run.lower(updates, rounds, dtype="float64").compile().as_text()
     ours, expected = (run(updates, plan, dtype="float64") for plan in (rounds, whole))
     assert_trees_close(ours, expected)
+
+
+def plain_orthogonality_error(matrices):
+    """Root mean square of ‖O Oᵀ − I‖ / √k, one matrix at a time."""
+    squares = []
+    for o in matrices:
+        o = np.asarray(o, np.float64)
+        gram = o @ o.T if o.shape[0] <= o.shape[1] else o.T @ o
+        squares.append(np.square(gram - np.eye(len(gram))).sum() / len(gram))
+    return np.sqrt(np.mean(squares))
+
+
+@pytest.mark.parametrize("mesh_shape", [None, (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+def test_orthogonality_error(mesh_shape):
+    updates = random_matrices(3)
+    mesh = None if mesh_shape is None else make_mesh(mesh_shape)
+    plan = plan_orthogonalization(updates, specs(), mesh=mesh)
+    run = jax.jit(orthogonality_error, static_argnums=1, static_argnames="scale")
+    directions = orthogonalize(updates, plan_orthogonalization(updates, specs()), scale="rms")
+    flat = {
+        "c_attn": directions["c_attn"].reshape(3, 16, 48) / (0.2 * np.sqrt(48)),
+        "attn_proj": directions["attn_proj"].reshape(3, 16, 16) / (0.2 * np.sqrt(16)),
+        "c_fc": directions["c_fc"] / (0.2 * np.sqrt(64)),
+        "mlp_proj": directions["mlp_proj"] / (0.2 * np.sqrt(64)),
+    }
+    assert flat.keys() == updates.keys()
+    expected = plain_orthogonality_error([o for stack in flat.values() for o in stack])
+    assert 0.05 < expected < 0.5
+    assert run(directions, plan, scale="rms") == pytest.approx(expected, rel=1e-5)
+    zeros = jax.tree.map(jnp.zeros_like, directions)
+    assert run(zeros, plan, scale=None) == pytest.approx(1.0)
 
 
 # --- on a mesh -----------------------------------------------------------------------------------
