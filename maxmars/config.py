@@ -228,13 +228,19 @@ class GuardConfig:
     deviations; None does not."""
     history: int = 100
     """Steps that the running mean and deviation reach back; there are no spikes before."""
-    max_skipped_in_a_row: int = 10
-    """The run stops with an error when it has skipped more steps than this one after the other."""
+    max_skipped_in_a_row: int = 0
+    """The run stops with an error when it has skipped more steps than this one after the other; 0
+    stops it at the first."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
         require_positive(self, "loss_spike_threshold", "history")
         require_not_negative(self, "max_skipped_in_a_row")
+        require(
+            self.loss_spike_threshold is None or self.max_skipped_in_a_row > 0,
+            f"guard.loss_spike_threshold={self.loss_spike_threshold} skips steps, but "
+            "guard.max_skipped_in_a_row=0 stops the run at the first; allow 10, for example.",
+        )
 
 
 DataConfig = TokenShardsConfig | PythonSourcesConfig

@@ -8,6 +8,10 @@ from maxmars.config import GuardConfig
 from maxmars.guard import check_step, new_guard
 
 
+def spikes(threshold, history=100):
+    return GuardConfig(loss_spike_threshold=threshold, history=history, max_skipped_in_a_row=10)
+
+
 def run(config, losses, norms=None):
     """Whether each step is applied, and the last guard."""
     guard, applied = new_guard(), []
@@ -24,7 +28,7 @@ def noisy(n, seed=0):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_skipped_and_not_remembered(bad):
-    config = GuardConfig(loss_spike_threshold=5.0, history=10)
+    config = spikes(5.0, history=10)
     losses = noisy(20)
     applied, clean = run(config, losses)
     assert all(applied)
@@ -40,7 +44,7 @@ def test_what_is_not_finite_is_skipped_and_not_remembered(bad):
 
 
 def test_a_spike_is_skipped_once_there_is_a_history():
-    config = GuardConfig(loss_spike_threshold=6.0, history=50)
+    config = spikes(6.0, history=50)
     losses = noisy(200)
     losses[[10, 120]] = 5.0  # 20 deviations
     applied, guard = run(config, losses)
@@ -52,7 +56,7 @@ def test_a_spike_is_skipped_once_there_is_a_history():
 
 def test_running_mean_and_deviation():
     losses = noisy(2000, seed=1)
-    _, guard = run(GuardConfig(loss_spike_threshold=8.0, history=500), losses)
+    _, guard = run(spikes(8.0, history=500), losses)
     assert guard.loss_mean == pytest.approx(3.0, abs=0.02)
     assert np.sqrt(guard.loss_variance) == pytest.approx(0.1, rel=0.1)
     _, early = run(GuardConfig(history=500), losses[:100])
@@ -62,7 +66,7 @@ def test_running_mean_and_deviation():
 
 def test_a_loss_that_stays_high_passes_in_the_end():
     losses = np.concatenate([noisy(100), noisy(100) + 2])
-    applied, _ = run(GuardConfig(loss_spike_threshold=6.0, history=20), losses)
+    applied, _ = run(spikes(6.0, history=20), losses)
     assert not applied[100]
     assert all(applied[150:])
     assert sum(not ok for ok in applied) < 30
@@ -73,3 +77,5 @@ def test_bad_values():
         GuardConfig(loss_spike_threshold=0.0)
     with pytest.raises(ValueError, match=r"max_skipped_in_a_row=-1 must not be negative"):
         GuardConfig(max_skipped_in_a_row=-1)
+    with pytest.raises(ValueError, match=r"max_skipped_in_a_row=0 stops the run at the first"):
+        GuardConfig(loss_spike_threshold=5.0)

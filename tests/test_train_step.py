@@ -299,7 +299,7 @@ def test_a_nonfinite_gradient_withholds_the_update():
 
 
 def test_a_spike_of_the_loss_withholds_the_update():
-    guard = GuardConfig(loss_spike_threshold=8.0, history=4)
+    guard = GuardConfig(loss_spike_threshold=8.0, history=4, max_skipped_in_a_row=1)
     config = tiny_config(guard=guard, optimizer=ADAMW)
     mesh = mesh_of(ONE)
     step, state = make_train_step(config, mesh), init_train_state(config, mesh)
