@@ -3,7 +3,6 @@ program of its own, which prints what `test_orthogonalize.py` asserts."""
 
 import functools
 import json
-import re
 import sys
 
 import jax
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxmars.optim import MatrixSpec, orthogonalize, plan_orthogonalization
+from maxmars import hlo
+from maxmars.optim import MatrixSpec, mars, orthogonalize, plan_orthogonalization
+from maxmars.sharding import like_params, with_shardings
 
 AXES = ("data", "fsdp", "tensor")
 PARTITIONS = {
@@ -117,43 +118,29 @@ def sharded_errors(shape, dtype="float32", cases=CASES):
     return errors
 
 
-def compiled(mesh, size, **options):
-    """Plan and HLO of the orthogonalisation of a real GPT-2; nothing is allocated."""
-    abstract = {
+def compiled_update(mesh, size):
+    """Plan and program of a MARS-Shampoo update of a real GPT-2; nothing is allocated."""
+    params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings(mesh)[name])
         for name, shape in shapes(**size).items()
     }
-    plan = plan_orthogonalization(abstract, specs(), mesh=mesh, **options)
-    step = jax.jit(lambda u: orthogonalize(u, plan), out_shardings=shardings(mesh))
-    return plan, step.lower(abstract).compile().as_text()
-
-
-COLLECTIVES = "all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter"
-ITEMSIZE = {"u16": 2, "bf16": 2, "s32": 4, "f32": 4, "f64": 8}
-
-
-def collectives(hlo):
-    """(operation, bytes of its result on one device) of each collective of a program without
-    loops."""
-    found = []
-    for line in hlo.splitlines():
-        match = re.match(rf".* = (.*?) ({COLLECTIVES})(-start)?\(", line)
-        if match:
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            sizes = [ITEMSIZE[t] * int(np.prod([int(n) for n in d.split(",")])) for t, d in arrays]
-            found.append((match[2], sum(sizes)))
-    return found
+    tx = mars(1e-3, variant="shampoo", matrix_specs=specs(), mesh=mesh)
+    state = jax.eval_shape(tx.init, params)
+    state = with_shardings(state, like_params(state, params))
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=out)
+    plan = plan_orthogonalization(params, specs(), mesh=mesh)
+    return plan, update.lower(params, state, params).compile()
 
 
 BUDGETS = [((1, 16, 1), XL), ((2, 8, 1), XL), ((4, 4, 1), XL), ((1, 4, 4), LARGE)]
 
 
 def traffic(shape, size):
-    # A loop would hide how often a collective runs.
-    plan, hlo = compiled(make_mesh(shape), size, max_batch_bytes=2**60)
-    assert " while(" not in hlo
+    mesh = make_mesh(shape)
+    plan, program = compiled_update(mesh, size)
     return {
-        "collectives": collectives(hlo),
+        "collectives": [(c.op, c.bytes, c.count) for c in hlo.collectives(program, mesh)],
         "groups": len(plan.groups),
         "elements": plan.elements,
         "padded_elements": plan.padded_elements,

@@ -6,17 +6,17 @@ import numpy as np
 import optax
 import pytest
 
-from maxmars.optim import MatrixSpec, mars, scale_by_mars
+from maxmars.optim import MatrixSpec, mars, muon, newton_schulz, scale_by_mars
 
 VECTORS = MatrixSpec(batch=(0,), rows=(), cols=(1,))
 
 
-def random_tree(seed=0, scale=1.0):
+def random_tree(seed=0, scale=1.0, dtype="float32"):
     """Parameters of a small network: two matrices and two vectors."""
     rng = np.random.default_rng(seed)
     shapes = {"dense": {"kernel": (6, 4), "bias": (4,)}, "embedding": (9, 6), "norm": (6,)}
     return jax.tree.map(
-        lambda shape: (scale * rng.standard_normal(shape)).astype(np.float32),
+        lambda shape: (scale * rng.standard_normal(shape)).astype(dtype),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
@@ -246,6 +246,34 @@ def test_without_correction_and_clip_it_is_adamw():
     adamw = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.1)
     for a, b in zip(run(ours, params, grads), run(adamw, params, grads), strict=True):
         assert_trees_close(a, b, 2e-6)
+
+
+@pytest.mark.parametrize("variant", ["lion", "shampoo", "m"])
+def test_one_buffer_gives_what_two_give(x64, variant):
+    params, *grads = (random_tree(i, dtype="float64") for i in range(20))
+    options = {"variant": variant, "clip_threshold": None, "gamma": 0.3, "ns_dtype": "float64"}
+    two, one = (mars(0.01, memory_efficient=one, **options) for one in (False, True))
+    assert one.init(params).inner_states["matrix"].inner_state[0].last_grad is None
+    for a, b in zip(run(two, params, grads), run(one, params, grads), strict=True):
+        assert_trees_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_newton_schulz_of_nesterov_momentum(x64, nesterov):
+    params, *grads = (random_tree(i, dtype="float64") for i in range(20))
+    ours = muon(0.01, momentum=0.9, nesterov=nesterov, ns_dtype="float64")
+    matrix = params["embedding"]
+    buffer = np.zeros_like(matrix)
+    for after, gs in zip(run(ours, params, grads), grads, strict=True):
+        buffer = 0.9 * buffer + gs["embedding"]
+        look = gs["embedding"] + 0.9 * buffer if nesterov else buffer
+        rows, cols = look.shape
+        matrix = matrix - 0.01 * np.sqrt(max(1, cols / rows)) * newton_schulz(
+            jnp.asarray(look), dtype="float64"
+        )
+        np.testing.assert_allclose(
+            after["embedding"], matrix, atol=1e-7
+        )  # eps is beside another norm
 
 
 def test_gamma_zero_stores_no_last_gradient():

@@ -13,6 +13,7 @@ import pytest
 from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from maxmars import hlo
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
@@ -172,9 +173,10 @@ def test_traffic(sixteen, shape):
     _, fsdp, tensor = (int(n) for n in shape.strip("()").split(","))
     print(f"\nmesh {shape}\n{case['table']}")
     found = case["collectives"]
-    exchanged = [size for operation, size in found if operation == "all-to-all"]
-    others = [size for operation, size in found if operation != "all-to-all"]
-    assert len(exchanged) == 2 * case["groups"]
+    exchanged = [size for operation, size, _ in found if operation == "all-to-all"]
+    others = [size for operation, size, _ in found if operation != "all-to-all"]
+    counts = [count for operation, _, count in found if operation == "all-to-all"]
+    assert sum(counts) == 2 * case["groups"]
     assert sum(exchanged) == case["transfer_bytes"]
     assert sum(exchanged) <= 1.1 * 2 * 2 * case["padded_elements"] / (fsdp * tensor)
     assert case["padded_elements"] <= 1.25 * case["elements"]
@@ -192,9 +194,9 @@ def test_owners_among_copies(x64):
     run = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))
     (expected,) = gpt2_matrices.unsharded(((6, "fused"),), "float64")
     assert_trees_close(run(updates), expected)
-    found = gpt2_matrices.collectives(run.lower(updates).compile().as_text())
-    assert {operation for operation, _ in found} == {"all-to-all", "all-gather"}
-    assert sum(size for _, size in found) == plan.transfer_bytes(itemsize=8)
+    found = hlo.collectives(run.lower(updates).compile(), mesh)
+    assert {collective.op for collective in found} == {"all-to-all", "all-gather"}
+    assert hlo.total_bytes(found) == plan.transfer_bytes(itemsize=8)
     repeated = plan_orthogonalization(updates, specs(), mesh=mesh)
     assert sum(g.flops() for g in plan.groups) < sum(g.flops() for g in repeated.groups) / 2
 
