@@ -107,6 +107,12 @@ class MetricsWriter:
         self.close()
 
 
+def recorded_steps(workdir: Path, key: str) -> set[int]:
+    """Steps for which `<workdir>/metrics.jsonl`, once opened by a `MetricsWriter`, has a value."""
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"] for line in lines if key in line}
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one step, and its directory if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,12 @@ from maxmars.metrics import (
     ProgressLine,
     flops_per_token,
     peak_flops,
+    recorded_steps,
     write_environment,
     write_json,
 )
 from maxmars.model import num_parameters
+from maxmars.preemption import StopRequests
 from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_state, make_train_step
 
 # What may change when a run continues; everything else defines the run.
@@ -51,11 +53,15 @@ _MAY_CHANGE = (
 )
 
 
-def train(config: TrainConfig, workdir: Path | str) -> None:
+def train(config: TrainConfig, workdir: Path | str) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
     Writes `config.json`, `environment.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/`
     into `workdir`. Every process of a distributed run calls this.
+
+    Returns:
+      Whether all steps are done. They are not after SIGTERM or Ctrl-C, which end the step that is
+      under way, save, and return (see `preemption`).
 
     Raises:
       ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run,
@@ -70,15 +76,22 @@ def train(config: TrainConfig, workdir: Path | str) -> None:
                 f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
                 "start anew with another --workdir."
             )
-            return
+            return True
         started = time.monotonic()
-        hooks = _hooks(run)
-        if run.step == 0:
+        stops = stack.enter_context(StopRequests())
+        if _evaluation_is_missing(run):
             _evaluate(run)
-        _loop(run, hooks)
+        if not _loop(run, _hooks(run), stops):
+            _save(run, wait=True)
+            run.progress.message(f"stopped after {run.step} steps; {_AGAIN}")
+            return False
         _evaluate(run)
         _save(run, wait=True)
         run.progress.message(_summary(run, time.monotonic() - started))
+        return True
+
+
+_AGAIN = "the checkpoint is complete, and the same command continues."
 
 
 @dataclass(kw_only=True)
@@ -216,8 +229,12 @@ def _hooks(run: _Run) -> Hooks:
     return [(run.config.eval.every, _evaluate), (run.config.checkpoint.every, _save)]
 
 
-def _loop(run: _Run, hooks: Hooks) -> None:
-    """Step until `num_steps`; hooks run between steps, not after the last one."""
+def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
+    """Step until `num_steps`; hooks run between steps, not after the last one.
+
+    Returns:
+      Whether it got there; if not, it was asked to stop.
+    """
     reporter = _StepReporter(run)
     while run.step < run.config.num_steps:
         tokens = next(run.batches)
@@ -226,6 +243,9 @@ def _loop(run: _Run, hooks: Hooks) -> None:
         reporter.add(run.step, metrics)
         if run.step == run.config.num_steps:
             break
+        if stops.due(run.step):  # before the hooks: there may be little time left to save
+            reporter.flush()
+            return False
         due = [hook for every, hook in hooks if every is not None and run.step % every == 0]
         if due:
             reporter.flush()  # a checkpoint must not be complete before its step's metrics are
@@ -233,6 +253,18 @@ def _loop(run: _Run, hooks: Hooks) -> None:
                 for hook in due:
                     hook(run)
     reporter.flush()
+    return True
+
+
+def _evaluation_is_missing(run: _Run) -> bool:
+    """Whether the step to start from is one to evaluate at, and it never was: at step 0, or after
+    a run that was stopped before it could."""
+    every = run.config.eval.every
+    if every is None or run.step % every:
+        return False
+    primary = distributed.is_primary()  # the one that has the file
+    known = not primary or run.step in recorded_steps(run.workdir, "eval/loss")
+    return not distributed.everywhere(known)
 
 
 def _evaluate(run: _Run) -> None:

@@ -21,7 +21,7 @@ ROWS = (
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
     {"model", "optim", "data", "metrics", "hlo", "guard"},
-    {"sharding", "distributed", "digest", "orbax_io"},
+    {"sharding", "distributed", "digest", "orbax_io", "preemption"},
     {"config"},
     {"optimizer_config"},
     {"config_checks"},

@@ -14,6 +14,7 @@ _USAGE = """\
 usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
 
 Train a model as a config file says. Run the same command again to continue.
+SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
 
 CONFIG is a Python file, with its choices if it has any:
   maxmars train configs/quickstart.py
@@ -46,8 +47,9 @@ def run(argv: list[str]) -> int:
     arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_USAGE)
     # Imported late: both load JAX, which --help and wrong arguments need not wait for.
     from maxmars import distributed
+    from maxmars.preemption import EXIT_CODE
     from maxmars.train import train
 
     distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
-    train(arguments.config, arguments.workdir or Path("runs") / arguments.config.name)
-    return 0
+    done = train(arguments.config, arguments.workdir or Path("runs") / arguments.config.name)
+    return 0 if done else EXIT_CODE

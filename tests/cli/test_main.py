@@ -48,7 +48,12 @@ def run_as(monkeypatch):
 def calls(monkeypatch):
     """What the command `train` would run."""
     calls = []
-    stub = types.SimpleNamespace(train=lambda config, workdir: calls.append((config, workdir)))
+
+    def train(config, workdir):
+        calls.append((config, workdir))
+        return True
+
+    stub = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "maxmars.train", stub)
     monkeypatch.setattr(distributed, "initialize", lambda *arguments: calls.append(arguments))
     return calls
@@ -189,6 +194,11 @@ def test_train_takes_a_workdir_and_processes(calls, config_file):
     (initialized, (_, workdir)) = calls
     assert initialized == ("localhost:1234", 2, 1)
     assert workdir == Path("elsewhere")
+
+
+def test_a_run_that_was_stopped_asks_to_be_started_again(calls, config_file, monkeypatch):
+    monkeypatch.setattr(sys.modules["maxmars.train"], "train", lambda config, workdir: False)
+    assert exit_code(cli.main, ["train", config_file]) == 75
 
 
 def test_train_without_a_config_says_what_is_missing(capsys):

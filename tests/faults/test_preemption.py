@@ -1,0 +1,138 @@
+"""Signals to real training processes: they stop between two steps, and the run goes on unharmed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxmars.preemption import EXIT_CODE
+
+pytestmark = pytest.mark.multiprocess
+
+CONFIG = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, EvalConfig
+from tiny import MODEL, tiny_config
+
+def get_config():
+    return tiny_config(
+        num_steps=40,
+        model=dataclasses.replace(MODEL, num_layers=1),
+        eval=EvalConfig(every=1, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=None),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the config file, and with the run that nothing disturbed."""
+    path = tmp_path_factory.mktemp("preemption")
+    (path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    assert finish(start(path, "undisturbed"))[0] == 0
+    assert len(records(path / "undisturbed")) == 40 + 41
+    return path
+
+
+def start(folder, name, *arguments, devices=2):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0",
+        "MAXMARS_CACHE": str(folder / "cache"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "maxmars", "train", str(folder / "config.py")]
+    return subprocess.Popen(
+        [*command, "--workdir", str(folder / name), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    """Exit code and output."""
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def records(workdir):
+    """Losses by step and key."""
+    path = workdir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    keys = ("train/loss", "eval/loss")
+    return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
+
+
+def wait_for_steps(workdir, count, process):
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        path = workdir / "metrics.jsonl"
+        if path.exists() and path.read_text().count("train/loss") >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {count} steps: {process.communicate()[0]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder, number):
+    name = number.name
+    process = start(folder, name)
+    wait_for_steps(folder / name, 9, process)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == EXIT_CODE, output
+    assert "the same command continues" in output
+    stopped = max(step for step, _ in records(folder / name))
+    assert 9 <= stopped < 40
+    code, output = finish(start(folder, name))
+    assert code == 0, output
+    assert f"continuing from step {stopped}" in output
+    # The same losses to the last bit, and the evaluation that the signal may have come before.
+    assert records(folder / name) == records(folder / "undisturbed")
+
+
+def test_a_second_interrupt_leaves_at_once(folder):
+    process = start(folder, "twice")
+    wait_for_steps(folder / "twice", 3, process)
+    process.send_signal(signal.SIGSTOP)  # so that both are waiting
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code in (128 + signal.SIGINT, EXIT_CODE), output  # the first may have been enough
+    assert finish(start(folder, "twice"))[0] == 0
+    assert records(folder / "twice") == records(folder / "undisturbed")
+
+
+def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    shared = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    processes = [start(folder, "two", *shared, str(i), devices=1) for i in range(2)]
+    wait_for_steps(folder / "two", 5, processes[0])
+    processes[1].send_signal(signal.SIGINT)
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [EXIT_CODE] * 2, results
+    stopped = max(step for step, _ in records(folder / "two"))
+    code, output = finish(start(folder, "two"))
+    assert code == 0, output
+    assert f"continuing from step {stopped}" in output
+    ours, expected = records(folder / "two"), records(folder / "undisturbed")
+    assert ours.keys() == expected.keys()
+    for key, value in ours.items():
+        assert value == pytest.approx(expected[key], abs=1e-5)
