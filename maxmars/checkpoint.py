@@ -232,6 +232,17 @@ def load_config(directory: Directory, step: int | None = None) -> TrainConfig:
     return from_dict(meta["config"])
 
 
+def load_digests(directory: Directory, step: int | None = None) -> dict[str, str]:
+    """The digest of each array of the newest checkpoint, or of that of `step`, as it was saved.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of `step`.
+      ValueError: none can be read.
+    """
+    meta, _ = _first_sound(_absolute(directory), step, _read_meta)
+    return {path: leaf["digest"] for path, leaf in meta["leaves"].items()}
+
+
 def list_steps(directory: Directory) -> list[int]:
     """Steps of the checkpoints in a directory, ascending, sound or not; empty if it is missing."""
     path = Path(directory)

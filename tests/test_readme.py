@@ -51,4 +51,4 @@ def test_the_layout_names_every_module():
     for path in (ROOT / "maxmars").glob("*.py"):
         if not path.name.startswith("__"):
             assert path.name in tree, f"{path.name} is not in the README's layout"
-    assert len(TEXT.splitlines()) < 200
+    assert len(TEXT.splitlines()) < 250

@@ -31,6 +31,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("maxmars.cli.train", "train a model as a config file says, or continue"),
     "generate": Command("maxmars.cli.generate", "continue a prompt with a trained model"),
+    "verify-resume": Command(
+        "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
+    ),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 
