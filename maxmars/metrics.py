@@ -1,7 +1,8 @@
 """What a run records: metrics.jsonl, environment.json, and the progress line.
 
 Keys: `train/loss`, `train/grad_norm`, `train/learning_rate`, `perf/tokens_per_sec`,
-`perf/step_time` (seconds), `perf/mfu` (absent where the peak is unknown), `eval/loss`.
+`perf/step_time` and `perf/data_wait` (seconds a step, and those of them in which the loop waited
+for tokens), `perf/mfu` (absent where the peak is unknown), `eval/loss`.
 """
 
 from __future__ import annotations

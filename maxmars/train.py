@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from maxmars import distributed, sharding
 from maxmars.checkpoint import Checkpointer, load_config
 from maxmars.config import TrainConfig, differences, to_dict
-from maxmars.data.pipeline import TrainBatches, ValidationBatches, open_split
-from maxmars.data.sources import TokenShards
+from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.metrics import (
     MetricsWriter,
@@ -40,6 +39,7 @@ _MAY_CHANGE = (
     "num_microbatches",
     "schedule.decay_steps",
     "data.verify",
+    "data.cache_dir",
     "model.remat",
     "model.scan_unroll",
     "mesh.",
@@ -106,7 +106,7 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
     config = _continued_config(config, checkpoints, progress)
-    tokens = open_split(config.data, "train", model_vocab_size=config.model.vocab_size)
+    tokens = open_data(config.data, "train", model=config.model)
     TrainBatches(tokens, config, mesh, prefetch_steps=0).close()  # enough tokens for a batch?
     evaluate = _make_evaluate(config, mesh, progress)
 
@@ -165,7 +165,10 @@ def _make_evaluate(
 ) -> Callable[[Any], float] | None:
     if config.eval.every is None:
         return None
-    tokens = open_split(config.data, "val", model_vocab_size=config.model.vocab_size)
+    tokens = open_data(config.data, "val", model=config.model)
+    for stream in tokens.streams:
+        if stream.split != "val":
+            progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
     batches = ValidationBatches(tokens, config, mesh)
     if batches.num_windows < config.eval.num_windows:
         progress.message(
@@ -176,14 +179,14 @@ def _make_evaluate(
     return lambda params: validation_loss(eval_step, params, batches).loss
 
 
-def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: TokenShards) -> None:
+def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
     if distributed.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_environment(workdir, mesh)
         write_json(workdir / "tokenizer.json", {"name": tokens.tokenizer})
 
 
-def _description(config: TrainConfig, mesh: Mesh, tokens: TokenShards) -> str:
+def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     return (
         f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
@@ -218,7 +221,8 @@ def _loop(run: _Run, hooks: Hooks) -> None:
     """Step until `num_steps`; hooks run between steps, not after the last one."""
     reporter = _StepReporter(run)
     while run.step < run.config.num_steps:
-        tokens = next(run.batches)
+        with reporter.waiting():
+            tokens = next(run.batches)
         run.state, metrics = run.train_step(run.state, tokens)
         run.step += 1
         reporter.add(run.step, metrics)
@@ -270,6 +274,7 @@ class _StepReporter:
         self._since: float | None = None  # starts after the first step, which compiles
         self._steps = -1
         self._paused = 0.0
+        self._waited = 0.0
 
     def add(self, step: int, metrics: Any) -> None:
         """Report the step before and keep this one."""
@@ -277,7 +282,14 @@ class _StepReporter:
         self._pending = (step, metrics)
         if self._since is None:
             jax.block_until_ready(metrics)
-            self._since = time.monotonic()
+            self._since, self._waited = time.monotonic(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent here is waiting for data."""
+        started = time.monotonic()
+        yield
+        self._waited += time.monotonic() - started
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -307,9 +319,14 @@ class _StepReporter:
             return {}
         now = time.monotonic()
         seconds = (now - self._since - self._paused) / self._steps
-        self._since, self._steps, self._paused = now, 0, 0.0
+        waited = self._waited / self._steps
+        self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
         tokens_per_sec = self._run.config.tokens_per_step / seconds
-        rates = {"perf/tokens_per_sec": tokens_per_sec, "perf/step_time": seconds}
+        rates = {
+            "perf/tokens_per_sec": tokens_per_sec,
+            "perf/step_time": seconds,
+            "perf/data_wait": waited,
+        }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
         return rates

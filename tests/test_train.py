@@ -71,6 +71,7 @@ def test_what_a_run_leaves_behind(finished):
         "train/update_rms/vector",
         "perf/tokens_per_sec",
         "perf/step_time",
+        "perf/data_wait",
     }
     assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
     assert load_config(finished / "checkpoints") == tiny_config()
@@ -83,11 +84,11 @@ def test_what_a_run_leaves_behind(finished):
 
 def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
     from maxmars import sharding
-    from maxmars.data.pipeline import ValidationBatches, open_split
+    from maxmars.data.pipeline import ValidationBatches, open_data
 
     config = tiny_config()
     params = params_of(finished, config)
-    tokens = open_split(config.data, "val", model_vocab_size=257)
+    tokens = open_data(config.data, "val", model=config.model)
     losses = []
     for mesh_config, batch in [
         (MeshConfig(data=1), 20),
