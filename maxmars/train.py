@@ -107,7 +107,7 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
     stack.callback(progress.close)
     config = _continued_config(config, checkpoints, progress)
     tokens = open_data(config.data, "train", model=config.model)
-    TrainBatches(tokens, config, mesh, prefetch_steps=0).close()  # enough tokens for a batch?
+    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))

@@ -6,7 +6,9 @@ A split is one stream, whatever its format: see `TokenStream`. Other projects' f
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from jaxtyping import Int32
 from maxmars.data.sources import AGAIN, LateStatus, read_metadata
 
 _READ_TOKENS = 1 << 24  # tokens checked at once by `verify`
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 @runtime_checkable
@@ -77,7 +80,7 @@ def check_ids(stream: TokenStream, path: Path, tokens: np.ndarray) -> None:
     Raises:
       ValueError: one does not.
     """
-    largest = tokens.view(f"u{tokens.itemsize}").max(initial=0)  # a negative one becomes large
+    largest = tokens.view(_UNSIGNED[tokens.itemsize]).max(initial=0)  # a negative one becomes large
     if largest >= stream.vocab_size:
         raise ValueError(
             f"{path} holds the token id {largest}, but the vocabulary of {stream.tokenizer!r} has "
@@ -137,7 +140,7 @@ class TokenFiles:
         for file in files:
             self._check_size(file)
         self._files = tuple(file for file in files if file.num_tokens)
-        self._starts = np.cumsum([0, *(file.num_tokens for file in self._files)])
+        self._starts = [0, *itertools.accumulate(file.num_tokens for file in self._files)]
         self._maps: dict[int, np.ndarray] = {}
 
     def _check_size(self, file: TokenFile) -> None:
@@ -163,7 +166,7 @@ class TokenFiles:
     @property
     def num_tokens(self) -> int:
         """Tokens of the split."""
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
         """The tokens [start, start + length) of the stream, across the borders of files.
@@ -173,9 +176,9 @@ class TokenFiles:
         """
         check_range(self, start, length)
         tokens = np.empty(length, np.int32)
-        done, index = 0, int(np.searchsorted(self._starts, start, "right")) - 1
+        done, index = 0, bisect.bisect_right(self._starts, start) - 1
         while done < length:
-            offset = start + done - int(self._starts[index])
+            offset = start + done - self._starts[index]
             part = self._map(index)[offset : offset + length - done]
             tokens[done : done + len(part)] = part
             done += len(part)
