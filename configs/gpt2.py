@@ -32,13 +32,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from maxmars.config import (
-    EvalConfig,
-    GPT2Config,
-    ScheduleConfig,
-    TokenShardsConfig,
-    TrainConfig,
-)
+from maxmars.config import EvalConfig, GPT2Config, ScheduleConfig, TrainConfig
+from maxmars.data_config import TokenShardsConfig
 from maxmars.optimizer_config import (
     AdamWConfig,
     AdoptConfig,

@@ -11,10 +11,10 @@ from maxmars.config import (
     EvalConfig,
     GPT2Config,
     LogConfig,
-    PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import MarsConfig
 
 

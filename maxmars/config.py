@@ -8,12 +8,12 @@ imported here, so `maxmars train CONFIG --help` needs no accelerator.
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxmars.config_checks import require, require_not_negative, require_positive
+from maxmars.data_config import DataConfig
 from maxmars.optimizer_config import OptimizerConfig
 
 
@@ -45,6 +45,11 @@ class GPT2Config:
     """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
     compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of matrix products; norms, logits, softmax and loss use float32 at least."""
+    document_end_id: int | None = None
+    """Id of the token that ends a document (gpt2: 50256, byte: 256), to keep attention within
+    documents: no token then sees anything before the last such token at or before it, which so
+    begins the next document. Positions are counted from the window's start all the same, and every
+    token is predicted. None attends over the whole window, as GPT-2 does."""
     remat: Literal["full", "dots"] | None = None
     """Rematerialisation of a block in the backward pass: `full` keeps only its input, `dots` keeps
     the results of its matrix products, None keeps everything."""
@@ -68,6 +73,11 @@ class GPT2Config:
             self.embed_dim % self.num_heads == 0,
             f"model.embed_dim={self.embed_dim} must be a multiple of "
             f"model.num_heads={self.num_heads}.",
+        )
+        require(
+            self.document_end_id is None or 0 <= self.document_end_id < self.vocab_size,
+            f"model.document_end_id={self.document_end_id} must lie in [0, model.vocab_size="
+            f"{self.vocab_size}).",
         )
 
     @property
@@ -135,29 +145,6 @@ class ScheduleConfig:
             f"schedule.warmup_steps={self.warmup_steps} must not exceed "
             f"schedule.decay_steps={self.decay_steps}.",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenShardsConfig:
-    """Tokens prepared on disk: a directory written by `maxmars data prepare`."""
-
-    path: str
-    """Directory with meta.json, train_*.bin and val_*.bin."""
-    shuffle: bool = True
-    """Visit the windows in a new random order each epoch, without replacement."""
-    verify: bool = False
-    """Compare every shard with its checksum before training starts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PythonSourcesConfig:
-    """The running interpreter's standard library as text, one token a byte. Needs no download:
-    it is prepared once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
-
-    shuffle: bool = True
-    """Visit the windows in a new random order each epoch, without replacement."""
-    verify: bool = False
-    """Compare every shard with its checksum before training starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +230,6 @@ class GuardConfig:
         )
 
 
-DataConfig = TokenShardsConfig | PythonSourcesConfig
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
@@ -319,9 +303,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-ready dict of a config; a nested dataclass says its class under `type`."""
     fields: dict[str, Any] = {"type": type(config).__name__}
     for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        fields[f.name] = _to_json(getattr(config, f.name))
     return fields
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def from_dict(fields: dict[str, Any]) -> Any:
@@ -341,28 +330,42 @@ def from_dict(fields: dict[str, Any]) -> Any:
             f"{name} has no field {', '.join(sorted(unknown))}; the config was written by "
             "another version of maxmars."
         )
-    return cls(**{k: from_dict(v) if isinstance(v, dict) else v for k, v in fields.items()})
+    return cls(**{k: _from_json(v) for k, v in fields.items()})
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_json(item) for item in value)
+    return from_dict(value) if isinstance(value, dict) else value
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Dotted names of the leaves in which two configs differ, with both values."""
-    if type(old) is not type(new) or not dataclasses.is_dataclass(old):
-        return [] if old == new else [(prefix, old, new)]
+    if old == new:
+        return []
+    ours, theirs = _children(old), _children(new)
+    if type(old) is not type(new) or not ours or len(ours) != len(theirs):
+        return [(prefix, old, new)]
     rows = []
-    for f in dataclasses.fields(old):
-        name = f"{prefix}.{f.name}" if prefix else f.name
-        rows += differences(getattr(old, f.name), getattr(new, f.name), name)
+    for (name, a), (_, b) in zip(ours, theirs, strict=True):
+        rows += differences(a, b, f"{prefix}.{name}" if prefix else name)
     return rows
 
 
+def _children(value: Any) -> list[tuple[str, Any]]:
+    """Names and values of what a config or a tuple consists of; nothing of a leaf."""
+    if isinstance(value, tuple):
+        return [(str(i), item) for i, item in enumerate(value)]
+    if not dataclasses.is_dataclass(value):
+        return []
+    return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+
+
 def _classes_of(annotation: Any) -> list[type]:
-    if isinstance(annotation, types.UnionType):
+    if not dataclasses.is_dataclass(annotation):
         return [c for part in typing.get_args(annotation) for c in _classes_of(part)]
-    return [annotation] if dataclasses.is_dataclass(annotation) else []
+    inside = typing.get_type_hints(annotation).values()
+    return [annotation, *(c for part in inside for c in _classes_of(part))]
 
 
-_CONFIG_CLASSES: dict[str, type] = {TrainConfig.__name__: TrainConfig} | {
-    cls.__name__: cls
-    for annotation in typing.get_type_hints(TrainConfig).values()
-    for cls in _classes_of(annotation)
-}
+_CONFIG_CLASSES: dict[str, type] = {cls.__name__: cls for cls in _classes_of(TrainConfig)}

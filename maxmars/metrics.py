@@ -1,7 +1,8 @@
 """What a run records: metrics.jsonl, environment.json, and the progress line.
 
-Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` (seconds), `perf/mfu`
-(absent where the peak is unknown), `eval/loss`.
+Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` and `perf/data_wait`
+(seconds a step, and those of them in which the loop waited for tokens), `perf/mfu` (absent where
+the peak is unknown), `eval/loss`.
 """
 
 from __future__ import annotations

@@ -100,15 +100,19 @@ class Attention(nnx.Module):
         self.c_proj = Linear(config, heads, embed, std=_residual_std(config), rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""]
+        self,
+        x: Float[Array, "B T D"],
+        layer_index: Int[Array, ""],
+        documents: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
-        """Attend within each sequence of x; `layer_index` counts from 0."""
+        """Attend within each sequence of x, and there within each document where they are given;
+        `layer_index` counts from 0."""
         qkv = self.c_attn(x)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         scale = jnp.asarray(self.config.head_dim, _at_least_float32(x.dtype)) ** -0.5
         if self.config.scale_attn_by_inverse_layer_idx:
             scale = scale / (layer_index + 1)
-        return self.c_proj(causal_attention(q, k, v, scale))
+        return self.c_proj(causal_attention(q, k, v, scale, documents))
 
 
 class MLP(nnx.Module):
@@ -136,11 +140,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""]
+        self,
+        x: Float[Array, "B T D"],
+        layer_index: Int[Array, ""],
+        documents: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
         """Add attention and MLP to the residual stream x."""
         x = constrain(x, "batch", "length", None)
-        x = x + self.attn(self.ln_1(x), layer_index)
+        x = x + self.attn(self.ln_1(x), layer_index, documents)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -206,8 +213,10 @@ class GPT2(nnx.Module):
         x = constrain(table[tokens], "batch", "length", None)
         x = x + self.wpe.embedding[...][:length].astype(config.compute_dtype)
 
+        documents = document_numbers(tokens, config.document_end_id)
+
         def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            return layer[0](x, layer[1]), None
+            return layer[0](x, layer[1], documents), None
 
         layers = (self.h, jnp.arange(config.num_layers))
         x, _ = jax.lax.scan(_remat(block, config), x, layers, unroll=_unroll(config))
@@ -226,17 +235,37 @@ class GPT2(nnx.Module):
         return logits
 
 
+def document_numbers(
+    tokens: Int[Array, "B T"], document_end_id: int | None
+) -> Int[Array, "B T"] | None:
+    """The document of each token, counted within its row; None where they are not told apart.
+
+    The token that ends a document counts as the first of the next one, as it is when a model is
+    asked to begin a text: what follows it is predicted from it alone, and it is itself predicted
+    from the document that it ends. A row that begins within a document begins with document 0.
+    """
+    if document_end_id is None:
+        return None
+    return jnp.cumsum(tokens == document_end_id, axis=-1, dtype=jnp.int32)
+
+
 def causal_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H K"],
     scale: Float[Array, ""],
+    documents: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """softmax(scale q kᵀ + causal mask) v, with logits and softmax in float32 at least."""
+    """softmax(scale q kᵀ + mask) v, with logits and softmax in float32 at least.
+
+    The mask is causal and, where the `documents` of the tokens are given, keeps each in its own.
+    """
     wide = _at_least_float32(q.dtype)
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale
-    causal = jnp.tri(q.shape[1], dtype=bool)
-    logits = jnp.where(causal, logits, jnp.finfo(wide).min)
+    mask = jnp.tri(q.shape[1], dtype=bool)
+    if documents is not None:
+        mask &= (documents[:, :, None] == documents[:, None, :])[:, None]
+    logits = jnp.where(mask, logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 

@@ -8,7 +8,7 @@ they go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,18 +113,26 @@ def check_divides(mesh: Mesh, axis: str, name: str, size: int) -> None:
         )
 
 
-def local_rows(mesh: Mesh, shape: tuple[int, int]) -> np.ndarray:
+def local_rows(
+    mesh: Mesh, shape: tuple[int, int], devices: Collection[jax.Device] | None = None
+) -> np.ndarray:
     """Rows of a [microbatches, rows] batch that this process's devices hold.
+
+    Args:
+      mesh: over whose `data` and `fsdp` the rows are split.
+      shape: microbatches, and rows of each.
+      devices: hold these devices instead, for example those of another process.
 
     Returns:
       int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending.
       Processes between which only `tensor` is split hold the same rows.
     """
     microbatches, rows = shape
-    sharding = NamedSharding(mesh, RULES.spec("batch"))
+    devices = mesh.local_devices if devices is None else devices
     held = np.zeros(rows, bool)
-    for index in sharding.addressable_devices_indices_map((rows,)).values():
-        held[index] = True
+    indices = NamedSharding(mesh, RULES.spec("batch")).devices_indices_map((rows,))
+    for device, index in indices.items():
+        held[index] |= device in devices
     return np.arange(microbatches)[:, None] * rows + np.flatnonzero(held)
 
 

@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 from maxmars import distributed, sharding
 from maxmars.checkpoint import Checkpointer, load_config
 from maxmars.config import TrainConfig, differences, to_dict
-from maxmars.data.pipeline import TrainBatches, ValidationBatches, open_split
-from maxmars.data.sources import TokenShards
+from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.metrics import (
     MetricsWriter,
@@ -43,6 +42,7 @@ _MAY_CHANGE = (
     "num_microbatches",
     "schedule.decay_steps",
     "data.verify",
+    "data.cache_dir",
     "model.remat",
     "model.scan_unroll",
     "mesh.",
@@ -121,8 +121,8 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
     config = _continued_config(config, checkpoints, progress)
-    tokens = open_split(config.data, "train", model_vocab_size=config.model.vocab_size)
-    TrainBatches(tokens, config, mesh, prefetch_steps=0).close()  # enough tokens for a batch?
+    tokens = open_data(config.data, "train", model=config.model)
+    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
@@ -180,7 +180,10 @@ def _make_evaluate(
 ) -> Callable[[Any], float] | None:
     if config.eval.every is None:
         return None
-    tokens = open_split(config.data, "val", model_vocab_size=config.model.vocab_size)
+    tokens = open_data(config.data, "val", model=config.model)
+    for stream in tokens.streams:
+        if stream.split != "val":
+            progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
     batches = ValidationBatches(tokens, config, mesh)
     if batches.num_windows < config.eval.num_windows:
         progress.message(
@@ -191,14 +194,14 @@ def _make_evaluate(
     return lambda params: validation_loss(eval_step, params, batches).loss
 
 
-def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: TokenShards) -> None:
+def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
     if distributed.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_environment(workdir, mesh)
         write_json(workdir / "tokenizer.json", {"name": tokens.tokenizer})
 
 
-def _description(config: TrainConfig, mesh: Mesh, tokens: TokenShards) -> str:
+def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     return (
         f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
@@ -237,7 +240,8 @@ def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
     """
     reporter = _StepReporter(run)
     while run.step < run.config.num_steps:
-        tokens = next(run.batches)
+        with reporter.waiting():
+            tokens = next(run.batches)
         run.state, metrics = run.train_step(run.state, tokens)
         run.step += 1
         reporter.add(run.step, metrics)
@@ -304,6 +308,7 @@ class _StepReporter:
         self._since: float | None = None  # starts after the first step, which compiles
         self._steps = -1
         self._paused = 0.0
+        self._waited = 0.0
 
     def add(self, step: int, metrics: Any) -> None:
         """Report the step before and keep this one."""
@@ -311,7 +316,14 @@ class _StepReporter:
         self._pending = (step, metrics)
         if self._since is None:
             jax.block_until_ready(metrics)
-            self._since = time.monotonic()
+            self._since, self._waited = time.monotonic(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent here is waiting for data."""
+        started = time.monotonic()
+        yield
+        self._waited += time.monotonic() - started
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -342,9 +354,14 @@ class _StepReporter:
             return {}
         now = time.monotonic()
         seconds = (now - self._since - self._paused) / self._steps
-        self._since, self._steps, self._paused = now, 0, 0.0
+        waited = self._waited / self._steps
+        self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
         tokens_per_sec = self._run.config.tokens_per_step / seconds
-        rates = {"perf/tokens_per_sec": tokens_per_sec, "perf/step_time": seconds}
+        rates = {
+            "perf/tokens_per_sec": tokens_per_sec,
+            "perf/step_time": seconds,
+            "perf/data_wait": waited,
+        }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
         return rates

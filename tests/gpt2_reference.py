@@ -6,12 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmars.config import (
-    GPT2Config,
-    PythonSourcesConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from maxmars.config import GPT2Config, ScheduleConfig, TrainConfig
+from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 

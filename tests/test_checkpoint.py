@@ -19,14 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxmars import checkpoint as checkpoint_module
 from maxmars.checkpoint import Checkpointer, list_steps, load_config, load_params
-from maxmars.config import (
-    CheckpointConfig,
-    GPT2Config,
-    MeshConfig,
-    PythonSourcesConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig, ScheduleConfig, TrainConfig
+from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig
 from maxmars.sharding import make_mesh
 

@@ -11,14 +11,18 @@ from maxmars.config import (
     LogConfig,
     MeshConfig,
     ScheduleConfig,
-    TokenShardsConfig,
     differences,
     from_dict,
     to_dict,
 )
+from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 pytestmark = pytest.mark.smoke
+
+MIXTURE = MixtureConfig(
+    parts=(MixturePart(path="a", weight=0.7), MixturePart(path="b", weight=0.3))
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.smoke
     [
         tiny_config(),
         tiny_config(optimizer=ADAMW, data=TokenShardsConfig(path="tokens")),
+        tiny_config(data=MIXTURE),
         tiny_config(gradient_clip_norm=None, schedule=ScheduleConfig(warmup_steps=0)),
     ],
 )
@@ -51,6 +56,13 @@ def test_differences_are_dotted_leaves():
     assert differences(old, old) == []
 
 
+def test_differences_reach_into_a_mixture():
+    first, second = MIXTURE.parts
+    other = MixtureConfig(parts=(first, dataclasses.replace(second, weight=0.5)))
+    assert differences(MIXTURE, other) == [("parts.1.weight", 0.3, 0.5)]
+    assert differences(MIXTURE, MixtureConfig(parts=(first,)))[0][0] == "parts"
+
+
 def test_derived_values():
     config = tiny_config(num_steps=10, global_batch_size=24, num_microbatches=3)
     assert config.microbatch_size == 8
@@ -67,6 +79,13 @@ def test_derived_values():
     [
         (lambda: GPT2Config(num_layers=0), "num_layers=0 must be greater than zero"),
         (lambda: GPT2Config(num_heads=5), "embed_dim=768 must be a multiple of model.num_heads=5"),
+        (
+            lambda: GPT2Config(document_end_id=50257),
+            r"document_end_id=50257 must lie in \[0, model",
+        ),
+        (lambda: MixtureConfig(parts=()), "needs at least one part"),
+        (lambda: MixturePart(path="a", weight=0.0), "weight=0.0 must be greater than zero"),
+        (lambda: MixturePart(path="a", weight=float("inf")), "weight=inf must be finite"),
         (lambda: AdamWConfig(learning_rate=0.0), "learning_rate=0.0 must be greater than zero"),
         (lambda: AdamWConfig(b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
         (lambda: MarsConfig(gamma=-0.1), "gamma=-0.1 must not be negative"),

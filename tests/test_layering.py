@@ -23,7 +23,7 @@ ROWS = (
     {"model", "optim", "data", "metrics", "hlo", "guard"},
     {"sharding", "distributed", "digest", "orbax_io", "preemption"},
     {"config"},
-    {"optimizer_config"},
+    {"optimizer_config", "data_config"},
     {"config_checks"},
 )
 
@@ -31,7 +31,18 @@ ROWS = (
 COMMANDS = "any file that is not named in the other rows"
 FOLDERS = {
     "cli": ("__init__", COMMANDS, "config_file"),
-    "data": ("__init__", "pipeline", "prepare", "sources", "tokenizer"),
+    "data": (
+        "__init__",
+        "pipeline",
+        "prepare",
+        "local_copy",
+        "formats",
+        "tfds_tokens",
+        "examples",
+        "streams",
+        "sources",
+        "tokenizer",
+    ),
     "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (
         "__init__",

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +92,11 @@ def test_logits_and_gradients_equal_the_official_model_in_float32(reference_dir)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def plain_logits(config, params, tokens):
-    """GPT-2 in float64 NumPy, one sequence, one layer and one head at a time."""
+def plain_logits(config, params, tokens, start=0):
+    """GPT-2 in float64 NumPy, one sequence, one layer and one head at a time.
+
+    The first token is at position `start`.
+    """
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
     def norm(x, weights, i=None):
@@ -103,7 +107,7 @@ def plain_logits(config, params, tokens):
         )
 
     length = len(tokens)
-    x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][:length]
+    x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][start : start + length]
     for i in range(config.num_layers):
         h = p["h"]
         y = norm(x, h["ln_1"], i)
@@ -126,16 +130,20 @@ def plain_logits(config, params, tokens):
     return (norm(x, p["ln_f"]) @ p["wte"]["embedding"].T)[:, : config.vocab_size]
 
 
+def noisy_params(config):
+    """Biases start at zero, which would hide them, and attention starts almost uniform."""
+    noise = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32),
+        init_params(config, 0),
+    )
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("inverse", [False, True])
 def test_logits_equal_a_plain_numpy_gpt2(inverse):
     config = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=inverse)
-    noise = np.random.default_rng(1)
-    params = jax.tree.map(  # biases start at zero, which would hide them
-        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32),
-        init_params(config, 0),
-    )
-    tokens = random_tokens(config)
+    params, tokens = noisy_params(config), random_tokens(config)
     logits = apply(config, params, tokens)[..., : config.vocab_size]
     for row, expected in zip(logits, tokens, strict=True):
         np.testing.assert_allclose(row, plain_logits(config, params, expected), atol=2e-5)
@@ -218,6 +226,67 @@ def test_a_token_does_not_see_later_ones():
     before, after = apply(MODEL, params, tokens), apply(MODEL, params, changed)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 9:], after[:, 9:])
+
+
+MASKED = dataclasses.replace(MODEL, document_end_id=256)
+# A window that begins within a document, with a document of no tokens, one that ends with the
+# window, and another without an end.
+DOCUMENTS = [[0, 3, 4, 11, 16], [0, 15, 16], [0, 16]]
+
+
+def documents_of(rows):
+    tokens = np.random.default_rng(3).integers(0, 256, (len(rows), 16)).astype(np.int32)
+    for row, borders in zip(tokens, rows, strict=True):
+        row[borders[1:-1]] = MASKED.document_end_id
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"remat": "full", "scan_unroll": 3}, {"scale_attn_by_inverse_layer_idx": True}]
+)
+def test_documents_are_read_one_by_one(change):
+    config = dataclasses.replace(MASKED, **change)
+    params, tokens = noisy_params(config), documents_of(DOCUMENTS)
+    logits = apply(config, params, tokens)[..., : config.vocab_size]
+    for row, ids, borders in zip(logits, tokens, DOCUMENTS, strict=True):
+        for start, end in itertools.pairwise(borders):
+            expected = plain_logits(config, params, ids[start:end], start)
+            np.testing.assert_allclose(row[start:end], expected, atol=2e-5)
+    whole = apply(dataclasses.replace(config, document_end_id=None), params, tokens)
+    np.testing.assert_allclose(whole[2], apply(config, params, tokens)[2], atol=1e-5)
+    assert not np.allclose(whole[0, 3:, :256], logits[0, 3:, :256], atol=1e-2)
+
+
+def test_a_document_does_not_depend_on_those_before_it():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS[:1])
+    changed = tokens.copy()
+    changed[:, :11] = 7  # other tokens and other borders
+    before, after = apply(MASKED, params, tokens), apply(MASKED, params, changed)
+    np.testing.assert_array_equal(before[:, 11:], after[:, 11:])
+    assert not np.allclose(before[:, :11], after[:, :11])
+
+
+def test_every_token_is_predicted_with_the_mask_too():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS)
+    graph, _ = graph_and_abstract_params(MASKED)
+    losses = token_losses(nnx.merge(graph, params), jnp.asarray(tokens))
+    assert losses.shape == (3, 15)
+    assert np.all(np.asarray(losses) > 0)
+    # The first token after an end is predicted from the end alone.
+    logits = plain_logits(MASKED, params, tokens[0, 3:4], start=3)[0]
+    expected = np.log(np.sum(np.exp(logits))) - logits[tokens[0, 4]]
+    assert float(losses[0, 3]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_mask_is_the_same_on_a_mesh():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS + DOCUMENTS[:1])
+    expected, grads = loss_and_grads(MASKED, params, tokens)
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+        loss, sharded = loss_and_grads(MASKED, params, tokens)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(sharded), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_logical_axes_match_the_parameters():

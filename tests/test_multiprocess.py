@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from token_directories import write_shards
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,6 +24,49 @@ def get_config():
 """
 
 
+# Prints the digest of the global training stream, and of the validation windows, on several meshes.
+STREAMS = """
+import hashlib, json, sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from jax.experimental import multihost_utils
+from maxmars import distributed
+from maxmars.config import EvalConfig, MeshConfig
+from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
+from maxmars.data.pipeline import TrainBatches, ValidationBatches, open_data
+from maxmars.sharding import make_mesh
+from tiny import tiny_config
+
+processes, process, port = map(int, sys.argv[1:])
+if processes > 1:
+    distributed.initialize(f"127.0.0.1:{{port}}", processes, process)
+parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
+found = {{}}
+for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
+    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
+    for name, data in (
+        ("shards", TokenShardsConfig(path="{directory}/0")),
+        ("mixture", MixtureConfig(parts=parts)),
+        ("random windows", MixtureConfig(parts=parts, order="random_windows")),
+    ):
+        config = tiny_config(data=data, eval=EvalConfig(num_windows=11))
+        tokens = open_data(data, "train", model=config.model)
+        batches = TrainBatches(tokens, config, mesh, position=7)
+        val = ValidationBatches(open_data(data, "val", model=config.model), config, mesh)
+        sha, val_sha = hashlib.sha256(), hashlib.sha256()
+        for _ in range(4):
+            batch = multihost_utils.process_allgather(next(batches), tiled=True)
+            sha.update(np.asarray(batch).tobytes())
+        for pair in val:
+            rows, mask = (multihost_utils.process_allgather(x, tiled=True) for x in pair)
+            val_sha.update(np.asarray(rows)[np.asarray(mask) == 1].tobytes())
+        batches.close()
+        found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
+print("FOUND " + json.dumps(found), flush=True)
+distributed.shutdown()
+"""
+
+
 def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -29,13 +74,17 @@ def free_port():
 
 
 def start(arguments, devices, cache):
+    return start_python(["-m", "maxmars", "train", *arguments], devices, cache)
+
+
+def start_python(arguments, devices, cache):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
         "--xla_backend_optimization_level=0",
         "MAXMARS_CACHE": str(cache),
     }
-    command = [sys.executable, "-m", "maxmars", "train", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -84,3 +133,51 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path):
     ours = losses(two)
     for key in expected:
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
+    """Neither process has rows of its own: both read the same."""
+    config = tmp_path / "tiny_config.py"
+    model = "model=dataclasses.replace(MODEL, num_heads=8), num_steps=3, "
+    body = CONFIG.replace("MeshConfig(data=2, fsdp=4)", f"MeshConfig(tensor=8), {model}")
+    body = body.replace("import tiny_config", "import MODEL, tiny_config\nimport dataclasses")
+    config.write_text(body.format(tests=str(Path(__file__).parent)))
+    one, two, cache = tmp_path / "one", tmp_path / "two", tmp_path / "cache"
+    finish(start([str(config), "--workdir", str(one)], 8, cache))
+    shared = [str(config), "--workdir", str(two), "--num-processes", "2"]
+    shared += ["--coordinator", f"127.0.0.1:{free_port()}"]
+    processes = [start([*shared, "--process-id", str(i)], 4, cache) for i in range(2)]
+    for process in processes:
+        finish(process)
+    ours, expected = losses(two), losses(one)
+    assert len(expected) == 3 + 2
+    assert ours.keys() == expected.keys()
+    for key in expected:
+        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+
+
+def test_two_processes_see_the_stream_of_one(tmp_path):
+    """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
+    for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
+        stream = np.random.default_rng(i).integers(0, 257, num_tokens)
+        write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
+    program = tmp_path / "streams.py"
+    tests = str(Path(__file__).parent)
+    program.write_text(STREAMS.format(tests=tests, directory=tmp_path))
+    found = []
+    for count in (1, 2):
+        arguments = [str(program), str(count)], str(free_port())
+        processes = [
+            start_python([*arguments[0], str(i), arguments[1]], 8 // count, tmp_path / "cache")
+            for i in range(count)
+        ]
+        for output in [finish(process) for process in processes]:
+            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
+            found.append(json.loads(line.removeprefix("FOUND ")))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 12
+    for name in ("shards", "mixture", "random windows"):
+        digests = {tuple(v) for key, v in found[0].items() if key.startswith(f"{name} on")}
+        assert len(digests) == 1, name  # the same on every mesh
+    assert len({train for train, _ in found[0].values()}) == 3

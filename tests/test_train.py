@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import numpy as np
 import pytest
 from tiny import ADAMW, tiny_config
+from token_directories import write_nanogpt, write_tfds
 
 from maxmars.checkpoint import load_config, load_params
 from maxmars.config import (
@@ -17,6 +19,8 @@ from maxmars.config import (
     MeshConfig,
     ScheduleConfig,
 )
+from maxmars.data.pipeline import TrainRows
+from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.model import graph_and_abstract_params
 from maxmars.train import train
@@ -79,6 +83,7 @@ def test_what_a_run_leaves_behind(finished):
         "train/update_rms/vector",
         "perf/tokens_per_sec",
         "perf/step_time",
+        "perf/data_wait",
     }
     assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
     assert load_config(finished / "checkpoints") == tiny_config()
@@ -91,11 +96,11 @@ def test_what_a_run_leaves_behind(finished):
 
 def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
     from maxmars import sharding
-    from maxmars.data.pipeline import ValidationBatches, open_split
+    from maxmars.data.pipeline import ValidationBatches, open_data
 
     config = tiny_config()
     params = params_of(finished, config)
-    tokens = open_split(config.data, "val", model_vocab_size=257)
+    tokens = open_data(config.data, "val", model=config.model)
     losses = []
     for mesh_config, batch in [
         (MeshConfig(data=1), 20),
@@ -178,6 +183,42 @@ def test_nothing_is_written_when_the_config_does_not_fit(tmp_path):
         with pytest.raises(ValueError, match=r"mesh|microbatch|vocabulary"):
             train(tiny_config(**changes), workdir)
     assert not workdir.exists()
+
+
+def test_tokens_outside_the_vocabulary_are_found_before_anything_is_written(tmp_path):
+    write_nanogpt(tmp_path / "tokens", np.full(1000, 60_000), np.arange(1000))
+    config = tiny_config(
+        model=dataclasses.replace(tiny_config().model, vocab_size=50_257),
+        data=TokenShardsConfig(path=str(tmp_path / "tokens")),
+    )
+    with pytest.raises(ValueError, match="holds the token id 60000"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_mixture_waits_for_slow_data_and_says_so(tmp_path, monkeypatch, capsys):
+    for i in range(2):
+        stream = np.random.default_rng(i).integers(0, 257, 3000)
+        records = {"train": np.split(stream, 10), "test": np.split(stream[:600], 2)}
+        meta = {"format": "maxmars-tfds-tokens", "tokenizer": "byte", "tokenizer_digest": "0"}
+        meta |= {"vocab_size": 257, "splits": {}}
+        write_tfds(tmp_path / str(i), records, shape=(300,), metadata=meta)
+    paths = [str(tmp_path / str(i) / "tokens" / "1.0.0") for i in range(2)]
+    parts = tuple(MixturePart(path=path, weight=0.5) for path in paths)
+    model = dataclasses.replace(tiny_config().model, document_end_id=256)
+    read = TrainRows.__next__
+
+    def slow_read(rows):
+        time.sleep(0.4)
+        return read(rows)
+
+    monkeypatch.setattr(TrainRows, "__next__", slow_read)
+    config = tiny_config(data=MixtureConfig(parts=parts), model=model, num_steps=5)
+    train(config, tmp_path / "run")
+    waits, times = (series(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time"))
+    assert 0.2 < waits[5] < times[5]
+    assert f"validation takes split 'test' of {paths[1]}" in capsys.readouterr().out
+    assert load_config(tmp_path / "run" / "checkpoints") == config
 
 
 def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):

@@ -8,10 +8,10 @@ from maxmars.config import (
     GPT2Config,
     LogConfig,
     MeshConfig,
-    PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 MODEL = GPT2Config(

@@ -279,7 +279,8 @@ class WholeStep:
         import jax
         import jax.numpy as jnp
 
-        from maxmars.config import MeshConfig, PythonSourcesConfig, TrainConfig
+        from maxmars.config import MeshConfig, TrainConfig
+        from maxmars.data_config import PythonSourcesConfig
         from maxmars.sharding import make_mesh
         from maxmars.train_step import init_train_state, make_train_step
 

@@ -7,71 +7,118 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32, Int32, Integer
 
-from maxmars.config import DataConfig, PythonSourcesConfig, TokenShardsConfig, TrainConfig
+from maxmars.config import GPT2Config, TrainConfig
+from maxmars.data.examples import Examples, Interleaving, ValidationWindows, training_examples
+from maxmars.data.formats import open_split
+from maxmars.data.local_copy import local_copy
 from maxmars.data.prepare import prepare_python_sources
-from maxmars.data.sources import TokenShards, TokenWindows
+from maxmars.data.streams import TokenStream
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from maxmars.data_config import DataConfig, MixtureConfig, PythonSourcesConfig, TokenShardsConfig
 from maxmars.sharding import batch_shards, local_rows, to_device
 
+_END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
+T = TypeVar("T")
 
-def data_directory(config: DataConfig) -> Path:
-    """Directory of token shards that a config means; prepared first if it can be.
+
+@dataclass(frozen=True, kw_only=True)
+class SplitTokens:
+    """The opened streams of one split that a config means, and their weights."""
+
+    streams: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all streams."""
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def tokenizer(self) -> str:
+        """Name of the tokenizer, which is that of all streams."""
+        return self.streams[0].tokenizer
+
+
+def open_data(config: DataConfig, split: str, *, model: GPT2Config) -> SplitTokens:
+    """The tokens of a split (`train` or `val`), copied and verified first if the config says so.
 
     Raises:
-      ValueError: prepared data in the cache is damaged.
+      FileNotFoundError: there is no such directory, or nothing in it that can be read.
+      ValueError: files are damaged, a directory lacks the split, the parts of a mixture have
+        different tokenizers, or these do not fit the model.
+      OSError: `cache_dir` has too little space.
     """
+    streams, weights = [], []
+    for directory, weight in _directories(config):
+        streams.append(open_split(directory, split))
+        weights.append(weight)
+    for stream in streams:
+        _check_vocabulary(stream, model)
+    _check_tokenizers(streams)
+    if config.verify:
+        for stream in streams:
+            stream.verify()
+    return SplitTokens(streams=tuple(streams), weights=tuple(weights))
+
+
+def _directories(config: DataConfig) -> Iterator[tuple[Path, float]]:
+    """Directories of tokens that a config means, prepared or copied if need be, and weights."""
     match config:
         case TokenShardsConfig():
-            return Path(config.path).expanduser()
+            yield _local(config.path, config.cache_dir), 1.0
+        case MixtureConfig():
+            for part in config.parts:
+                yield _local(part.path, config.cache_dir), part.weight
         case PythonSourcesConfig():
-            return prepare_python_sources()
+            yield prepare_python_sources(), 1.0
 
 
-def open_split(config: DataConfig, split: str, *, model_vocab_size: int) -> TokenShards:
-    """The tokens of a split (`train` or `val`), verified if the config says so.
+def _local(path: str, cache_dir: str | None) -> Path:
+    directory = Path(path).expanduser()
+    return directory if cache_dir is None else local_copy(directory, Path(cache_dir).expanduser())
 
-    Raises:
-      FileNotFoundError: there is no such directory.
-      ValueError: its files are damaged, it lacks the split, or the tokens have a larger vocabulary
-        than the model.
-    """
-    shards = TokenShards(data_directory(config), split)
-    if shards.vocab_size > model_vocab_size:
+
+def _check_vocabulary(stream: TokenStream, model: GPT2Config) -> None:
+    if stream.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the tokens in {shards.directory} have a vocabulary of {shards.vocab_size} "
-            f"({shards.tokenizer}), more than model.vocab_size={model_vocab_size}; set "
-            f"model.vocab_size={shards.vocab_size} or prepare the text with another tokenizer."
+            f"the tokens in {stream.directory} have a vocabulary of {stream.vocab_size} "
+            f"({stream.tokenizer}), more than model.vocab_size={model.vocab_size}; set "
+            f"model.vocab_size={stream.vocab_size} or prepare the text with another tokenizer."
         )
-    if config.verify:
-        shards.verify()
-    return shards
+    end = _END_OF_TEXT.get(stream.tokenizer)
+    if model.document_end_id is not None and end not in (None, model.document_end_id):
+        raise ValueError(
+            f"documents in {stream.directory} ({stream.tokenizer}) end with the token {end}, not "
+            f"with model.document_end_id={model.document_end_id}; set it to {end} or to None."
+        )
 
 
-def training_examples(windows: TokenWindows, *, seed: int, shuffle: bool) -> grain.MapDataset:
-    """The endless stream of training windows, by example index.
-
-    Every run of `len(windows)` examples from a multiple of it is one epoch: each window once, in a
-    new random order if `shuffle`, else in the order of the text.
-    """
-    dataset = grain.MapDataset.source(windows)
-    if shuffle:
-        # Not shuffle(seed=seed): epoch e of seed s would then be epoch 0 of seed s + e.
-        dataset = dataset.seed(seed).shuffle()
-    return dataset.repeat()
+def _check_tokenizers(streams: Sequence[TokenStream]) -> None:
+    first = streams[0]
+    for other in streams[1:]:
+        digests = {first.tokenizer_digest, other.tokenizer_digest} - {None}
+        if first.tokenizer != other.tokenizer or len(digests) > 1:
+            found = [f"{s.directory} ({s.tokenizer}, {s.tokenizer_digest})" for s in (first, other)]
+            raise ValueError(
+                f"the parts of a mixture need one tokenizer, but {' and '.join(found)} have two; "
+                "prepare the text of one again with the tokenizer of the other."
+            )
 
 
 class TrainRows:
-    """The rows of each step that one process needs, by index, in plain NumPy.
+    """The rows of each step that one process needs, in plain NumPy.
 
     Why not `grain.experimental.ElasticIterator`, which also keeps one integer of state: it deals
     process p of n the rows p, p + n, p + 2n, ... Which rows a process needs is up to the mesh, and
@@ -81,12 +128,12 @@ class TrainRows:
       examples: see `training_examples`.
       rows: row numbers in the global batch, [microbatches, local rows] (see `local_rows`).
       global_batch_size: examples a step.
-      position: example index of row 0 of step 0.
+      position: example index of row 0 of the first step.
     """
 
     def __init__(
         self,
-        examples: grain.MapDataset,
+        examples: Examples,
         rows: Integer[np.ndarray, "microbatches rows"],
         *,
         global_batch_size: int,
@@ -98,30 +145,68 @@ class TrainRows:
         self._global_batch_size = global_batch_size
         self._position = position
 
-    def __len__(self) -> int:
-        """As good as endless."""
-        return sys.maxsize
+    def __iter__(self) -> Iterator[Int32[np.ndarray, "microbatches rows window"]]:
+        """Itself."""
+        return self
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, "microbatches rows window"]:
-        """The rows of step `index`, counted from `position`."""
-        first = self._position + index * self._global_batch_size
-        windows = [self._examples[first + row] for row in self._rows.ravel().tolist()]
+    def __next__(self) -> Int32[np.ndarray, "microbatches rows window"]:
+        """The rows of the next step; there always is one."""
+        windows = [self._examples[self._position + row] for row in self._rows.ravel().tolist()]
+        self._position += self._global_batch_size
         return np.stack(windows).reshape(*self._rows.shape, -1)
+
+
+class ReadAhead(Generic[T]):
+    """An endless iterator over what a function returns, called ahead of time in a thread.
+
+    One thread hides the latency of disk and transfer; more only contend for the interpreter. An
+    error of the function is raised where its result would have been taken.
+    """
+
+    def __init__(self, produce: Callable[[], T], depth: int) -> None:
+        """Keep `depth` results ready; 0 calls when asked."""
+        self._produce = produce
+        self._executor = ThreadPoolExecutor(1, "maxmars-data") if depth else None
+        self._ready: collections.deque[Future[T]] = collections.deque()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        if self._executor is not None:
+            self._ready.append(self._executor.submit(self._produce))
+
+    def __iter__(self) -> Iterator[T]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> T:
+        """The next result; there always is one."""
+        if self._executor is None:
+            return self._produce()
+        result = self._ready.popleft().result()
+        self._submit()
+        return result
+
+    def close(self) -> None:
+        """End the thread, after the call that it is in."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
 
 
 class TrainBatches:
     """Iterator over the batches of training, on the mesh.
 
     Each is an int32 array [num_microbatches, microbatch_size, max_seq_len + 1]: microbatch j is the
-    j-th run of rows of the global batch. A thread reads ahead, which does not show in `position`.
+    j-th run of rows of the global batch. A thread reads ahead and puts batches on the devices while
+    the steps before run; that does not show in `position`.
 
     Args:
-      shards: the training tokens.
-      config: takes seed, batch sizes, max_seq_len and data.shuffle from it.
+      tokens: the training tokens.
+      config: takes seed, batch sizes, max_seq_len and data.order from it.
       mesh: where the batches go.
       position: index of the first example, for a resume. It counts examples, not steps, so that a
         run that continues with another batch size repeats and skips nothing.
-      prefetch_steps: batches to read ahead; 0 reads when asked.
+      prefetch_steps: batches to have ready on the devices; 0 reads when asked.
 
     Raises:
       ValueError: there are too few tokens for one batch.
@@ -129,31 +214,36 @@ class TrainBatches:
 
     def __init__(
         self,
-        shards: TokenShards,
+        tokens: SplitTokens,
         config: TrainConfig,
         mesh: Mesh,
         *,
         position: int = 0,
-        prefetch_steps: int = 4,
+        prefetch_steps: int = 2,
     ) -> None:
         """Start at `position`."""
-        windows = TokenWindows(shards, config.model.max_seq_len)
-        _check_batch(shards, windows, config)
-        self._mesh = mesh
-        self._microbatch_size = config.microbatch_size
+        _check_batch(tokens, config)
         self._global_batch_size = config.global_batch_size
         self._position = position
+        examples = training_examples(
+            tokens.streams,
+            tokens.weights,
+            length=config.model.max_seq_len,
+            seed=config.seed,
+            order=config.data.order,
+        )
         rows = TrainRows(
-            training_examples(windows, seed=config.seed, shuffle=config.data.shuffle),
+            examples,
             local_rows(mesh, (config.num_microbatches, config.microbatch_size)),
             global_batch_size=config.global_batch_size,
             position=position,
         )
-        # One thread hides the latency of the disk; more only contend for the interpreter.
-        reading = grain.ReadOptions(
-            num_threads=min(prefetch_steps, 1), prefetch_buffer_size=prefetch_steps
-        )
-        self._local: Any = iter(grain.MapDataset.source(rows).to_iter_dataset(reading))
+
+        def batch() -> jax.Array:
+            # Waits for the transfer, so that a batch that is ready is one on the devices.
+            return to_device(mesh, next(rows), config.microbatch_size).block_until_ready()
+
+        self._batches = ReadAhead(batch, prefetch_steps)
 
     @property
     def position(self) -> int:
@@ -166,23 +256,29 @@ class TrainBatches:
 
     def __next__(self) -> Int32[jax.Array, "microbatches rows window"]:
         """The next batch; there always is one."""
-        local = next(self._local)
+        batch = next(self._batches)
         self._position += self._global_batch_size
-        return to_device(self._mesh, local, self._microbatch_size)
+        return batch
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._local.close()
+        self._batches.close()
 
 
-def _check_batch(shards: TokenShards, windows: TokenWindows, config: TrainConfig) -> None:
-    if len(windows) < config.global_batch_size:
-        raise ValueError(
-            f"split {shards.split!r} of {shards.directory} has {shards.num_tokens} tokens, too few "
-            f"for one batch of global_batch_size={config.global_batch_size} sequences of "
-            f"model.max_seq_len={config.model.max_seq_len} tokens: that makes {len(windows)} "
-            "sequences. Prepare more text or lower one of the two."
-        )
+def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
+    """Check that no stream repeats itself within one batch."""
+    length, batch_size = config.model.max_seq_len, config.global_batch_size
+    shares = Interleaving(tokens.weights).counts(batch_size)
+    for stream, share in zip(tokens.streams, shares, strict=True):
+        num_windows = (stream.num_tokens - 1) // length
+        if num_windows < share:
+            part = "" if share == batch_size else f", of which it has {share}"
+            raise ValueError(
+                f"split {stream.split!r} of {stream.directory} has {stream.num_tokens} tokens, too "
+                f"few for one batch of global_batch_size={batch_size} sequences of "
+                f"model.max_seq_len={length} tokens{part}: that makes {num_windows} sequences. "
+                "Prepare more text or lower one of the two."
+            )
 
 
 class ValidationBatches:
@@ -193,7 +289,7 @@ class ValidationBatches:
     on each mesh; only the filling differs.
 
     Args:
-      shards: the validation tokens.
+      tokens: the validation tokens; see `ValidationWindows` for those of a mixture.
       config: takes the eval group, eval_batch_size and max_seq_len from it.
       mesh: where the batches go.
 
@@ -204,9 +300,10 @@ class ValidationBatches:
       ValueError: there are too few tokens for one window.
     """
 
-    def __init__(self, shards: TokenShards, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, tokens: SplitTokens, config: TrainConfig, mesh: Mesh) -> None:
         """Find out how many windows and rows there are; read none."""
-        self._windows = TokenWindows(shards, config.model.max_seq_len)
+        length = config.model.max_seq_len
+        self._windows = ValidationWindows(tokens.streams, tokens.weights, length)
         self._mesh = mesh
         self.num_windows = min(config.eval.num_windows, len(self._windows))
         parts = batch_shards(mesh)

@@ -24,9 +24,9 @@ from maxmars.data.sources import (
     Metadata,
     Shard,
     Split,
-    TokenShards,
     write_metadata,
 )
+from maxmars.data.streams import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, Tokenizer
 
 MIN_DOCUMENTS_TO_HASH = 100

@@ -1,4 +1,4 @@
-"""Token shards on disk: their description, reading them, and the windows a model trains on.
+"""Token shards on disk: their description.
 
 A directory of token shards holds `train_00000.bin`, ..., `val_00000.bin`, ...: raw little-endian
 token ids, uint16 or uint32; and `meta.json`, which describes them (see `Metadata`). The shards of a
@@ -7,22 +7,19 @@ split, one after the other, are one stream of tokens.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int32
 from rich.console import Console
 from rich.status import Status
 
 FORMAT = "maxmars-tokens"
 VERSION = 1
 _PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
-_AGAIN = "delete the directory and prepare it again"
+AGAIN = "delete the directory and prepare it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ def read_metadata(directory: str | Path) -> Metadata:
         fields = json.loads(path.read_text())
         found = fields.pop("format"), fields.pop("version")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no description of token shards; {_AGAIN}.") from error
+        raise ValueError(f"{path} is no description of token shards; {AGAIN}.") from error
     if found != (FORMAT, VERSION):
         raise ValueError(
             f"{path} is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
@@ -99,156 +96,12 @@ def read_metadata(directory: str | Path) -> Metadata:
         splits = {name: _split_from(split) for name, split in fields.pop("splits").items()}
         return Metadata(**fields, splits=splits)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {_AGAIN}.") from error
+        raise ValueError(f"{path} is damaged ({error}); {AGAIN}.") from error
 
 
 def _split_from(fields: dict[str, Any]) -> Split:
     shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
     return Split(**fields, shards=shards)
-
-
-class TokenShards:
-    """The tokens of one split as one stream, over all its shards.
-
-    Files are mapped when they are first read, so that an object travels to another process as its
-    path. Construction compares the sizes of the files with `meta.json`; `verify` reads them.
-
-    Attributes:
-      directory: where the shards are.
-      split: `train` or `val`.
-      metadata: what `meta.json` says.
-
-    Raises:
-      FileNotFoundError: the directory, its `meta.json` or one of the shards is missing.
-      ValueError: `meta.json` is damaged, has no such split, or a shard has the wrong size.
-    """
-
-    def __init__(self, directory: str | Path, split: str) -> None:
-        """Check the files of a split; map none."""
-        self.directory = Path(directory)
-        self.split = split
-        self.metadata = read_metadata(directory)
-        if split not in self.metadata.splits:
-            raise ValueError(
-                f"the token directory {directory} has no split {split!r}, only "
-                f"{', '.join(self.metadata.splits) or 'none'}; prepare it again with a "
-                "validation fraction greater than 0."
-            )
-        self._dtype = np.dtype(self.metadata.dtype).newbyteorder("<")
-        self._shards = self.metadata.splits[split].shards
-        self._starts = np.cumsum([0, *(s.num_tokens for s in self._shards)])
-        self._maps: dict[int, np.ndarray] = {}
-        for shard in self._shards:
-            self._check_size(shard)
-
-    def _check_size(self, shard: Shard) -> None:
-        path, expected = self.directory / shard.file, shard.num_tokens * self._dtype.itemsize
-        if not path.is_file():
-            raise FileNotFoundError(f"the token shard {path} is missing; {_AGAIN}.")
-        if path.stat().st_size != expected:
-            raise ValueError(
-                f"the token shard {path} has {path.stat().st_size} bytes, but meta.json says "
-                f"{expected}: it was cut short or written over; {_AGAIN}."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the mapped files."""
-        return {**self.__dict__, "_maps": {}}
-
-    def __repr__(self) -> str:
-        """Directory and split, for messages."""
-        return f"TokenShards({str(self.directory)!r}, {self.split!r})"
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the split."""
-        return int(self._starts[-1])
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary."""
-        return self.metadata.vocab_size
-
-    @property
-    def tokenizer(self) -> str:
-        """Name of the tokenizer."""
-        return self.metadata.tokenizer
-
-    def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
-        """The tokens [start, start + length) of the stream, across the borders of shards.
-
-        Raises:
-          ValueError: some of them lie outside the stream.
-        """
-        if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise ValueError(
-                f"tokens [{start}, {start + length}) lie outside the {self.num_tokens} tokens "
-                f"of split {self.split!r} in {self.directory}."
-            )
-        tokens = np.empty(length, np.int32)
-        done, shard = 0, int(np.searchsorted(self._starts, start, "right")) - 1
-        while done < length:
-            offset = start + done - int(self._starts[shard])
-            part = self._map(shard)[offset : offset + length - done]
-            tokens[done : done + len(part)] = part
-            done += len(part)
-            shard += 1
-        return tokens
-
-    def _map(self, shard: int) -> np.ndarray:
-        tokens = self._maps.get(shard)
-        if tokens is None:
-            # A plain array on the map: slicing np.memmap itself costs several microseconds.
-            mapped = np.memmap(self.directory / self._shards[shard].file, self._dtype, "r")
-            tokens = self._maps[shard] = mapped.view(np.ndarray)
-        return tokens
-
-    def verify(self) -> None:
-        """Compare every shard of the split with its checksum.
-
-        Raises:
-          ValueError: a shard differs; the message names it.
-        """
-        with LateStatus() as status:
-            for i, shard in enumerate(self._shards):
-                status.update(f"verifying {self.split} shard {i + 1} of {len(self._shards)}")
-                path = self.directory / shard.file
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != shard.sha256:
-                    raise ValueError(
-                        f"the token shard {path} does not match its checksum: its SHA-256 is "
-                        f"{found}, but meta.json says {shard.sha256}; {_AGAIN}."
-                    )
-
-
-class TokenWindows:
-    """The non-overlapping windows of a stream, by index.
-
-    Window i is the `length` tokens from `i * length` on and the one after them: inputs are
-    `window[:-1]`, targets `window[1:]`, so each token but the first is predicted once.
-
-    Raises:
-      ValueError: the stream is too short for one window.
-    """
-
-    def __init__(self, shards: TokenShards, length: int) -> None:
-        """Windows of `length` + 1 tokens over `shards`."""
-        self._shards = shards
-        self._length = length
-        if len(self) < 1:
-            raise ValueError(
-                f"split {shards.split!r} of {shards.directory} has {shards.num_tokens} tokens, too "
-                f"few for one window of {length} + 1; prepare more text or lower model.max_seq_len."
-            )
-
-    def __len__(self) -> int:
-        """Number of windows."""
-        return (self._shards.num_tokens - 1) // self._length
-
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
-        """Window `index`, which must lie in [0, len)."""
-        return self._shards.read(index * self._length, self._length + 1)
 
 
 class LateStatus:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maxmars.config import *
+from maxmars.data_config import *
 from maxmars.optimizer_config import *
 
 def make(**fields):
@@ -157,6 +158,22 @@ def test_overrides_change_leaves(write):
     assert config.model.remat == "dots"
     assert config.gradient_clip_norm is None
     assert config.eval.every == 7
+
+
+def test_overrides_change_leaves_of_a_mixture(write):
+    body = """
+def get_config():
+    parts = (MixturePart(path="a", weight=0.7), MixturePart(path="b", weight=0.3))
+    fields = dict(num_steps=1, global_batch_size=8, model=GPT2Config.small())
+    return TrainConfig(
+        name="mix", data=MixtureConfig(parts=parts), optimizer=AdamWConfig(), **fields
+    )
+"""
+    overrides = ["--data.parts.1.weight", "0.1", "--data.parts.0.path", "c"]
+    overrides += ["--data.order", "random_windows", "--data.cache-dir", "/local"]
+    data = parse_config(write(body), overrides, "maxmars train").data
+    assert [(part.path, part.weight) for part in data.parts] == [("c", 0.7), ("b", 0.1)]
+    assert (data.order, data.cache_dir) == ("random_windows", "/local")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).resolve().parents[2]
 
 CONFIG_FILE = """
-from maxmars.config import GPT2Config, PythonSourcesConfig, TrainConfig
+from maxmars.config import GPT2Config, TrainConfig
+from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig
 
 def get_config():

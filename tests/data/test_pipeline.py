@@ -1,29 +1,35 @@
 import dataclasses
 import hashlib
 import itertools
+import shutil
+import threading
 
 import grain
 import jax
 import numpy as np
 import pytest
 from tiny import tiny_config
+from token_directories import write_nanogpt, write_shards
 
-from maxmars.config import EvalConfig, MeshConfig, PythonSourcesConfig, TokenShardsConfig
+from maxmars.config import EvalConfig, MeshConfig
+from maxmars.data.examples import Interleaving, TokenWindows, ValidationWindows, training_examples
 from maxmars.data.pipeline import (
+    ReadAhead,
+    SplitTokens,
     TrainBatches,
     TrainRows,
     ValidationBatches,
-    data_directory,
-    open_split,
-    training_examples,
+    open_data,
 )
 from maxmars.data.prepare import prepare
-from maxmars.data.sources import TokenShards, TokenWindows
+from maxmars.data.streams import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.data_config import MixtureConfig, MixturePart, PythonSourcesConfig, TokenShardsConfig
 from maxmars.sharding import batch_sharding, make_mesh
 
 LENGTH = 16  # the tiny config's max_seq_len
 BATCH = 16  # and its global_batch_size
+BYTE_DIGEST = ByteTokenizer().digest
 # SHA-256 of the first 12 steps of seed 0, int32.
 DIGEST = "24bff5c9e565c3f2452b2ccc90340c6e1f6d4b15eae85b97acbd70084cbbc39c"
 ORDER = [
@@ -57,14 +63,18 @@ def val(directory):
     return TokenShards(directory, "val")
 
 
-def config_of(directory, *, shuffle=True, **changes):
-    data = TokenShardsConfig(path=str(directory), shuffle=shuffle)
+def config_of(directory, *, order="shuffled", **changes):
+    data = TokenShardsConfig(path=str(directory), order=order)
     return tiny_config(**({"data": data} | changes))
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     return make_mesh(config, jax.devices()[: data * fsdp * tensor])
+
+
+def split_of(stream):
+    return SplitTokens(streams=(stream,), weights=(1.0,))
 
 
 def windows_of(shards):
@@ -81,44 +91,134 @@ def take(batches, steps):
 
 
 def stream(shards, config, steps=12, mesh=None, **options):
-    return take(TrainBatches(shards, config, mesh or mesh_of(), **options), steps)
+    return take(TrainBatches(split_of(shards), config, mesh or mesh_of(), **options), steps)
 
 
-def rows_of(shards, rows, *, seed=0, shuffle=True, position=0):
-    examples = training_examples(TokenWindows(shards, LENGTH), seed=seed, shuffle=shuffle)
+def examples_of(stream, *, seed=0, order="shuffled"):
+    return training_examples([stream], [1.0], length=LENGTH, seed=seed, order=order)
+
+
+def rows_of(shards, rows, *, position=0):
+    examples = examples_of(shards)
     return TrainRows(examples, rows, global_batch_size=BATCH, position=position)
 
 
-def test_data_directory(directory, monkeypatch, tmp_path):
-    assert data_directory(TokenShardsConfig(path=str(directory))) == directory
+def test_the_python_sources_are_prepared(monkeypatch, tmp_path):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
-    assert data_directory(PythonSourcesConfig()).parent == tmp_path
+    model = dataclasses.replace(tiny_config().model, document_end_id=256)
+    tokens = open_data(PythonSourcesConfig(), "val", model=model)
+    assert tokens.streams[0].directory.parent == tmp_path
+    assert (tokens.tokenizer, tokens.weights) == ("byte", (1.0,))
 
 
 def test_vocabulary_must_fit(directory):
-    config = TokenShardsConfig(path=str(directory))
-    assert open_split(config, "train", model_vocab_size=257).split == "train"
+    config, model = TokenShardsConfig(path=str(directory)), tiny_config().model
+    assert open_data(config, "train", model=model).streams[0].split == "train"
+    small = dataclasses.replace(model, vocab_size=256)
     with pytest.raises(ValueError, match=r"257 \(byte\), more than model\.vocab_size=256; set"):
-        open_split(config, "train", model_vocab_size=256)
+        open_data(config, "train", model=small)
+
+
+def test_the_end_of_documents_must_be_the_tokenizers(directory):
+    config = TokenShardsConfig(path=str(directory))
+    model = dataclasses.replace(tiny_config().model, document_end_id=0)
+    with pytest.raises(ValueError, match=r"with the token 256, not with model\.document_end_id=0"):
+        open_data(config, "train", model=model)
 
 
 def test_verify_when_asked(directory, tmp_path):
     copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in directory.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(directory, copy)
     shard = copy / "train_00000.bin"
     shard.write_bytes(shard.read_bytes()[::-1])
-    config = TokenShardsConfig(path=str(copy))
-    open_split(config, "train", model_vocab_size=257)
+    config, model = TokenShardsConfig(path=str(copy)), tiny_config().model
+    open_data(config, "train", model=model)
     config = dataclasses.replace(config, verify=True)
     with pytest.raises(ValueError, match="does not match its checksum"):
-        open_split(config, "train", model_vocab_size=257)
+        open_data(config, "train", model=model)
+
+
+def mixture_of(*directories, weights=(0.7, 0.3), **fields):
+    parts = zip(map(str, directories), weights, strict=True)
+    parts = tuple(MixturePart(path=path, weight=weight) for path, weight in parts)
+    return MixtureConfig(parts=parts, **fields)
+
+
+def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
+    model = dataclasses.replace(tiny_config().model, vocab_size=50257)
+    tokens = np.arange(2000) % 257
+    write_nanogpt(tmp_path / "gpt2", tokens, tokens)
+    write_shards(tmp_path / "bytes", tokens, vocab_size=257)  # of a byte tokenizer that is not ours
+    for other, found in (("gpt2", r"\(gpt2, None\)"), ("bytes", r"\(byte, [0-9a-f]{64}\)")):
+        config = mixture_of(directory, tmp_path / other)
+        with pytest.raises(ValueError, match=f"one tokenizer, but .*tokens.* and .*{found} have"):
+            open_data(config, "train", model=model)
+    write_shards(tmp_path / "known", tokens, tokenizer="gpt2", vocab_size=50257)
+    config = mixture_of(tmp_path / "gpt2", tmp_path / "known")  # where no digest is known, the name
+    assert open_data(config, "train", model=model).tokenizer == "gpt2"
+
+
+def test_a_mixture_through_the_mesh(directory, tmp_path):
+    other = np.arange(1000) % 50  # the first directory's ids are at least 32, most above 50
+    write_shards(tmp_path / "other", other, other, vocab_size=257)
+    meta = tmp_path / "other" / "meta.json"
+    meta.write_text(meta.read_text().replace(hashlib.sha256(b"byte").hexdigest(), BYTE_DIGEST))
+    config = tiny_config(data=mixture_of(directory, tmp_path / "other", order="sequential"))
+    tokens = open_data(config.data, "train", model=config.model)
+    found = take(TrainBatches(tokens, config, mesh_of(2, 2, 2)), 5).reshape(80, -1)
+    parts = [windows_of(stream) for stream in tokens.streams]
+    interleaving = Interleaving([0.7, 0.3])
+    for i, window in enumerate(found):
+        part, position = interleaving.locate(i)
+        assert np.array_equal(window, parts[part][position % len(parts[part])])
+    assert tokens.num_tokens == sum(stream.num_tokens for stream in tokens.streams)
+
+    val = open_data(config.data, "val", model=config.model)
+    scored_windows, _ = scored(ValidationBatches(val, config, mesh_of(2, 2, 2)))
+    expected = ValidationWindows(val.streams, val.weights, LENGTH)
+    assert np.array_equal(scored_windows, [expected[i] for i in range(20)])
+
+    many = dataclasses.replace(config, global_batch_size=256, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"=16 tokens, of which it has 179: that makes 160 sequ"):
+        TrainBatches(tokens, many, mesh_of())
+
+
+def test_reading_ahead_raises_where_the_result_was_taken():
+    numbers = itertools.count()
+
+    def produce():
+        number = next(numbers)
+        if number == 3:
+            raise ValueError("three")
+        return number
+
+    for depth in (0, 1, 5):
+        numbers = itertools.count()
+        ahead = ReadAhead(produce, depth)
+        assert list(itertools.islice(ahead, 3)) == [0, 1, 2]
+        with pytest.raises(ValueError, match="three"):
+            next(ahead)
+        ahead.close()
+
+
+def test_the_next_batch_is_made_while_the_last_is_used():
+    made = threading.Semaphore(0)
+
+    def produce():
+        made.release()
+
+    ahead = ReadAhead(produce, 2)
+    for _ in range(4):
+        next(ahead)
+    for _ in range(6):  # the four that were taken and two more, without being asked for
+        assert made.acquire(timeout=10)
+    assert not made.acquire(timeout=0.05)
+    ahead.close()
 
 
 def test_in_order_without_shuffle(train):
     windows = windows_of(train)
-    found = stream(train, config_of(train.directory, shuffle=False), steps=25)
+    found = stream(train, config_of(train.directory, order="sequential"), steps=25)
     expected = windows[np.arange(25 * BATCH) % len(windows)].reshape(25, BATCH, -1)
     assert np.array_equal(found, expected)
 
@@ -126,7 +226,7 @@ def test_in_order_without_shuffle(train):
 def test_epochs_are_permutations_without_replacement(train):
     windows = TokenWindows(train, LENGTH)
     index = {window.tobytes(): i for i, window in enumerate(windows_of(train))}
-    examples = training_examples(windows, seed=3, shuffle=True)
+    examples = examples_of(train, seed=3)
     count = len(windows)
     order = np.array([index[examples[i].tobytes()] for i in range(3 * count)]).reshape(3, count)
     assert np.array_equal(np.sort(order), np.tile(np.arange(count), (3, 1)))
@@ -139,7 +239,7 @@ def test_seeds_do_not_share_epochs(train):
     windows = TokenWindows(train, LENGTH)
     epochs = set()
     for seed in range(4):
-        examples = training_examples(windows, seed=seed, shuffle=True)
+        examples = examples_of(train, seed=seed)
         for epoch in range(4):
             first = range(epoch * len(windows), (epoch + 1) * len(windows))
             epochs.add(b"".join(examples[i].tobytes() for i in first))
@@ -151,7 +251,7 @@ def test_order_is_pinned(train):
     dataset = grain.MapDataset.source(range(1000)).seed(7).shuffle().repeat()
     order = [int(dataset[i]) for i in [0, 1, 2, 999, 1000, 1001]]
     assert order == ORDER
-    examples = training_examples(TokenWindows(train, LENGTH), seed=7, shuffle=True)
+    examples = examples_of(train, seed=7)
     windows = windows_of(train)
     dataset = grain.MapDataset.source(range(len(windows))).seed(7).shuffle().repeat()
     for i in range(0, 400, 7):
@@ -164,14 +264,14 @@ def test_stream_is_the_same(train, num_microbatches, prefetch_steps):
     config = config_of(train.directory, num_microbatches=num_microbatches)
     found = stream(train, config, prefetch_steps=prefetch_steps)
     plain = rows_of(train, np.arange(BATCH)[None])
-    assert np.array_equal(found, np.concatenate([plain[step] for step in range(12)]))
+    assert np.array_equal(found, np.concatenate([next(plain) for _ in range(12)]))
     assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 4)])
 def test_stream_is_the_same_on_every_mesh(train, sizes):
     mesh = mesh_of(*sizes)
-    batches = TrainBatches(train, config_of(train.directory), mesh)
+    batches = TrainBatches(split_of(train), config_of(train.directory), mesh)
     batch = next(batches)
     assert (batch.shape, batch.dtype) == ((2, 8, LENGTH + 1), np.int32)
     assert batch.sharding.is_equivalent_to(batch_sharding(mesh), 3)
@@ -193,7 +293,7 @@ def test_stream_is_the_same_for_every_number_of_processes(train, processes):
     for rows in processes:
         local = rows_of(train, np.array(rows).reshape(2, -1))
         for step in range(12):
-            found[step, np.array(rows)] = local[step].reshape(len(rows), -1)
+            found[step, np.array(rows)] = next(local).reshape(len(rows), -1)
     assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
 
 
@@ -201,7 +301,7 @@ def test_stream_is_the_same_for_every_number_of_processes(train, processes):
 def test_resume(train, step):
     config = config_of(train.directory)
     whole = stream(train, config)
-    batches = TrainBatches(train, config, mesh_of())
+    batches = TrainBatches(split_of(train), config, mesh_of())
     for _ in range(step):
         next(batches)
     position = batches.position
@@ -238,7 +338,7 @@ def test_one_window_is_enough_for_a_batch_of_one(tmp_path):
 def test_too_few_tokens_for_a_batch(train):
     config = config_of(train.directory, global_batch_size=1024)
     with pytest.raises(ValueError, match="too few for one batch of global_batch_size=1024"):
-        TrainBatches(train, config, mesh_of())
+        TrainBatches(split_of(train), config, mesh_of())
 
 
 def scored(batches):
@@ -256,7 +356,9 @@ def scored(batches):
 @pytest.mark.parametrize("batch_size", [1, 7, 8, 64])
 def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size):
     evaluation = EvalConfig(num_windows=20, batch_size=batch_size)
-    batches = ValidationBatches(val, config_of(val.directory, eval=evaluation), mesh_of(*sizes))
+    batches = ValidationBatches(
+        split_of(val), config_of(val.directory, eval=evaluation), mesh_of(*sizes)
+    )
     expected = windows_of(val)[:20]
     for _ in range(2):  # it can be iterated again
         found, count = scored(batches)
@@ -270,13 +372,13 @@ def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size):
 
 def test_validation_takes_what_is_there(val):
     config = config_of(val.directory, eval=EvalConfig(num_windows=10_000))
-    batches = ValidationBatches(val, config, mesh_of())
+    batches = ValidationBatches(split_of(val), config, mesh_of())
     assert batches.num_windows == len(windows_of(val)) < 10_000
     assert np.array_equal(scored(batches)[0], windows_of(val))
 
 
 def test_validation_in_order_whatever_the_shuffle(val):
-    config = config_of(val.directory, shuffle=True, seed=5)
+    config = config_of(val.directory, seed=5)
     assert np.array_equal(
-        scored(ValidationBatches(val, config, mesh_of()))[0], windows_of(val)[:20]
+        scored(ValidationBatches(split_of(val), config, mesh_of()))[0], windows_of(val)[:20]
     )

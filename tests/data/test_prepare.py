@@ -15,7 +15,8 @@ from maxmars.data.prepare import (
     python_documents,
     text_documents,
 )
-from maxmars.data.sources import Split, TokenShards, read_metadata
+from maxmars.data.sources import Split, read_metadata
+from maxmars.data.streams import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
 
 EOT = ByteTokenizer.eot

@@ -1,0 +1,113 @@
+"""The stream is one function of (seed, index), however the work of reading it is dealt out."""
+
+import hashlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from token_directories import write_shards
+
+from maxmars.config import MeshConfig
+from maxmars.data.examples import training_examples
+from maxmars.data.pipeline import ReadAhead, TrainRows
+from maxmars.data.streams import TokenShards
+from maxmars.sharding import local_rows, make_mesh
+
+LENGTH, SEED = 16, 5
+SETTINGS = 100
+# SHA-256 of the first 1000 examples, int32: of one stream and of a mixture 0.7 : 0.3.
+DIGESTS = {
+    ("one", "shuffled"): "4a9760ecb8fc80530f3c764ac184033b7253b061a71bb4f5030a35d77177bdc0",
+    ("one", "random_windows"): "3bc447ca6e7f561dcb143976f0e29965b99b2c0f729b90cf53b27ef8a46796e5",
+    ("mixture", "shuffled"): "c936aa7d2f405f1e0c57a8c20960c2eb8258dbe2ed26620bce659fed99d99ab2",
+    (
+        "mixture",
+        "random_windows",
+    ): "5e7cffd3a7477efb1cf0c45f4dc561731f33d4e20adb86d3aedc9810da3e4eea",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """Streams of 90 and 60 windows, in shards that no window is aligned with."""
+    path = tmp_path_factory.mktemp("streams")
+    for i, num_tokens in enumerate((1450, 970)):
+        stream = np.random.default_rng(i).integers(0, 257, num_tokens)
+        write_shards(path / str(i), stream, vocab_size=257)
+    return path
+
+
+def examples_of(directory, kind, order):
+    """Opened anew, as each process does."""
+    numbers, weights = ((0,), (1.0,)) if kind == "one" else ((0, 1), (0.7, 0.3))
+    streams = [TokenShards(directory / str(i), "train") for i in numbers]
+    return training_examples(streams, weights, length=LENGTH, seed=SEED, order=order)
+
+
+def random_setting(rng):
+    """Mesh, processes, batch, microbatches and prefetch of a part of a run."""
+    data = 2 ** int(rng.integers(4))
+    fsdp = 2 ** int(rng.integers(4 - data.bit_length() + 1))
+    mesh = MeshConfig(data=data, fsdp=fsdp, tensor=8 // (data * fsdp))
+    num_microbatches = int(rng.integers(1, 4))
+    rows = data * fsdp * int(rng.integers(1, 3))
+    return {
+        "mesh": mesh,
+        "num_processes": 2 ** int(rng.integers(4)),
+        "microbatches": (num_microbatches, rows),
+        "prefetch": int(rng.integers(4)),
+        "num_steps": int(rng.integers(1, 4)),
+    }
+
+
+def run(
+    directory, kind, order, position, *, mesh, num_processes, microbatches, prefetch, num_steps
+):
+    """The rows [steps * batch, window] that the processes of a run from `position` on read."""
+    mesh = make_mesh(mesh)
+    batch_size = int(np.prod(microbatches))
+    found = np.full((num_steps, batch_size, LENGTH + 1), -1, np.int32)
+    for devices in np.split(np.array(jax.devices()), num_processes):
+        rows = local_rows(mesh, microbatches, devices.tolist())
+        source = TrainRows(
+            examples_of(directory, kind, order),
+            rows,
+            global_batch_size=batch_size,
+            position=position,
+        )
+        local = ReadAhead(source.__next__, prefetch)
+        for step in range(num_steps):
+            read = next(local).reshape(rows.size, -1)
+            before = found[step, rows.ravel()]
+            assert np.all((before == -1) | (before == read))  # rows that two processes hold agree
+            found[step, rows.ravel()] = read
+        local.close()
+    return found.reshape(-1, LENGTH + 1)
+
+
+@pytest.mark.parametrize("kind", ["one", "mixture"])
+@pytest.mark.parametrize("order", ["shuffled", "random_windows"])
+def test_random_settings_give_the_same_global_stream(directory, kind, order):
+    """A run that is stopped and goes on with other settings 100 times, over many epochs."""
+    rng = np.random.default_rng([len(kind), len(order)])
+    position, parts, seen = 0, [], set()
+    for _ in range(SETTINGS):
+        setting = random_setting(rng)
+        parts.append(run(directory, kind, order, position, **setting))
+        position += len(parts[-1])
+        seen.add((setting["num_processes"], setting["microbatches"], setting["prefetch"]))
+    found = np.concatenate(parts)
+    examples = examples_of(directory, kind, order)
+    assert np.array_equal(found, [examples[i] for i in range(position)])
+    assert hashlib.sha256(found[:1000].tobytes()).hexdigest() == DIGESTS[kind, order]
+    assert position > 1000  # 90 windows are an epoch of the first stream
+    assert len(seen) > 60
+
+
+def test_a_process_reads_only_its_rows():
+    """The rows of all processes together are the batch, each row once where `tensor` is whole."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    rows = [local_rows(mesh, (3, 16), d.tolist()) for d in np.split(np.array(jax.devices()), 4)]
+    assert [r.shape for r in rows] == [(3, 4)] * 4
+    assert sorted(np.concatenate([r.ravel() for r in rows])) == list(range(48))
