@@ -4,8 +4,8 @@
 
 Choices: size=small|medium|large|xl, data=openwebtext|fineweb_edu, and
 optimizer=adamw|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|mars_shampoo|mars_m.
-`--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`). 480 sequences of 1,024
-tokens a step; 100,000 steps are 49B tokens.
+`--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
+are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens.
 
 Published best validation loss on OpenWebText in nats a token, after 5B / 20B / 50B tokens (10k /
 40k / 100k steps):

@@ -72,7 +72,7 @@ class RandomWindows:
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
         """Window `index`, any integer from 0 on."""
-        bits = int(np.random.Philox(key=self._seed, counter=index).random_raw())
+        bits = np.random.Philox(key=self._seed, counter=index).random_raw()
         start = bits * (self._stream.num_tokens - self._length) >> 64
         return self._stream.read(start, self._length + 1)
 

@@ -1,5 +1,10 @@
 """Copies of token files on a host's own disk, made once a host from a slow place such as a bucket.
 
+Training reads a few kilobytes at a time from random places, which a mounted bucket answers in tens
+of milliseconds each; a copy on a local disk, or in memory under `/dev/shm`, does not have to wait.
+So on a pod: `--data.path /mnt/bucket/tokens --data.cache_dir /local/cache` on every host, each of
+which then copies for itself before the first step.
+
 `data.cache_dir` names the directory. A data set becomes a directory there, named after where it is
 from and what its files are (names, sizes, times), so that another version of the data is another
 copy. The processes of one host share it: one copies, under a lock that ends with its process, the

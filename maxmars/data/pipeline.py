@@ -219,7 +219,7 @@ class TrainBatches:
         mesh: Mesh,
         *,
         position: int = 0,
-        prefetch_steps: int = 2,
+        prefetch_steps: int = 4,
     ) -> None:
         """Start at `position`."""
         _check_batch(tokens, config)
