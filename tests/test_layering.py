@@ -30,8 +30,23 @@ ROWS = (
 # Inside a folder, downwards as well.
 COMMANDS = "any file that is not named in the other rows"
 FOLDERS = {
-    "cli": ("__init__", COMMANDS, "config_file"),
-    "data": ("__init__", "pipeline", "prepare", "sources", "tokenizer"),
+    "cli": ("__init__", COMMANDS, "config_file", "data_tables"),
+    "data": (
+        "__init__",
+        "pipeline",
+        "inspect",
+        "merge",
+        "prepare",
+        "tfds_tokens",
+        "partial_directory",
+        "split_rule",
+        "shard_writer",
+        "sources",
+        "tokenize",
+        "open_corpus",
+        "corpus",
+        "tokenizer",
+    ),
     "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (
         "__init__",

@@ -57,7 +57,7 @@ def test_metadata_round_trip(tmp_path):
     metadata = write_shards(tmp_path / "tokens")
     assert read_metadata(tmp_path / "tokens") == metadata
     fields = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 1)
+    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 2)
     assert "command" not in fields
 
 
@@ -134,8 +134,8 @@ def test_verify(directory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "is of format 'other' version 1, but this maxmars reads"),
-        ({"version": 2}, "version 2, but this maxmars reads 'maxmars-tokens' version 1"),
+        ({"format": "other"}, "is of format 'other' version 2, but this maxmars reads"),
+        ({"version": 1}, "version 1, but this maxmars reads 'maxmars-tokens' version 2"),
         ({"dtype": "float32"}, "dtype is 'float32'"),
         ({"splits": 3}, "is damaged"),
         ({"splits": {"train": {}}}, "is damaged"),

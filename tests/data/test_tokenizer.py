@@ -61,7 +61,7 @@ def test_gpt2_counts_tiny_shakespeare(gpt2, reference_dir):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="no tokenizer 'gpt5'; choose byte or gpt2"):
+    with pytest.raises(ValueError, match="no tokenizer 'gpt5'; choose byte, gpt2, or the path"):
         load_tokenizer("gpt5")
 
 
