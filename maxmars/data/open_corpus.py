@@ -153,8 +153,8 @@ def _no_tfds(name: str, split: str, data_dir: str | None, error: Exception) -> E
     return FileNotFoundError(
         f"cannot open split {split!r} of the TFDS dataset {name!r} {where} "
         f"({type(error).__name__}: {first_line}). It must have been prepared as "
-        f"array_record: run `tfds build {name} --file_format=array_record` where TensorFlow is, and "
-        "name its directory by --data-dir."
+        f"array_record: run `tfds build {name} --file_format=array_record` where TensorFlow is, "
+        "and name its directory by --data-dir."
     )
 
 
