@@ -2,10 +2,10 @@
 
     python tools/bench_prepare.py 'texts/*.txt' [--megabytes 100] [--workers 2] [--repeats 5]
 
-The texts are cut into documents of a few thousand characters and repeated to the size wanted. Both
-sides start their processes by `spawn`, load GPT-2's vocabulary and tokenise the same documents; what
-starting takes counts. Prepare reads them from one JSON-lines file and writes shards with checksums;
-the bare processes have their half in memory and write nothing. They alternate, so that what else
+The texts are cut into documents of a few thousand characters and repeated to the size wanted.
+Both sides start their processes by `spawn`, load the vocabulary of GPT-2 and tokenise the same
+documents; starting counts. Prepare reads them from one JSON-lines file and writes shards with
+checksums; the bare processes have theirs in memory and write nothing. They alternate, so what else
 the machine does hits both; the ratio is the median of the ratios of neighbours.
 """
 
