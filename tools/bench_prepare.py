@@ -1,6 +1,6 @@
 """How fast `maxmars data prepare` tokenises, against processes that do nothing but run tiktoken.
 
-    python tools/bench_prepare.py 'texts/*.txt' [--megabytes 100] [--workers 2] [--repeats 5]
+    python tools/bench_prepare.py 'texts/*.txt' [--megabytes 400] [--workers 2] [--repeats 5]
 
 The texts are cut into documents of a few thousand characters and repeated to the size wanted.
 Both sides start their processes by `spawn`, load the vocabulary of GPT-2 and tokenise the same
@@ -82,7 +82,7 @@ def prepare_seconds(path: Path, directory: Path, workers: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("texts", help="path or glob of UTF-8 text")
-    parser.add_argument("--megabytes", type=float, default=100)
+    parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()

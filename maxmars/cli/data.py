@@ -40,22 +40,24 @@ def prepare(
                                       local imitation of the hub)
       python                          the sources of Python's standard library
 
+    A hash of its name decides whether a document is held out for validation; of fewer than 100
+    documents, the end of each is.
+
     Run again after an interruption, the same command continues; the result is the same.
+
+    With --part, several machines share a corpus, and `maxmars data merge` joins what they made. A
+    part is a run of whole files or, where there are fewer files than parts, every N-th document.
 
     Args:
       source: See above.
       out: Directory to write.
-      tokenizer: `byte` has one token a byte, `gpt2` is GPT-2's BPE of 50257 tokens, a path that
-        ends in .json is a Hugging Face tokenizer.json.
-      validation_fraction: Fraction of the documents to keep for validation, chosen by hash; of
-        fewer than 100 documents, the end of each. By default 0.1, and less of the large datasets
-        named above: 0.01 of wikitext-103, 0.0005 of the others.
+      tokenizer: `byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json.
+      validation_fraction: Part to hold out; by default 0.1, of the large datasets above less.
       text_field: Where the text is in a line or row; by default `text`, or what the preset says.
       data_dir: Where TFDS keeps its datasets, for tfds:NAME.
       eot_token: The token of a tokenizer.json that ends a document.
       workers: Processes that tokenise, by default as many as there are cores; 0 starts none.
-      part: Prepare only part I of N, from 0, to share a corpus between machines. A part is a run
-        of whole files, or every N-th document where there are fewer files. See `merge`.
+      part: Prepare only part I of N, from 0; see above.
       format: `shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source.
       shard_tokens: Tokens a file.
       record_tokens: Tokens a record with --format tfds.

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 _BLOCK_BYTES = 1 << 20
 _COMPRESSION = 3
@@ -297,7 +297,7 @@ def _text_bytes(path: Path, size: int) -> int:
     return size if path.suffix in (".txt", ".jsonl") else size * _COMPRESSION
 
 
-def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
+def _decompressed(raw: BinaryIO, path: Path) -> io.BufferedIOBase | BinaryIO:
     match path.suffix:
         case ".gz":
             return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK_BYTES)  # type: ignore
@@ -311,7 +311,7 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
     except ValueError as error:  # also UnicodeDecodeError
         raise ValueError(f"{where} is no JSON ({error}).") from error
     if not isinstance(row, dict) or field not in row:

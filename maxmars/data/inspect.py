@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,7 @@ _BLOCK_BYTES = 1 << 22
 _BLOCK_TOKENS = 1 << 22
 
 
+@runtime_checkable
 class TokenStream(Protocol):
     """The tokens of a split, by ranges."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maxmars.data.corpus import Corpus, Document, LocalFiles, PythonSources, text_of
 
-_VERSION = re.compile(r"(\d+|\*)(\.(\d+|\*)){2}")
+# NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
+_TFDS_SOURCE = re.compile(r"([^:]+(?::(?:\d+|\*)(?:\.(?:\d+|\*)){2})?)(?::(.+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,10 @@ def open_corpus(
     if source == "python":
         return PythonSources()
     if kind == "tfds" and rest:
-        name, split = _tfds_name(rest)
+        match = _TFDS_SOURCE.fullmatch(rest)
+        if match is None:
+            raise ValueError(f"{source!r} is no TFDS dataset; write tfds:NAME[:split].")
+        name, split = match.groups("train")
         return TfdsCorpus(name, split, text_field=text_field or "text", data_dir=data_dir)
     if source in PRESETS:
         preset = PRESETS[source]
@@ -78,12 +83,6 @@ def open_corpus(
         dataset = _hub_dataset(rest)
         return HubCorpus(dataset, text_field=text_field or dataset.text_field)
     return LocalFiles([source], text_field=text_field or "text")
-
-
-def _tfds_name(rest: str) -> tuple[str, str]:
-    """Name and split; `name:1.0.0` is a version, not a split."""
-    name, colon, split = rest.rpartition(":")
-    return (name, split) if colon and not _VERSION.fullmatch(split) else (rest, "train")
 
 
 def _hub_dataset(rest: str) -> HubDataset:
@@ -196,7 +195,7 @@ class HubCorpus:
         """The texts of the rows; those of one document joined."""
         first_row = self._dataset.first_row
         texts: list[str] = []
-        for row in rows:
+        for row in _read_rows(rows, self.files[file]):
             if self._text_field not in row:
                 raise ValueError(
                     f"{self.files[file]} has no field {self._text_field!r}; name the one with the "
@@ -212,6 +211,16 @@ class HubCorpus:
             texts.append(text)
         if texts:
             yield "".join(texts)
+
+
+def _read_rows(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    try:
+        yield from rows
+    except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
+        raise ConnectionError(
+            f"reading {name} failed ({type(error).__name__}: {error}); when the cause is gone, run "
+            "the same command again to continue."
+        ) from error
 
 
 def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
@@ -233,6 +242,12 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
     except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
         raise _no_hub_dataset(dataset, error) from error
     found = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
+    if any("/partial-" in file for file in found):
+        print(
+            f"warning: the hub's Parquet files hold only a part of {dataset.repository}, as their "
+            "names say",
+            file=sys.stderr,
+        )
     return stream, "\n".join(found)
 
 

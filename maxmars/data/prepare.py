@@ -123,7 +123,7 @@ def prepare(
                 "source": source,
                 "corpus": corpus.fingerprint,
                 "tokenizer": tokenizer.name,
-                "tokenizer_digest": tokenizer.digest,
+                "tokenizer_digest": metadata.tokenizer_digest,
                 "validation_fraction": validation_fraction,
                 "shard_tokens": shard_tokens,
                 "part": None if part is None else list(part),

@@ -138,8 +138,12 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         """Token ids of a text; a lone surrogate becomes `?`."""
-        text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        try:
+            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            text = text.encode("utf-8", "replace").decode()
+            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return tokens.astype(np.uint16)
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text of tokens. A cut character and ids beyond the vocabulary become U+FFFD."""

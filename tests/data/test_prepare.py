@@ -18,7 +18,7 @@ from maxmars.data.corpus import Document, LocalFiles, PythonSources, Texts
 from maxmars.data.partial_directory import PartialDirectory
 from maxmars.data.prepare import prepare, prepare_python_sources
 from maxmars.data.sources import Split, TokenShards, read_metadata
-from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_in
 
 EOT = ByteTokenizer.eot
 
@@ -131,17 +131,47 @@ def test_large_vocabulary_is_uint32(tmp_path, count):
     assert read(tmp_path / "out", "train")[-1] == 69_999
 
 
-def test_gpt2(tmp_path, reference_dir, monkeypatch):
-    pytest.importorskip("tiktoken")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, monkeypatch, workers):
+    """Token for token, and back to the same text, although long documents are cut for workers."""
+    tiktoken = pytest.importorskip("tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    pattern = str(reference_dir / "data" / "*.txt")
     tokenizer = GPT2Tokenizer()
-    text = "The quick brown fox jumps over the lazy dog. " * 10
-    metadata = run([("fox", text)], tmp_path / "out", tokenizer=tokenizer)
-    train, val = read(tmp_path / "out", "train"), read(tmp_path / "out", "val")
-    assert train[-1] == val[-1] == tokenizer.eot
-    assert tokenizer.decode(np.concatenate([train[:-1], val[:-1]])) == text
+    metadata = run(LocalFiles([pattern]), tmp_path / "out", tokenizer=tokenizer, workers=workers)
     assert (metadata.tokenizer, metadata.vocab_size) == ("gpt2", 50257)
     assert metadata.tokenizer_digest == tokenizer.digest
+    encoding = tiktoken.get_encoding("gpt2")
+    streams = [read(tmp_path / "out", split) for split in ("train", "val")]
+    splits = [np.split(stream, np.flatnonzero(stream == 50256) + 1) for stream in streams]
+    paths = sorted((reference_dir / "data").glob("*.txt"))
+    assert len(paths) >= 3
+    for path, train, val in zip(paths, *(split[:-1] for split in splits), strict=True):
+        text = path.read_text()
+        found = np.concatenate([train[:-1], val[:-1]])
+        assert found.tolist() == encoding.encode_ordinary(text)
+        assert len(val) - 1 == int(len(found) * 0.1)
+        assert encoding.decode(found.tolist()) == text
+        assert text.startswith(tokenizer.decode(found[:5000]))
+
+
+def test_json_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    ours = load_tokenizer(tmp_path / "words.json", eot_token="</s>")
+    for workers in (0, 1):
+        out = tmp_path / f"out{workers}"
+        docs = [("x", "a b c " * 10), ("y", "  ")]
+        metadata = run(docs, out, tokenizer=ours, workers=workers)
+        assert read(out, "train").tolist() == [2, 3, 0] * 9 + [1]
+        assert metadata.splits["train"].num_documents == 1  # a text without tokens is left out
+        assert (metadata.tokenizer, metadata.eot_token) == ("tokenizer.json", "</s>")
+        assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
+        found = tokenizer_in(out, metadata.tokenizer, metadata.eot_token)
+        assert found.digest == metadata.tokenizer_digest
 
 
 def test_refuses_an_existing_directory(tmp_path):
