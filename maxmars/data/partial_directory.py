@@ -44,7 +44,10 @@ class PartialDirectory:
     def __enter__(self) -> PartialDirectory:
         """Make and lock the directory."""
         self._refuse_if_out_exists()
-        if self.path.exists() and not (self.path / "lock").exists() and any(self.path.iterdir()):
+        found = set()
+        with contextlib.suppress(FileNotFoundError):
+            found = {path.name for path in self.path.iterdir()}
+        if found and "lock" not in found:
             raise FileExistsError(
                 f"{self.path}, where {self._out} would be made, exists and is no unfinished "
                 "preparation; delete or rename it."
