@@ -30,17 +30,26 @@ ROWS = (
 # Inside a folder, downwards as well.
 COMMANDS = "any file that is not named in the other rows"
 FOLDERS = {
-    "cli": ("__init__", COMMANDS, "config_file"),
+    "cli": ("__init__", COMMANDS, "config_file", "data_tables"),
     "data": (
         "__init__",
         "pipeline",
+        "inspect",
+        "merge",
         "prepare",
+        "tfds_writer",
         "local_copy",
         "formats",
-        "tfds_tokens",
+        "tfds_stream",
         "examples",
         "streams",
+        "partial_directory",
+        "split_rule",
+        "shard_writer",
         "sources",
+        "tokenize",
+        "open_corpus",
+        "corpus",
         "tokenizer",
     ),
     "hlo": ("__init__", "loops", "groups", "text"),

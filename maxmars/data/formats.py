@@ -1,7 +1,7 @@
 """The formats of token directories that can be read, and how they are told apart.
 
 * Our own shards (`maxmars data prepare`): `meta.json`, see `sources`.
-* TFDS in its own layout (`dataset_info.json`), see `tfds_tokens`.
+* TFDS in its own layout (`dataset_info.json`), see `tfds_stream`.
 * nanoGPT: `train.bin` and `val.bin`, uint16 without a header. No tokenizer is recorded; GPT-2's is
   assumed.
 * llm.c: `NAME_train.bin` and `NAME_val.bin`, or `NAME_train_000001.bin` and so on, with a header.
@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from maxmars.data import tfds_tokens
-from maxmars.data.sources import FORMAT, read_metadata
+from maxmars.data.sources import FORMAT, TFDS_FORMAT, read_metadata
 from maxmars.data.streams import TokenFile, TokenFiles, TokenShards, TokenStream
+from maxmars.data.tfds_stream import TfdsTokens
 from maxmars.data.tokenizer import GPT2Tokenizer
 
 Format = Literal["shards", "tfds", "nanogpt", "llm.c"]
@@ -143,7 +143,7 @@ def format_of(directory: Path) -> Format:
             "DIRECTORY` to make one."
         )
     if (directory / "meta.json").is_file():
-        return "tfds" if _format_in_metadata(directory) == tfds_tokens.FORMAT else "shards"
+        return "tfds" if _format_in_metadata(directory) == TFDS_FORMAT else "shards"
     if (directory / "dataset_info.json").is_file():
         return "tfds"
     if any(is_llm_c(path) for split in ("train", "val") for path in llm_c_paths(directory, split)):
@@ -179,7 +179,7 @@ def open_split(directory: str | Path, split: str) -> TokenStream:
         case "shards":
             return TokenShards(directory, split)
         case "tfds":
-            return tfds_tokens.TfdsTokens(directory, split)
+            return TfdsTokens(directory, split)
         case "nanogpt":
             return nanogpt_files(directory, split)
         case "llm.c":

@@ -1,187 +1,332 @@
-"""Text to token shards: tokenise documents, split off validation, write a directory atomically."""
+"""Text to a directory of tokens: resumable, with many processes, the same bytes every time."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import hashlib
-import itertools
+import datetime
 import os
 import platform
 import shutil
-import sysconfig
-import tempfile
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
-
+from maxmars.data.corpus import Corpus, PythonSources, Texts
+from maxmars.data.partial_directory import PartialDirectory
 from maxmars.data.sources import (
     VERSION,
     LateStatus,
     Metadata,
-    Shard,
-    Split,
+    Part,
     write_metadata,
 )
+from maxmars.data.split_rule import Splitter
 from maxmars.data.streams import TokenShards
-from maxmars.data.tokenizer import ByteTokenizer, Tokenizer
+from maxmars.data.tfds_writer import to_tfds
+from maxmars.data.tokenize import (
+    BatchTokenizer,
+    Position,
+    TokenBatch,
+    batches,
+    pieces,
+    tokenize,
+)
+from maxmars.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
-MIN_DOCUMENTS_TO_HASH = 100
-"""With fewer documents, validation takes the end of each rather than whole ones."""
-
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+SHARD_TOKENS = 100_000_000
+_SAVE_EVERY_S = 30.0
+_BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; for estimates only
+_TFDS_BYTES_A_TOKEN = 2.5
 
 
 def prepare(
-    documents: Iterable[tuple[str, str]],
+    documents: Corpus | Iterable[tuple[str, str]],
     out: str | Path,
     *,
     tokenizer: Tokenizer,
     source: str,
     validation_fraction: float = 0.1,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
+    workers: int = 0,
+    part: tuple[int, int] | None = None,
+    record_tokens: int | None = None,
     command: str | None = None,
+    wait: bool = False,
 ) -> Metadata:
     """Tokenise documents into a directory of token shards.
 
     Every document is followed by the end-of-text token; empty ones are left out. With
-    `MIN_DOCUMENTS_TO_HASH` documents or more, a hash of a document's id says whether it is for
-    validation; with fewer, the last `validation_fraction` of the tokens of each is. The directory
-    appears under its name when it is complete; whatever happens, no part of one does.
+    `split_rule.MIN_DOCUMENTS_TO_HASH` documents or more, a hash of a document's name says whether
+    it is for validation; with fewer, the last `validation_fraction` of the tokens of each is.
+
+    The directory is made as `OUT.partial` and appears under its name when it is complete. A run
+    that was interrupted, however hard, is continued by the same call, and the result is the same,
+    byte for byte, as if it had not been; `workers` does not change it either.
 
     Args:
-      documents: pairs (id, text). An id decides the split, and need not be unique.
+      documents: a corpus, or pairs (name, text). A name decides the split, and need not be unique.
       out: the directory to make.
       tokenizer: turns texts into tokens.
       source: where the text is from, in words; recorded.
       validation_fraction: part of the documents, or of each, for validation, in [0, 1).
       shard_tokens: tokens a file, but for the last of a split.
+      workers: processes that tokenise, started by `spawn`; 0 does so here.
+      part: (i, n) prepares only the i-th of n parts, from 0: a run of the corpus's files or, where
+        it has fewer than n, of each file the documents whose number leaves i when divided by n.
+        `merge` joins the parts; they split by hash, however few documents they have.
+      record_tokens: make a TFDS dataset with records of so many tokens; None makes token shards.
       command: the command line, recorded.
+      wait: wait for another process that makes the same directory, rather than fail.
 
     Returns:
       What was written.
 
     Raises:
-      FileExistsError: `out` exists, already or when the tokens are ready.
-      ValueError: an argument lies outside its range, or a split has come out empty.
+      FileExistsError: `out` exists, or another process is making it.
+      ValueError: an argument lies outside its range, an unfinished preparation had other
+        arguments, the disk is too small, or a split has come out empty.
+      ChildProcessError: a worker has died.
     """
     out = Path(out)
+    _check_arguments(validation_fraction, shard_tokens, workers, part, record_tokens)
+    corpus = documents if isinstance(documents, Corpus) else Texts(documents)
+    files, stride = _files_of(corpus, part)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    metadata = Metadata(
+        tokenizer=tokenizer.name,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        splits={},
+        source=source,
+        command=command,
+        eot_token=tokenizer.eot_token if isinstance(tokenizer, JsonTokenizer) else None,
+        part=Part(index=part[0], count=part[1], shard_tokens=shard_tokens) if part else None,
+    )
+    job = _Job(
+        corpus=corpus,
+        files=files,
+        stride=stride,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+        workers=workers,
+        always_by_hash=part is not None,
+    )
+    with PartialDirectory(out, wait=wait) as partial:
+        partial.claim(
+            {
+                "version": VERSION,
+                "source": source,
+                "corpus": corpus.fingerprint,
+                "tokenizer": tokenizer.name,
+                "tokenizer_digest": metadata.tokenizer_digest,
+                "validation_fraction": validation_fraction,
+                "shard_tokens": shard_tokens,
+                "part": None if part is None else list(part),
+                "record_tokens": record_tokens,
+            }
+        )
+        splitter = _open_splitter(job, partial)
+        with contextlib.closing(splitter):
+            _check_disk(job, splitter, out, tfds=record_tokens is not None)
+            _write_tokens(job, splitter, partial)
+            metadata = replace(metadata, splits=splitter.finish())
+        try:
+            _check_splits(metadata, source, validation_fraction)
+        except ValueError:
+            partial.discard()
+            raise
+        file = tokenizer.path if isinstance(tokenizer, JsonTokenizer) else None
+        return publish(partial, metadata, tokenizer_file=file, record_tokens=record_tokens)
+
+
+def publish(
+    partial: PartialDirectory,
+    metadata: Metadata,
+    *,
+    tokenizer_file: Path | None,
+    record_tokens: int | None,
+) -> Metadata:
+    """Describe the shards in a partial directory, make them a TFDS dataset if asked, and publish.
+
+    Args:
+      partial: has the shards.
+      metadata: describes them.
+      tokenizer_file: a `tokenizer.json` to lie beside them.
+      record_tokens: see `prepare`.
+
+    Returns:
+      What was published.
+    """
+    directory = partial.content
+    write_metadata(directory, metadata)
+    if record_tokens is not None:
+        directory = partial.path / "tfds"
+        metadata = to_tfds(partial.content, directory, record_tokens)
+        write_metadata(directory, metadata)
+    if tokenizer_file is not None:
+        shutil.copyfile(tokenizer_file, directory / JsonTokenizer.name)
+    partial.publish(directory)
+    return metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What to do."""
+
+    corpus: Corpus
+    files: Sequence[int]
+    stride: tuple[int, int]
+    tokenizer: Tokenizer
+    dtype: str
+    validation_fraction: float
+    shard_tokens: int
+    workers: int
+    always_by_hash: bool
+
+
+def _check_arguments(
+    validation_fraction: float,
+    shard_tokens: int,
+    workers: int,
+    part: tuple[int, int] | None,
+    record_tokens: int | None,
+) -> None:
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must lie in [0, 1).")
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens} must be greater than zero.")
-    if out.exists():
-        raise FileExistsError(_exists(out))
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        tokens = _tokens_of(documents, tokenizer)
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        pieces = _split(tokens, validation_fraction, temporary, dtype)
-        metadata = Metadata(
-            tokenizer=tokenizer.name,
-            tokenizer_digest=tokenizer.digest,
-            vocab_size=tokenizer.vocab_size,
-            dtype=dtype,
-            splits=_write_splits(pieces, temporary, dtype, shard_tokens, tokenizer.eot),
-            source=source,
-            command=command,
-        )
-        _check_splits(metadata, source, validation_fraction)
-        write_metadata(temporary, metadata)
-        _publish(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return metadata
-
-
-def _exists(out: Path) -> str:
-    return f"{out} exists; delete it or choose another name to prepare tokens into."
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    try:
-        temporary.rename(out)  # atomic: of several that prepare one target, the first wins
-    except OSError as error:
-        if out.exists():
-            raise FileExistsError(_exists(out)) from error
-        raise
-
-
-def _tokens_of(
-    documents: Iterable[tuple[str, str]], tokenizer: Tokenizer
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Ids and tokens of the documents that are not empty, with a progress line."""
-    num_bytes = 0
-    with LateStatus() as status:
-        for count, (name, text) in enumerate(documents, 1):
-            tokens = tokenizer.encode(text)
-            num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
-            megabytes, elapsed_s = num_bytes / 1e6, max(status.elapsed_s, 1e-9)
-            status.update(
-                f"tokenised {megabytes:,.0f} MB, {count:,} documents, "
-                f"{megabytes / elapsed_s:.1f} MB/s"
+    if workers < 0:
+        raise ValueError(f"workers={workers} must not be negative.")
+    if record_tokens is not None and record_tokens < 1:
+        raise ValueError(f"record_tokens={record_tokens} must be greater than zero.")
+    if part is not None:
+        if not 0 <= part[0] < part[1]:
+            raise ValueError(f"part={part[0]}/{part[1]} must be i/n with 0 <= i < n, from 0.")
+        if record_tokens is not None:
+            raise ValueError(
+                "a part cannot be a TFDS dataset; prepare the parts as token shards and give the "
+                "format to `maxmars data merge`."
             )
-            if len(tokens):
-                yield name, tokens
 
 
-def _split(
-    documents: Iterator[tuple[str, np.ndarray]], fraction: float, directory: Path, dtype: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Pairs (split, tokens) of the pieces of all documents; the rule is `prepare`'s.
-
-    Which rule holds is known only when the iterator has ended or reached its hundredth document.
-    Those before wait in a file, not in memory: they may be large.
-    """
-    with tempfile.TemporaryFile(dir=directory) as waiting:
-        first = []
-        for name, tokens in itertools.islice(documents, MIN_DOCUMENTS_TO_HASH):
-            waiting.write(tokens.astype(dtype, copy=False).tobytes())
-            first.append((name, len(tokens)))
-        waiting.seek(0)
-        by_hash = len(first) == MIN_DOCUMENTS_TO_HASH
-        for name, length in first:
-            tokens = np.frombuffer(waiting.read(length * np.dtype(dtype).itemsize), dtype)
-            if by_hash:
-                yield _split_of(name, fraction), tokens
-            else:
-                cut = length - int(length * fraction)
-                yield "train", tokens[:cut]
-                yield "val", tokens[cut:]
-    for name, tokens in documents:
-        yield _split_of(name, fraction), tokens
+def _files_of(
+    corpus: Corpus, part: tuple[int, int] | None
+) -> tuple[Sequence[int], tuple[int, int]]:
+    """Files of the part, and which documents of each (see `pieces`)."""
+    count = len(corpus.files)
+    if part is None:
+        return range(count), (0, 1)
+    index, parts = part
+    if count < parts:
+        return range(count), part
+    return range(-(-index * count // parts), -(-(index + 1) * count // parts)), (0, 1)
 
 
-def _split_of(name: str, validation_fraction: float) -> str:
-    digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).digest()
-    is_validation = int.from_bytes(digest[:8], "big") < validation_fraction * 2**64
-    return "val" if is_validation else "train"
+def _open_splitter(job: _Job, partial: PartialDirectory) -> Splitter:
+    state = partial.read("state.json")
+    return Splitter(
+        partial.content,
+        partial.path / "waiting.bin",
+        dtype=job.dtype,
+        shard_tokens=job.shard_tokens,
+        validation_fraction=job.validation_fraction,
+        always_by_hash=job.always_by_hash,
+        state=state and state["splitter"],
+    )
 
 
-def _write_splits(
-    pieces: Iterator[tuple[str, np.ndarray]],
-    directory: Path,
-    dtype: str,
-    shard_tokens: int,
-    eot: int,
-) -> dict[str, Split]:
-    with contextlib.ExitStack() as stack:
-        writers = {}
-        for split in ("train", "val"):
-            writers[split] = _SplitWriter(directory, split, dtype, shard_tokens)
-            stack.callback(writers[split].close)
-        for split, tokens in pieces:
-            if len(tokens):
-                writers[split].write(np.append(tokens, np.array(eot, dtype)))
-        splits = {split: writer.finish() for split, writer in writers.items()}
-    return {name: split for name, split in splits.items() if split.num_tokens}
+def _write_tokens(job: _Job, splitter: Splitter, partial: PartialDirectory) -> None:
+    """Tokenise from where an earlier run was, saving how far this one is."""
+    state = partial.read("state.json") or {"position": {}, "num_bytes": 0}
+    start = Position(**state["position"])
+    progress = _Progress(job, start, num_bytes=state["num_bytes"])
+    if start != Position():
+        print(
+            f"continuing {partial.path} after {progress.num_bytes / 1e6:,.1f} MB", file=sys.stderr
+        )
+
+    def save(position: Position) -> None:
+        fields = {
+            "position": asdict(position),
+            "num_bytes": progress.num_bytes,
+            "splitter": splitter.flush(),
+        }
+        partial.write("state.json", fields)
+
+    work = BatchTokenizer(job.tokenizer, job.dtype, job.validation_fraction)
+    read = pieces(job.corpus, job.files, job.tokenizer, start=start, stride=job.stride)
+    shards, saved_at, position = splitter.num_shards, time.monotonic(), start
+    with LateStatus() as status:
+        for position, batch in tokenize(batches(read), work, workers=job.workers):
+            must_save = splitter.add(batch)
+            status.update(progress.after(batch, status.elapsed_s))
+            finished = splitter.num_shards > shards
+            if must_save or finished or time.monotonic() - saved_at > _SAVE_EVERY_S:
+                save(position)
+                shards, saved_at = splitter.num_shards, time.monotonic()
+    save(Position(file=len(job.corpus.files)))
+
+
+class _Progress:
+    """Counts, rate and time left."""
+
+    def __init__(self, job: _Job, start: Position, *, num_bytes: int) -> None:
+        """Nothing is done yet but what an earlier run did."""
+        self._corpus, self._files = job.corpus, job.files
+        self.num_bytes = self._bytes_before = num_bytes
+        self._num_documents = 0
+        self._total = sum(job.corpus.weights[file] for file in job.files)
+        self._fraction_before = self._fraction(start.file, 0.0)
+
+    def _fraction(self, file: int, part: float) -> float:
+        done = sum(self._corpus.weights[f] for f in self._files if f < file)
+        if file < len(self._corpus.files):
+            done += self._corpus.weights[file] * part
+        return done / self._total if self._total else 1.0
+
+    def after(self, batch: TokenBatch, elapsed_s: float) -> str:
+        """The status line after one more batch."""
+        self.num_bytes += batch.num_bytes
+        self._num_documents += int(batch.last.sum())
+        fraction = min(self._fraction(*self._corpus.progress), 1.0)
+        rate = (self.num_bytes - self._bytes_before) / 1e6 / max(elapsed_s, 1e-9)
+        text = (
+            f"tokenised {fraction:.0%}, {self.num_bytes / 1e6:,.0f} MB, "
+            f"{self._num_documents:,} documents, {rate:.1f} MB/s"
+        )
+        gained = fraction - self._fraction_before
+        if gained > 0:
+            left = datetime.timedelta(seconds=round(elapsed_s * (1 - fraction) / gained))
+            text += f", {left} left"
+        return text
+
+
+def _check_disk(job: _Job, splitter: Splitter, out: Path, *, tfds: bool) -> None:
+    if job.corpus.num_bytes is None:
+        return
+    total = sum(job.corpus.weights)
+    share = sum(job.corpus.weights[file] for file in job.files) / total / job.stride[1]
+    bytes_a_token = 1 if isinstance(job.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN
+    tokens = job.corpus.num_bytes * share / bytes_a_token
+    itemsize = 2 if job.dtype == "uint16" else 4
+    needed = tokens * (itemsize + (_TFDS_BYTES_A_TOKEN if tfds else 0)) - splitter.num_bytes
+    free = shutil.disk_usage(out.absolute().parent).free
+    if needed > free:
+        raise ValueError(
+            f"the tokens of {share * job.corpus.num_bytes / 1e9:,.1f} GB of text need about "
+            f"{needed / 1e9:,.1f} GB in {out.absolute().parent}, which has {free / 1e9:,.1f} GB "
+            "free; make room, choose another disk, or prepare a --part of it."
+        )
 
 
 def _check_splits(metadata: Metadata, source: str, validation_fraction: float) -> None:
+    if metadata.part is not None:
+        return  # `merge` looks at the whole
     wanted = ["train", "val"] if validation_fraction else ["train"]
     for name in wanted:
         if name not in metadata.splits:
@@ -191,139 +336,26 @@ def _check_splits(metadata: Metadata, source: str, validation_fraction: float) -
             )
 
 
-class _SplitWriter:
-    """Writes one split, a new file every `shard_tokens` tokens."""
-
-    def __init__(self, directory: Path, split: str, dtype: str, shard_tokens: int) -> None:
-        self._directory, self._split = directory, split
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._shard_tokens = shard_tokens
-        self._file: BinaryIO | None = None
-        self._sha = hashlib.sha256()
-        self._in_shard = 0
-        self._shards: list[Shard] = []
-        self._num_documents = 0
-
-    def write(self, document: np.ndarray) -> None:
-        """Append one document; it may continue in the next file."""
-        self._num_documents += 1
-        tokens = document.astype(self._dtype, copy=False)
-        while len(tokens):
-            if self._file is None:
-                self._file = (self._directory / self._name()).open("xb")
-            part = tokens[: self._shard_tokens - self._in_shard].tobytes()
-            self._file.write(part)
-            self._sha.update(part)
-            count = len(part) // self._dtype.itemsize
-            self._in_shard += count
-            tokens = tokens[count:]
-            if self._in_shard == self._shard_tokens:
-                self._close_shard()
-
-    def _name(self) -> str:
-        return f"{self._split}_{len(self._shards):05d}.bin"
-
-    def _close_shard(self) -> None:
-        if self._file is None:
-            return
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())  # a name that survives a power cut must not lack its bytes
-        self._shards.append(
-            Shard(file=self._name(), num_tokens=self._in_shard, sha256=self._sha.hexdigest())
-        )
-        self._file, self._sha, self._in_shard = None, hashlib.sha256(), 0
-
-    def close(self) -> None:
-        """Close the file of a shard that is not complete, if there is one."""
-        if self._file is not None:
-            self._file.close()
-
-    def finish(self) -> Split:
-        """Complete the last shard; the description of all."""
-        self._close_shard()
-        num_tokens = sum(shard.num_tokens for shard in self._shards)
-        return Split(
-            num_tokens=num_tokens, num_documents=self._num_documents, shards=tuple(self._shards)
-        )
-
-
-def text_documents(patterns: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Local text files, one document each: pairs (path, text), sorted by path.
-
-    Args:
-      patterns: paths or globs (`~` and `**` work). The path as it was matched is the document's id.
-
-    Raises:
-      FileNotFoundError: a pattern matches no file; before the first document.
-      ValueError: a file is not UTF-8.
-    """
-    paths: set[str] = set()
-    for pattern in map(os.path.expanduser, patterns):
-        matches = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        files = [match for match in matches if Path(match).is_file()]
-        if not files:
-            raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
-        paths.update(files)
-    return ((path, _read_text(Path(path))) for path in sorted(paths))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 (byte {error.start}); convert it, for example with iconv."
-        ) from error
-
-
-def python_documents() -> Iterator[tuple[str, str]]:
-    """The standard library of the running interpreter: pairs (relative path, text), sorted.
-
-    Leaves out installed packages, tests, and files that are not UTF-8.
-    """
-    root = _python_root()
-    for name in _python_names(root):
-        try:
-            yield name, (root / name).read_bytes().decode()
-        except (UnicodeDecodeError, OSError):
-            continue
-
-
-def _python_root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _python_names(root: Path) -> list[str]:
-    names = []
-    for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [d for d in subdirectories if d not in _NOT_SOURCES]
-        relative = Path(directory).relative_to(root)
-        names += [
-            (relative / f).as_posix()
-            for f in files
-            if f.endswith(".py") and Path(directory, f).is_file()
-        ]
-    return sorted(names)
-
-
 def prepare_python_sources() -> Path:
     """Directory with the standard library's text as bytes; made in the cache if it is not there.
 
     The cache is the directory MAXMARS_CACHE, by default ~/.cache/maxmars. Several processes may
-    call this at once.
+    call this at once: one prepares, the others wait.
 
     Raises:
       ValueError: what is in the cache is damaged.
     """
-    path = _cache() / f"python-{platform.python_version()}-byte-{_python_digest()}"
+    corpus = PythonSources()
+    digest = corpus.fingerprint[:8]
+    path = _cache() / f"python-{platform.python_version()}-byte-v{VERSION}-{digest}"
     if not path.exists():
         with contextlib.suppress(FileExistsError):  # another process was faster
             prepare(
-                python_documents(),
+                corpus,
                 path,
                 tokenizer=ByteTokenizer(),
                 source=f"standard library of Python {platform.python_version()}",
+                wait=True,
             )
     for split in ("train", "val"):
         TokenShards(path, split)
@@ -332,11 +364,3 @@ def prepare_python_sources() -> Path:
 
 def _cache() -> Path:
     return Path(os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars").expanduser()
-
-
-def _python_digest() -> str:
-    """Eight hex digits over names and sizes of the sources; cheaper than over their text."""
-    root = _python_root()
-    listing = [f"{name} {(root / name).stat().st_size}" for name in _python_names(root)]
-    text = "\n".join([f"maxmars-tokens {VERSION}", *listing])
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:8]

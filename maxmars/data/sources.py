@@ -2,7 +2,9 @@
 
 A directory of token shards holds `train_00000.bin`, ..., `val_00000.bin`, ...: raw little-endian
 token ids, uint16 or uint32; and `meta.json`, which describes them (see `Metadata`). The shards of a
-split, one after the other, are one stream of tokens.
+split, one after the other, are one stream of tokens. `train_documents.bin` and `val_documents.bin`
+say where in the stream each document starts: raw little-endian uint64. A `tokenizer.json` that the
+text was prepared with lies beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from rich.console import Console
 from rich.status import Status
 
 FORMAT = "maxmars-tokens"
-VERSION = 1
+TFDS_FORMAT = "maxmars-tfds-tokens"
+VERSION = 2
 _PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
 AGAIN = "delete the directory and prepare it again"
 
@@ -32,12 +35,32 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DocumentStarts:
+    """The file that says where each document of a split starts, in order: little-endian uint64."""
+
+    file: str
+    count: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Split:
     """The shards of one split; `num_documents` counts the end-of-text tokens in them."""
 
     num_tokens: int
     num_documents: int
     shards: tuple[Shard, ...]
+    documents: DocumentStarts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which part of a corpus a directory holds, if not all of it (see `maxmars data merge`)."""
+
+    index: int
+    count: int
+    shard_tokens: int
+    """Tokens a file when the parts are merged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +74,11 @@ class Metadata:
     splits: dict[str, Split]
     source: str
     command: str | None = None
+    eot_token: str | None = None
+    """The token that ends a document, of a `tokenizer.json` that lies in the directory."""
+    part: Part | None = None
+    record_tokens: int | None = None
+    """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 
     def __post_init__(self) -> None:
         """Reject what no directory of ours says."""
@@ -59,20 +87,21 @@ class Metadata:
         for name, split in self.splits.items():
             if split.num_tokens != sum(s.num_tokens for s in split.shards):
                 raise ValueError(f"the shards of {name} do not add up to its num_tokens.")
-            for shard in split.shards:
+            for shard in (*split.shards, *filter(None, [split.documents])):
                 if Path(shard.file).name != shard.file:
                     raise ValueError(f"the shard {shard.file!r} is outside the directory.")
 
 
 def write_metadata(directory: Path, metadata: Metadata) -> None:
-    """Write `meta.json` into a directory."""
-    fields = {"format": FORMAT, "version": VERSION, **asdict(metadata)}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    """Write `meta.json` into a directory; what is None is left out."""
+    fields = asdict(metadata, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+    name = FORMAT if metadata.record_tokens is None else TFDS_FORMAT
+    fields = {"format": name, "version": VERSION, **fields}
     (directory / "meta.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def read_metadata(directory: str | Path) -> Metadata:
-    """What `meta.json` says of a directory of token shards.
+def read_metadata(directory: str | Path, *, format: str = FORMAT) -> Metadata:
+    """What `meta.json` says of a directory of token shards, or of a TFDS dataset (`TFDS_FORMAT`).
 
     Raises:
       FileNotFoundError: there is no such directory or no `meta.json` in it.
@@ -87,21 +116,23 @@ def read_metadata(directory: str | Path) -> Metadata:
         found = fields.pop("format"), fields.pop("version")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no description of token shards; {AGAIN}.") from error
-    if found != (FORMAT, VERSION):
+    if found != (format, VERSION):
         raise ValueError(
             f"{path} is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
-            f"{FORMAT!r} version {VERSION}; prepare the directory again with this version."
+            f"{format!r} version {VERSION}; prepare the directory again with this version."
         )
     try:
         splits = {name: _split_from(split) for name, split in fields.pop("splits").items()}
-        return Metadata(**fields, splits=splits)
+        part = Part(**fields.pop("part")) if "part" in fields else None
+        return Metadata(**fields, splits=splits, part=part)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error}); {AGAIN}.") from error
 
 
 def _split_from(fields: dict[str, Any]) -> Split:
     shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
-    return Split(**fields, shards=shards)
+    starts = DocumentStarts(**fields.pop("documents")) if "documents" in fields else None
+    return Split(**fields, shards=shards, documents=starts)
 
 
 class LateStatus:

@@ -1,7 +1,7 @@
 """Streams of tokens: what any source of tokens can do, and the streams over mapped files.
 
 A split is one stream, whatever its format: see `TokenStream`. Other projects' files are in
-`formats`, TFDS, whose records are read and not mapped, in `tfds_tokens`.
+`formats`, TFDS, whose records are read and not mapped, in `tfds_stream`.
 """
 
 from __future__ import annotations

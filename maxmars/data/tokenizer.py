@@ -1,10 +1,16 @@
-"""Tokenizers: plain bytes, and GPT-2's byte-pair encoding."""
+"""Tokenizers: plain bytes, GPT-2's byte-pair encoding, and any local `tokenizer.json`."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import re
+import tempfile
+import urllib.request
+import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,6 +19,10 @@ from jaxtyping import Integer, UInt16
 END_OF_TEXT = "<|endoftext|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2_FILES = ("vocab.bpe", "encoder.json")
+_TIMEOUT_S = 20.0
+# GPT-2's pattern never joins a character that is no space to a space after it.
+_BEFORE_SPACE = re.compile(r"[!-~](?=[ \n])")
 
 
 @runtime_checkable
@@ -36,7 +46,15 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the bytes of every token in order of ids, in hex."""
+        """SHA-256 of what decides the tokens, in hex."""
+        ...
+
+    def find_cut(self, text: str, start: int, end: int) -> int | None:
+        """Where to cut a long text without changing its tokens: a place in (start, end].
+
+        The tokens of `text[start:cut]` and of the rest are those of `text[start:]`, whatever
+        follows. None if there is no such place.
+        """
         ...
 
     def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
@@ -59,6 +77,10 @@ class ByteTokenizer:
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
         return _digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
+
+    def find_cut(self, text: str, start: int, end: int) -> int | None:
+        """Anywhere; see `Tokenizer.find_cut`."""
+        return min(end, len(text)) if start < min(end, len(text)) else None
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         """The UTF-8 bytes of a text; a lone surrogate, which has none, becomes `?`."""
@@ -93,15 +115,35 @@ class GPT2Tokenizer:
         """Load the vocabulary."""
         self._encoding = _load_gpt2_encoding()
 
+    def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[()]]:
+        """Another process loads the vocabulary itself."""
+        return GPT2Tokenizer, ()
+
     @property
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
         return _digest(map(self._encoding.decode_single_token_bytes, range(self.vocab_size)))
 
+    def find_cut(self, text: str, start: int, end: int) -> int | None:
+        """Before a space or line feed that follows a character; see `Tokenizer.find_cut`."""
+        size = 256
+        while True:  # the last such place is nearly always near the end
+            first = max(start, end - size)
+            places = [match.end() for match in _BEFORE_SPACE.finditer(text, first, end + 1)]
+            if places:
+                return places[-1]
+            if first == start:
+                return None
+            size *= 16
+
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         """Token ids of a text; a lone surrogate becomes `?`."""
-        text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        try:
+            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            text = text.encode("utf-8", "replace").decode()
+            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return tokens.astype(np.uint16)
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text of tokens. A cut character and ids beyond the vocabulary become U+FFFD."""
@@ -113,20 +155,105 @@ class GPT2Tokenizer:
         return _REPLACEMENT  # a model with a padded vocabulary has ids that stand for nothing
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of this name, `byte` or `gpt2`.
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`, by the library `tokenizers` (extra `hf`).
+
+    Args:
+      path: the file.
+      eot_token: the token of its vocabulary that ends a document.
 
     Raises:
-      ValueError: there is none of this name.
-      ImportError: tiktoken, which `gpt2` needs, is not installed.
-      FileNotFoundError: the vocabulary of `gpt2` is not there and cannot be downloaded.
+      ImportError: `tokenizers` is not installed.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is no tokenizer, or its vocabulary lacks `eot_token`.
     """
-    match name:
+
+    name = "tokenizer.json"
+
+    def __init__(self, path: str | Path, eot_token: str = END_OF_TEXT) -> None:
+        """Load the file."""
+        self.path, self.eot_token = Path(path), eot_token
+        self._tokenizer = _load_json_tokenizer(self.path)
+        # Special tokens that a text spells out are ordinary text.
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if eot_token not in vocabulary:
+            raise ValueError(
+                f"the vocabulary of {path} has no token {eot_token!r} to end documents with; name "
+                "the one that it has by --eot-token."
+            )
+        self.eot: int = vocabulary[eot_token]
+        self.vocab_size: int = max(vocabulary.values()) + 1
+
+    def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path, str]]:
+        """Another process loads the file itself."""
+        return JsonTokenizer, (self.path, self.eot_token)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the file and the end-of-text token, in hex."""
+        return _digest([self.path.read_bytes(), self.eot_token.encode()])
+
+    def find_cut(self, text: str, start: int, end: int) -> int | None:
+        """Never: a tokenizer.json may look at any context; see `Tokenizer.find_cut`."""
+        del text, start, end
+        return None
+
+    def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
+        """Token ids of a text; a lone surrogate becomes `?`."""
+        text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
+        """Text of tokens. Ids beyond the vocabulary become U+FFFD."""
+        runs = itertools.groupby(tokens.tolist(), lambda token: 0 <= token < self.vocab_size)
+        return "".join(
+            self._tokenizer.decode(list(run), skip_special_tokens=False)
+            if known
+            else "\N{REPLACEMENT CHARACTER}" * len(list(run))
+            for known, run in runs
+        )
+
+
+def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokenizer:
+    """The tokenizer `byte` or `gpt2`, or that of the path of a local `tokenizer.json`.
+
+    Args:
+      name: the name, or a path that ends in `.json`.
+      eot_token: the token of a `tokenizer.json` that ends a document.
+
+    Raises:
+      ValueError: there is none of this name, or the file is no tokenizer.
+      ImportError: the library that it needs (extra `hf`) is not installed.
+      FileNotFoundError: there is no such file, or the vocabulary of `gpt2` is not there and cannot
+        be downloaded.
+    """
+    match str(name):
         case ByteTokenizer.name:
             return ByteTokenizer()
         case GPT2Tokenizer.name:
             return GPT2Tokenizer()
-    raise ValueError(f"there is no tokenizer {name!r}; choose byte or gpt2.")
+        case path if path.endswith(".json"):
+            return JsonTokenizer(Path(path).expanduser(), eot_token)
+    raise ValueError(
+        f"there is no tokenizer {str(name)!r}; choose byte, gpt2, or the path of a tokenizer.json."
+    )
+
+
+def tokenizer_in(directory: str | Path, name: str, eot_token: str | None) -> Tokenizer:
+    """The tokenizer of tokens on disk, from what their description says.
+
+    Args:
+      directory: where the tokens are, with their `tokenizer.json` if they have one.
+      name: name of the tokenizer.
+      eot_token: the token that ends a document, of a `tokenizer.json` only.
+
+    Raises:
+      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
+    """
+    if eot_token is None:
+        return load_tokenizer(name)
+    return load_tokenizer(Path(directory) / name, eot_token=eot_token)
 
 
 def _digest(vocabulary: Iterable[bytes]) -> str:
@@ -134,6 +261,22 @@ def _digest(vocabulary: Iterable[bytes]) -> str:
     for token in vocabulary:
         sha.update(len(token).to_bytes(4, "little") + token)
     return sha.hexdigest()
+
+
+def _load_json_tokenizer(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "a tokenizer.json needs the library tokenizers; install it with "
+            "`pip install 'maxmars[hf]'`."
+        ) from error
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is no tokenizer.json: {error}.") from error
 
 
 def _load_gpt2_encoding() -> Any:
@@ -144,20 +287,43 @@ def _load_gpt2_encoding() -> Any:
             "the gpt2 tokenizer needs tiktoken; install it with `pip install 'maxmars[hf]'`."
         ) from error
     try:
+        _download_gpt2_vocabulary()
         return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # OSError: every error of `requests` and of the disk
+    except (OSError, ValueError) as error:  # OSError: every error of the network and of the disk
         raise FileNotFoundError(_no_vocabulary(error)) from error
+
+
+def _download_gpt2_vocabulary() -> None:
+    """Put the files where tiktoken looks for them; its own download has no timeout."""
+    for file in _GPT2_FILES:
+        path = _gpt2_cache() / _cached_name(file)
+        if not path.exists():
+            with urllib.request.urlopen(_GPT2_URL + file, timeout=_TIMEOUT_S) as response:
+                content = response.read()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+            temporary.write_bytes(content)
+            temporary.rename(path)
+
+
+def _gpt2_cache() -> Path:
+    """The directory that tiktoken uses."""
+    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable])
+    return Path(tempfile.gettempdir()) / "data-gym-cache"
+
+
+def _cached_name(file: str) -> str:
+    return hashlib.sha1((_GPT2_URL + file).encode()).hexdigest()
 
 
 def _no_vocabulary(error: Exception) -> str:
     cache = os.environ.get("TIKTOKEN_CACHE_DIR")
     place = f"in TIKTOKEN_CACHE_DIR={cache}" if cache else "on disk (TIKTOKEN_CACHE_DIR is not set)"
-    names = " and ".join(
-        f"{file} as {hashlib.sha1((_GPT2_URL + file).encode()).hexdigest()}"
-        for file in ("vocab.bpe", "encoder.json")
-    )
+    names = " and ".join(f"{file} as {_cached_name(file)}" for file in _GPT2_FILES)
     return (
         f"the vocabulary of the gpt2 tokenizer is not {place} and could not be downloaded "
-        f"({type(error).__name__}). Without network, download {names} from {_GPT2_URL} on another "
-        "machine, copy both into a directory here and set TIKTOKEN_CACHE_DIR to it."
+        f"({type(error).__name__}: {error}). Without network, download {names} from {_GPT2_URL} on "
+        "another machine, copy both into a directory here and set TIKTOKEN_CACHE_DIR to it."
     )

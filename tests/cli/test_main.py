@@ -11,6 +11,7 @@ import pytest
 import maxmars
 from maxmars import cli, distributed
 from maxmars.config import GPT2Config
+from maxmars.data.sources import read_metadata
 
 pytestmark = pytest.mark.smoke
 
@@ -252,3 +253,43 @@ def test_data_prepare_says_which_pattern_matches_nothing(tmp_path, capsys):
     pattern = str(tmp_path / "*.text")
     assert exit_code(cli.main, ["data", "prepare", pattern, str(tmp_path / "tokens")]) == 1
     assert pattern in capsys.readouterr().err
+
+
+def test_data_prepare_parts_and_merge(tmp_path, capsys):
+    for i in range(4):
+        (tmp_path / f"{i}.jsonl").write_text(f'{{"body": "{i} text "}}\n' * 40)
+    source, parts = str(tmp_path / "*.jsonl"), [str(tmp_path / f"part{i}") for i in range(2)]
+    options = ["--text-field", "body", "--workers", "0"]
+    cli.main(["data", "prepare", source, str(tmp_path / "whole"), *options])
+    for i, part in enumerate(parts):
+        cli.main(["data", "prepare", source, part, "--part", f"{i}/2", *options])
+    cli.main(["data", "merge", *parts, "--out", str(tmp_path / "merged")])
+    cli.main(["data", "inspect", str(tmp_path / "merged"), "--compare", str(tmp_path / "whole")])
+    assert "hold the same tokens" in capsys.readouterr().out
+    assert exit_code(cli.main, ["data", "inspect", parts[0], "--compare", parts[1]]) == 1
+    command = read_metadata(tmp_path / "part0").command
+    said = "--tokenizer byte --validation-fraction 0.1 --text-field body --part 0/2 --format shards"
+    assert command == f"maxmars data prepare '{source}' {parts[0]} {said}"
+
+
+@pytest.mark.parametrize("part", ["1", "2/2", "a/2", "-1/2"])
+def test_data_prepare_rejects_a_part(tmp_path, capsys, part):
+    (tmp_path / "a.txt").write_text("text " * 50)
+    out = str(tmp_path / "out")
+    command = ["data", "prepare", str(tmp_path / "a.txt"), out, f"--part={part}"]
+    assert exit_code(cli.main, command) == 1
+    assert "0 <= i < n" in capsys.readouterr().err.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("prepare", ["openwebtext", "imitation", "--part"]),
+        ("merge", ["PART", "--out"]),
+        ("inspect", ["--compare", "--no-verify"]),
+    ],
+)
+def test_data_help_names_the_arguments(capsys, name, words):
+    assert exit_code(cli.main, ["data", name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)

@@ -6,7 +6,7 @@ from token_directories import write_llm_c, write_nanogpt, write_shards, write_tf
 
 from maxmars.data.formats import files_of, format_of, open_split
 from maxmars.data.streams import TokenStream
-from maxmars.data.tfds_tokens import TfdsTokens
+from maxmars.data.tfds_stream import TfdsTokens
 
 STREAM = np.random.default_rng(0).integers(0, 50257, 1000)
 VAL = np.random.default_rng(1).integers(0, 50257, 300)

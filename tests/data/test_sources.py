@@ -19,7 +19,7 @@ def test_metadata_round_trip(tmp_path):
     metadata = write_shards(tmp_path / "tokens", STREAM)
     assert read_metadata(tmp_path / "tokens") == metadata
     fields = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 1)
+    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 2)
     assert "command" not in fields
 
 
@@ -33,8 +33,8 @@ def test_missing_directory(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "is of format 'other' version 1, but this maxmars reads"),
-        ({"version": 2}, "version 2, but this maxmars reads 'maxmars-tokens' version 1"),
+        ({"format": "other"}, "is of format 'other' version 2, but this maxmars reads"),
+        ({"version": 1}, "version 1, but this maxmars reads 'maxmars-tokens' version 2"),
         ({"dtype": "float32"}, "dtype is 'float32'"),
         ({"splits": 3}, "is damaged"),
         ({"splits": {"train": {}}}, "is damaged"),

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from maxmars.data.sources import LateStatus
+from maxmars.data.sources import TFDS_FORMAT, LateStatus
 from maxmars.data.streams import check_ids, check_range
 from maxmars.data.tokenizer import GPT2Tokenizer
 
-FORMAT = "maxmars-tfds-tokens"
 FEATURE = "tokens"
 _VALIDATION = ("val", "validation", "test")  # the first that a dataset has is the split `val`
 
@@ -186,12 +185,12 @@ def _read_metadata(directory: Path) -> dict[str, Any]:
         return {}
     try:
         fields = json.loads(path.read_text())
-        if fields["format"] == FORMAT:
+        if fields["format"] == TFDS_FORMAT:
             needed = ("tokenizer", "tokenizer_digest", "vocab_size", "splits")
             return {name: fields[name] for name in needed}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); prepare the dataset again.") from error
-    raise ValueError(f"{path} is not of format {FORMAT!r}; prepare the dataset again.")
+    raise ValueError(f"{path} is not of format {TFDS_FORMAT!r}; prepare the dataset again.")
 
 
 def _builder(directory: Path) -> Any:

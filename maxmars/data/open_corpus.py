@@ -1,0 +1,260 @@
+"""What SOURCE means: a TFDS dataset, a Hugging Face dataset, a preset, local files or Python."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxmars.data.corpus import Corpus, Document, LocalFiles, PythonSources, text_of
+
+# NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
+_TFDS_SOURCE = re.compile(r"([^:]+(?::(?:\d+|\*)(?:\.(?:\d+|\*)){2})?)(?::(.+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDataset:
+    """A dataset of the Hugging Face hub, or a local directory of one."""
+
+    repository: str
+    config: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    revision: str | None = None
+    data_files: str | None = None
+    """Pattern of the files of the split, where they alone say what the config is."""
+    first_row: str | None = None
+    """Pattern of the row that starts a document, where a document has several rows."""
+    validation_fraction: float = 0.0005
+    """Part of the documents to hold out, unless the user says another."""
+
+
+PRESETS: Mapping[str, HubDataset] = {
+    # Its loading script does not run any more; the hub's own conversion to Parquet does without.
+    "openwebtext": HubDataset(
+        repository="Skylion007/openwebtext",
+        revision="refs/convert/parquet",
+        data_files="plain_text/*train/*.parquet",
+    ),
+    "fineweb-edu": HubDataset(repository="HuggingFaceFW/fineweb-edu", config="sample-100BT"),
+    "c4": HubDataset(repository="allenai/c4", config="en"),
+    # A row is a line; an article starts with " = Title = ", its sections with more signs.
+    "wikitext-103": HubDataset(
+        repository="Salesforce/wikitext",
+        config="wikitext-103-raw-v1",
+        first_row=r" = [^=].* = \s*$",
+        validation_fraction=0.01,
+    ),
+}
+
+
+def open_corpus(
+    source: str, *, text_field: str | None = None, data_dir: str | None = None
+) -> Corpus:
+    """The corpus that `maxmars data prepare SOURCE` means.
+
+    Args:
+      source: `tfds:NAME[:split]`, `hf:REPO[:config][:split]`, a name of `PRESETS`, `python`, or a
+        path or glob of local files.
+      text_field: where the text is; by default `text`, or what the preset says.
+      data_dir: where TFDS finds its datasets.
+
+    Raises:
+      ValueError: the source is no dataset that can be read, or lacks the field.
+      FileNotFoundError: there are no such files, or no such dataset.
+      ImportError: a library of the extra `hf` is missing.
+    """
+    kind, _, rest = source.partition(":")
+    if source == "python":
+        return PythonSources()
+    if kind == "tfds" and rest:
+        match = _TFDS_SOURCE.fullmatch(rest)
+        if match is None:
+            raise ValueError(f"{source!r} is no TFDS dataset; write tfds:NAME[:split].")
+        name, split = match.groups("train")
+        return TfdsCorpus(name, split, text_field=text_field or "text", data_dir=data_dir)
+    if source in PRESETS:
+        preset = PRESETS[source]
+        return HubCorpus(preset, text_field=text_field or preset.text_field)
+    if kind == "hf" and rest:
+        dataset = _hub_dataset(rest)
+        return HubCorpus(dataset, text_field=text_field or dataset.text_field)
+    return LocalFiles([source], text_field=text_field or "text")
+
+
+def _hub_dataset(rest: str) -> HubDataset:
+    repository, *names = rest.split(":")
+    if len(names) > 2:
+        raise ValueError(f"hf:{rest} has too many parts; write hf:REPO[:config][:split].")
+    config, split = (*names, "", "")[:2]
+    return HubDataset(repository=repository, config=config or None, split=split or "train")
+
+
+class TfdsCorpus:
+    """A TFDS dataset prepared in a format with random access; loads no TensorFlow.
+
+    Its files are the shards of the split.
+
+    Raises:
+      FileNotFoundError: the dataset has not been prepared.
+      ValueError: there is no such split or field, or the format has no random access.
+    """
+
+    def __init__(self, name: str, split: str, *, text_field: str, data_dir: str | None) -> None:
+        """Open the split."""
+        import tensorflow_datasets as tfds
+
+        self._name, self._split, self._text_field = name, split, text_field
+        try:
+            builder = tfds.builder(name, data_dir=data_dir)
+            self._source: Any = builder.as_data_source(split=split)
+            info = builder.info.splits[split]
+            features = list(builder.info.features or {})
+        except Exception as error:  # TFDS raises many kinds
+            raise _no_tfds(name, split, data_dir, error) from error
+        if text_field not in features:
+            raise ValueError(
+                f"tfds:{name} has no field {text_field!r}; name the one with the text by "
+                f"--text-field. It has {', '.join(features)}."
+            )
+        lengths = list(info.shard_lengths) if "[" not in split else [len(self._source)]
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        self.files = [f"{builder.info.full_name}/{split}/{i}" for i in range(len(lengths))]
+        self.weights = [float(max(length, 1)) for length in lengths]
+        self.num_bytes = int(info.num_bytes) if "[" not in split else None
+        self.progress = (0, 0.0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Name, version, split and lengths of its shards."""
+        return f"{self.files[0]} {self._starts} {self._text_field}"
+
+    def read(self, file: int, skip: int) -> Iterator[Document]:
+        """The documents of a shard from number `skip` on."""
+        start, end = self._starts[file], self._starts[file + 1]
+        for first in range(start + skip, end, _TFDS_ROWS):
+            indices = range(first, min(first + _TFDS_ROWS, end))
+            self.progress = file, (first - start) / (end - start)
+            for index, row in zip(indices, self._source.__getitems__(indices), strict=True):
+                name = f"{self.files[file]}:{index - start}"
+                yield Document(name, (text_of(row[self._text_field], self._text_field, name),))
+
+
+_TFDS_ROWS = 256
+
+
+def _no_tfds(name: str, split: str, data_dir: str | None, error: Exception) -> Exception:
+    where = f"in {data_dir}" if data_dir else "in TFDS's own directory"
+    first_line = str(error).strip().partition("\n")[0]
+    return FileNotFoundError(
+        f"cannot open split {split!r} of the TFDS dataset {name!r} {where} "
+        f"({type(error).__name__}: {first_line}). It must have been prepared as "
+        f"array_record: run `tfds build {name} --file_format=array_record` where TensorFlow is, "
+        "and name its directory by --data-dir."
+    )
+
+
+class HubCorpus:
+    """A dataset of the Hugging Face hub, streamed by `datasets` (extra `hf`).
+
+    Its files are those of the split.
+
+    Raises:
+      ImportError: `datasets` is not installed.
+      FileNotFoundError: there is no such dataset, config or split, or no network.
+    """
+
+    num_bytes = None
+
+    def __init__(self, dataset: HubDataset, *, text_field: str) -> None:
+        """Look up the files; read none."""
+        self._dataset, self._text_field = dataset, text_field
+        self._stream, self._identity = _open_stream(dataset)
+        count = self._stream.num_shards
+        self.files = [f"{dataset.repository}/{dataset.split}/{i}" for i in range(count)]
+        self.weights = [1.0] * count
+        self.progress = (0, 0.0)
+
+    @property
+    def fingerprint(self) -> str:
+        """What was asked for, and the files with their commit."""
+        return f"{self._dataset} {self._text_field} {self._identity}"
+
+    def read(self, file: int, skip: int) -> Iterator[Document]:
+        """The documents of a file from number `skip` on."""
+        self.progress = file, 0.0
+        rows = self._stream.shard(num_shards=len(self.files), index=file)
+        for number, text in enumerate(self._documents(rows, file)):
+            if number >= skip:
+                yield Document(f"{self.files[file]}:{number}", (text,))
+
+    def _documents(self, rows: Any, file: int) -> Iterator[str]:
+        """The texts of the rows; those of one document joined."""
+        first_row = self._dataset.first_row
+        texts: list[str] = []
+        for row in _read_rows(rows, self.files[file]):
+            if self._text_field not in row:
+                raise ValueError(
+                    f"{self.files[file]} has no field {self._text_field!r}; name the one with the "
+                    f"text by --text-field. It has {', '.join(row)}."
+                )
+            text = text_of(row[self._text_field], self._text_field, self.files[file])
+            if first_row is None:
+                yield text
+                continue
+            if texts and re.match(first_row, text):
+                yield "".join(texts)
+                texts = []
+            texts.append(text)
+        if texts:
+            yield "".join(texts)
+
+
+def _read_rows(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    try:
+        yield from rows
+    except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
+        raise ConnectionError(
+            f"reading {name} failed ({type(error).__name__}: {error}); when the cause is gone, run "
+            "the same command again to continue."
+        ) from error
+
+
+def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
+    """The stream of a split, and what identifies its files."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            "Hugging Face datasets need the library datasets; install it with "
+            "`pip install 'maxmars[hf]'`."
+        ) from error
+    repository = str(Path(dataset.repository).expanduser())
+    files = {dataset.split: dataset.data_files} if dataset.data_files else None
+    try:
+        builder = datasets.load_dataset_builder(
+            repository, name=dataset.config, revision=dataset.revision, data_files=files
+        )
+        stream = builder.as_streaming_dataset(split=dataset.split)
+    except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
+        raise _no_hub_dataset(dataset, error) from error
+    found = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
+    if any("/partial-" in file for file in found):
+        print(
+            f"warning: the hub's Parquet files hold only a part of {dataset.repository}, as their "
+            "names say",
+            file=sys.stderr,
+        )
+    return stream, "\n".join(found)
+
+
+def _no_hub_dataset(dataset: HubDataset, error: Exception) -> Exception:
+    config = f", config {dataset.config!r}" if dataset.config else ""
+    return FileNotFoundError(
+        f"cannot open split {dataset.split!r} of the Hugging Face dataset {dataset.repository!r}"
+        f"{config} ({type(error).__name__}: {str(error).strip()}). Check the names and the "
+        "network; without network, prepare from local files or a local directory: hf:DIRECTORY."
+    )

@@ -1,0 +1,224 @@
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fake_hub import fake_hub
+
+from maxmars.data.corpus import LocalFiles, PythonSources
+from maxmars.data.open_corpus import PRESETS, TfdsCorpus, open_corpus
+from maxmars.data.prepare import prepare
+from maxmars.data.streams import TokenShards
+from maxmars.data.tokenizer import ByteTokenizer
+
+TEXTS = [f"text {i} ä\n" for i in range(250)]
+
+
+def texts_of(corpus, skip=0):
+    return [
+        text for f in range(len(corpus.files)) for d in corpus.read(f, skip) for text in d.blocks
+    ]
+
+
+@pytest.fixture(scope="module")
+def tfds_dir(tmp_path_factory):
+    """A real TFDS dataset, built without TensorFlow."""
+    import tensorflow_datasets as tfds
+
+    class Prose(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"text": tfds.features.Text(), "id": np.int64}
+            return tfds.core.DatasetInfo(
+                builder=self,
+                features=tfds.features.FeaturesDict(features),
+                disable_shuffling=True,
+            )
+
+        def _split_generators(self, manager):
+            del manager
+            return {"train": self._generate_examples(TEXTS), "test": self._generate_examples("abc")}
+
+        def _generate_examples(self, texts):
+            for i, text in enumerate(texts):
+                yield i, {"text": text, "id": i}
+
+    directory = tmp_path_factory.mktemp("tfds")
+    builder = Prose(data_dir=directory, file_format="array_record")
+    config = tfds.download.DownloadConfig(num_shards=3)
+    builder.download_and_prepare(download_config=config)
+    return str(directory)
+
+
+def test_tfds(tfds_dir):
+    corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
+    assert len(corpus.files) == 3
+    assert texts_of(corpus) == TEXTS
+    assert len(texts_of(corpus, skip=7)) == 250 - 21
+    assert texts_of(open_corpus("tfds:prose:test", data_dir=tfds_dir)) == ["a", "b", "c"]
+    assert texts_of(open_corpus("tfds:prose:1.0.0:test", data_dir=tfds_dir)) == ["a", "b", "c"]
+    assert texts_of(open_corpus("tfds:prose:1.0.0", data_dir=tfds_dir)) == TEXTS
+    assert texts_of(open_corpus("tfds:prose:train[:10%]", data_dir=tfds_dir)) == TEXTS[:25]
+
+
+def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
+    corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
+    metadata = prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), source="tfds:prose")
+    found = {}
+    for name, split in metadata.splits.items():
+        tokens = TokenShards(tmp_path / "out", name).read(0, split.num_tokens)
+        assert tokens[-1] == ByteTokenizer.eot
+        found[name] = ByteTokenizer().decode(tokens).split("<|endoftext|>")[:-1]
+    assert 5 < len(found["val"]) < 60
+    assert found["train"] == [text for text in TEXTS if text not in set(found["val"])]
+    assert sorted(found["train"] + found["val"]) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "error", "message"),
+    [
+        ("prose", "body", ValueError, "tfds:prose has no field 'body'.* It has .*text"),
+        ("prose:nowhere", None, FileNotFoundError, "cannot open split 'nowhere' of the TFDS"),
+        ("verse", None, FileNotFoundError, "of the TFDS dataset 'verse'.*tfds build verse"),
+    ],
+)
+def test_tfds_errors(tfds_dir, name, field, error, message):
+    with pytest.raises(error, match=message):
+        open_corpus(f"tfds:{name}", data_dir=tfds_dir, text_field=field)
+
+
+def test_tfds_loads_no_tensorflow(tfds_dir):
+    code = (
+        "import sys; from maxmars.data.open_corpus import open_corpus;"
+        f"corpus = open_corpus('tfds:prose', data_dir={tfds_dir!r});"
+        "assert len(list(corpus.read(0, 0))); assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def write_parquet(path, rows, field="text"):
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({field: rows, "n": list(range(len(rows)))}), path)
+
+
+def write_card(folder, config, pattern):
+    """The part of a dataset's README that names the files of a config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    card = [
+        "---",
+        "configs:",
+        f"- config_name: {config}",
+        "  data_files:",
+        "  - split: train",
+        f"    path: {pattern}",
+        "---",
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(card))
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """What the presets name, as the repositories on the hub are laid out."""
+    pytest.importorskip("datasets")
+    root = tmp_path / "hub"
+    text = root / "Skylion007" / "openwebtext"
+    (text / "main").mkdir(parents=True)
+    (text / "main" / "openwebtext.py").write_text("raise SystemExit('must not run')")
+    converted = text / "refs--convert--parquet" / "plain_text" / "train"
+    write_parquet(converted / "0000.parquet", ["owt a", "owt b"])
+    write_parquet(converted / "0001.parquet", ["owt c"])
+    edu = root / "HuggingFaceFW" / "fineweb-edu" / "main"
+    write_card(edu, "sample-100BT", "sample/100BT/*")
+    write_parquet(edu / "sample" / "100BT" / "000_00000.parquet", ["edu a", "edu b"])
+    write_parquet(edu / "sample" / "10BT" / "000_00000.parquet", ["another sample"])
+    c4 = root / "allenai" / "c4" / "main"
+    write_card(c4, "en", "en/c4-train.*.json.gz")
+    (c4 / "en").mkdir()
+    lines = "".join(json.dumps({"text": t, "url": "u"}) + "\n" for t in ("c4 a", "c4 b"))
+    packed = gzip.compress(lines.encode())
+    (c4 / "en" / "c4-train.00000-of-01024.json.gz").write_bytes(packed)
+    wiki = root / "Salesforce" / "wikitext" / "main"
+    write_card(wiki, "wikitext-103-raw-v1", "wikitext-103-raw-v1/train-*")
+    rows = [
+        "",
+        " = First = \n",
+        "",
+        " Words = x . \n",
+        " = = Part = = \n",
+        " = Second = \n",
+        " E \n",
+    ]
+    write_parquet(wiki / "wikitext-103-raw-v1" / "train-00000-of-00001.parquet", rows)
+    with fake_hub(root) as address:
+        yield dict(os.environ, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
+
+
+PROGRAM = """
+import json, sys
+from maxmars.data.open_corpus import open_corpus
+found = {}
+for source in sys.argv[1:]:
+    try:
+        corpus = open_corpus(source)
+        files = range(len(corpus.files))
+        found[source] = [[b for d in corpus.read(f, 0) for b in d.blocks] for f in files]
+        assert corpus.fingerprint == open_corpus(source).fingerprint
+    except Exception as error:
+        found[source] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def test_presets_against_an_imitation_of_the_hub(hub):
+    sources = [*PRESETS, "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train", "hf:no/such"]
+    run = [sys.executable, "-c", PROGRAM, *sources]
+    result = subprocess.run(run, env=hub, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["openwebtext"] == [["owt a", "owt b"], ["owt c"]]
+    assert found["fineweb-edu"] == [["edu a", "edu b"]]
+    assert found["c4"] == [["c4 a", "c4 b"]]
+    articles = [" = First = \n Words = x . \n = = Part = = \n", " = Second = \n E \n"]
+    assert [t for t in found["wikitext-103"][0] if t] == articles
+    message = found["hf:no/such"]
+    assert message.startswith("FileNotFoundError: cannot open split 'train' of the Hugging Face")
+    assert "or a local directory: hf:DIRECTORY" in message
+
+
+def test_a_local_directory_of_a_dataset(tmp_path):
+    pytest.importorskip("datasets")
+    write_parquet(tmp_path / "set" / "train-00000.parquet", TEXTS[:5], field="content")
+    write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:9], field="content")
+    corpus = open_corpus(f"hf:{tmp_path / 'set'}::train", text_field="content")
+    assert texts_of(corpus) == TEXTS[:9]
+    assert texts_of(corpus, skip=2) == TEXTS[2:5] + TEXTS[7:9]
+    with pytest.raises(ValueError, match=r"has no field 'text'.*It has content, n"):
+        texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source in ("openwebtext", "hf:a/b"):
+        with pytest.raises(ImportError, match=r"pip install 'maxmars\[hf\]'"):
+            open_corpus(source)
+
+
+def test_parquet_without_the_extra(monkeypatch, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"needs pyarrow; .*'maxmars\[hf\]'"):
+        open_corpus(str(tmp_path / "a.parquet"))
+
+
+def test_other_sources(tmp_path, tfds_dir):
+    (tmp_path / "a.txt").write_text("a")
+    assert isinstance(open_corpus("python"), PythonSources)
+    assert isinstance(open_corpus(str(tmp_path / "*.txt")), LocalFiles)
+    assert isinstance(open_corpus("tfds:prose", data_dir=tfds_dir), TfdsCorpus)
+    with pytest.raises(ValueError, match=r"write hf:REPO\[:config\]\[:split\]"):
+        open_corpus("hf:a/b:c:d:e")

@@ -1,0 +1,101 @@
+"""`kill -9` at random moments of a preparation, and the same command again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+KILLS = int(os.environ.get("MAXMARS_KILLS", "5"))
+
+
+def command(source, out, *options):
+    return [sys.executable, "-m", "maxmars", "data", "prepare", source, out, *options]
+
+
+def contents(directory):
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "meta.json"}
+
+
+def metadata(directory):
+    fields = json.loads((directory / "meta.json").read_text())
+    return {name: value for name, value in fields.items() if name != "command"}  # it names OUT
+
+
+def children(pid):
+    """Of any generation."""
+    try:
+        found = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def runs(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while any(map(runs, pids)):
+        assert time.monotonic() < end, f"processes {pids} outlive the one that started them"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Many documents, one of them long, in two kinds of files."""
+    generator = random.Random(0)
+    words = [f"word{i}" for i in range(1000)]
+
+    def text(size):
+        return " ".join(generator.choices(words, k=size))
+
+    (tmp_path / "text").mkdir()
+    with (tmp_path / "text" / "a.jsonl").open("w") as file:
+        for _ in range(4000):
+            file.write(json.dumps({"text": text(generator.randrange(600))}) + "\n")
+    (tmp_path / "text" / "b.txt").write_text(text(1_500_000))
+    return str(tmp_path / "text" / "*")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["shards", "tfds"])
+def test_kill_and_run_again(tmp_path, corpus, form):
+    options = ("--workers", "2", "--shard-tokens", "500000", "--format", form)
+    start = time.monotonic()
+    whole = tmp_path / "whole"
+    subprocess.run(command(corpus, str(whole), *options), check=True, capture_output=True)
+    duration = time.monotonic() - start
+    generator, continued = random.Random(1), 0
+    for kill in range(KILLS):
+        out = tmp_path / f"out{kill}"
+        process = subprocess.Popen(
+            command(corpus, str(out), *options),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(generator.uniform(0.0, duration))
+        started = children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_until_gone(started)
+        if not out.exists():
+            again = subprocess.run(
+                command(corpus, str(out), *options), check=True, capture_output=True, text=True
+            )
+            continued += "continuing" in again.stderr
+        assert contents(out) == contents(whole)
+        assert metadata(out) == metadata(whole)
+        assert not out.with_name(f"{out.name}.partial").exists()
+        subprocess.run(["rm", "-r", out], check=True)
+    print(f"{continued} of {KILLS} runs continued")
+    assert continued >= KILLS // 5
