@@ -1,6 +1,7 @@
-"""What the token pipeline delivers beside a plain NumPy loop and Grain's DataLoader.
+"""The token pipeline beside NumPy and Grain's DataLoader; `data prepare` beside bare tiktoken.
 
     python tools/bench_data.py [--pipeline] [--rounds 9] [--seconds 0.3] [--tokens 50000000]
+    python tools/bench_data.py --prepare 'texts/*.txt' [--megabytes 400] [--workers 2] [--rounds 5]
 
 `--pipeline`, which is also what happens without flags, reads batches of 32 sequences of 1,024
 tokens on one core, from random tokens below GPT-2's 50,257 that it writes into a temporary
@@ -11,11 +12,20 @@ highest of the ratios. Files are in the page cache: this is the cost of the code
 The NumPy loop is nanoGPT's `get_batch` up to the tensor: it maps the file, draws 32 starts, and
 converts inputs and targets to int64 each. The pipeline's rows are what a process reads for a step
 (`TrainRows`), one int32 array, every id checked against the vocabulary.
+
+`--prepare` tokenises with GPT-2's vocabulary, against processes that do nothing but run tiktoken.
+The texts are cut into documents of a few thousand characters and repeated to the size wanted. Both
+sides start their processes by `spawn`, load the vocabulary and tokenise the same documents, and the start
+counts. Prepare reads them from one JSON-lines file and writes shards with checksums; the bare
+processes have theirs in memory and write nothing. They alternate.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
+import json
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -27,10 +37,13 @@ from typing import Any
 import grain
 import numpy as np
 
+from maxmars.data.corpus import LocalFiles
 from maxmars.data.examples import TokenWindows, training_examples
 from maxmars.data.formats import open_split
 from maxmars.data.pipeline import ReadAhead, TrainRows
+from maxmars.data.prepare import prepare
 from maxmars.data.streams import TokenStream
+from maxmars.data.tokenizer import GPT2Tokenizer
 from maxmars.data_config import Order
 
 BATCH, LENGTH, VOCAB_SIZE = 32, 1024, 50257
@@ -42,11 +55,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pipeline", action="store_true", help="the default")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
+    parser.add_argument("--prepare", metavar="GLOB", help="UTF-8 texts to tokenise, quoted")
+    parser.add_argument("--megabytes", type=float, default=400, help="text to tokenise")
+    parser.add_argument("--workers", type=int, default=2, help="processes that tokenise")
+    parser.add_argument("--rounds", type=int, help="turns of each side: 9, or 5 with --prepare")
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
     parser.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
     arguments = parser.parse_args()
-    compare_pipelines(arguments.rounds, arguments.seconds, arguments.tokens)
+    if arguments.prepare is not None:
+        if arguments.pipeline:
+            parser.error("give one of --pipeline and --prepare.")
+        size, workers = arguments.megabytes, arguments.workers
+        compare_prepare(arguments.prepare, size, workers, arguments.rounds or 5)
+        return
+    compare_pipelines(arguments.rounds or 9, arguments.seconds, arguments.tokens)
 
 
 def compare_pipelines(rounds: int, seconds: float, num_tokens: int) -> None:
@@ -151,6 +173,83 @@ def write_tfds(root: Path, num_tokens: int) -> Path:
     tfds.disable_progress_bar()
     Tokens(data_dir=root, file_format="array_record").download_and_prepare()
     return root / "tokens" / "1.0.0"
+
+
+DOCUMENT_CHARACTERS = 4000
+
+
+def read_documents(pattern: str, megabytes: float) -> list[str]:
+    text = "".join(Path(path).read_text() for path in sorted(glob.glob(pattern)))
+    if not text:
+        raise SystemExit(f"no text matches {pattern!r}")
+    starts = range(0, len(text), DOCUMENT_CHARACTERS)
+    documents = [text[start : start + DOCUMENT_CHARACTERS] for start in starts]
+    return documents * max(round(megabytes * 1e6 / len(text)), 1)
+
+
+def tokenise(path: str, first: int, stride: int, ready, go) -> None:
+    documents = json.loads(Path(path).read_text())[first::stride]
+    ready.release()
+    go.wait()
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    for text in documents:
+        encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def bare_seconds(path: Path, workers: int) -> float:
+    """Loading the documents does not count, loading tiktoken does."""
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Semaphore(0), context.Event()
+    processes = [
+        context.Process(target=tokenise, args=(str(path), i, workers, ready, go))
+        for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    start = time.perf_counter()
+    go.set()
+    for process in processes:
+        process.join()
+    return time.perf_counter() - start
+
+
+def prepare_seconds(path: Path, directory: Path, workers: int) -> float:
+    start = time.perf_counter()
+    prepare(
+        LocalFiles([str(path)]),
+        directory,
+        tokenizer=GPT2Tokenizer(),
+        source=str(path),
+        workers=workers,
+    )
+    return time.perf_counter() - start
+
+
+def compare_prepare(pattern: str, megabytes_wanted: float, workers: int, rounds: int) -> None:
+    """Print MB a second and process of both sides, and their ratio."""
+    documents = read_documents(pattern, megabytes_wanted)
+    megabytes = sum(len(text.encode()) for text in documents) / 1e6
+    rates: dict[str, list[float]] = {"bare": [], "prepare": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        lines, whole = Path(scratch, "documents.jsonl"), Path(scratch, "documents.json")
+        lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        whole.write_text(json.dumps(documents))
+        for round_ in range(rounds):
+            seconds = bare_seconds(whole, workers)
+            rates["bare"].append(megabytes / seconds / workers)
+            seconds = prepare_seconds(lines, Path(scratch, f"out{round_}"), workers)
+            rates["prepare"].append(megabytes / seconds / workers)
+    ratios = [p / b for p, b in zip(rates["prepare"], rates["bare"], strict=True)]
+    print(f"{megabytes:.0f} MB, {workers} processes, load {os.getloadavg()[0]:.1f}")
+    for name, values in rates.items():
+        spread = f"{min(values):.1f} to {max(values):.1f}"
+        print(f"{name:8} {statistics.median(values):5.1f} MB/s a process ({spread})")
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    print(f"ratio    {statistics.median(ratios):.2f} ({spread})")
 
 
 if __name__ == "__main__":

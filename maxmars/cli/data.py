@@ -137,15 +137,14 @@ def inspect(
     from maxmars.cli.data_tables import print_summary
     from maxmars.data import inspect as tokens
 
-    metadata = tokens.read_any_metadata(directory)
-    print_summary(directory, metadata)
-    directories = {directory: metadata}
+    directories = {directory: tokens.read_any_metadata(directory)}
     if compare is not None:
         directories[compare] = tokens.read_any_metadata(compare)
     if verify:
         for path, described in directories.items():
             tokens.verify(path, described)
             print(f"{path}: every file matches its checksum")
+    print_summary(directory, directories[directory])
     if compare is None:
         return 0
     found = tokens.differences(directory, compare)
