@@ -120,11 +120,13 @@ class PartialDirectory:
     def claim(self, arguments: Mapping[str, Any]) -> None:
         """Compare the arguments with those of the run that left something here, if any did.
 
+        What counts is `state.json`: a run that saved no state left nothing to continue.
+
         Raises:
           ValueError: they differ.
         """
         earlier = self.read("arguments.json")
-        if earlier is None:
+        if earlier is None or self.read("state.json") is None:
             self.write("arguments.json", dict(arguments))
         elif earlier != arguments:
             names = {n for n in {*earlier, *arguments} if earlier.get(n) != arguments.get(n)}

@@ -260,7 +260,7 @@ def test_what_is_finished_is_not_read_again(tmp_path, monkeypatch, small_batches
         ({"part": (0, 2)}, r"part was None, now \[0, 2\]"),
     ],
 )
-def test_other_arguments_do_not_continue(tmp_path, options, message):
+def test_other_arguments_do_not_continue(tmp_path, small_batches, options, message):
     texts = Failing(documents(250))
     texts.stop = 200
     with pytest.raises(KeyboardInterrupt):
@@ -292,6 +292,8 @@ def test_too_small_a_disk_is_said_before_anything_is_read(tmp_path, monkeypatch)
     texts.stop = 0
     with pytest.raises(ValueError, match=r"need about .* GB in .*, which has 0\.0 GB free"):
         run(texts, tmp_path / "out")
+    monkeypatch.undo()
+    run(documents(250), tmp_path / "out", shard_tokens=5000)  # other arguments: nothing was saved
 
 
 def test_two_cannot_prepare_one_target_at_once(tmp_path):
