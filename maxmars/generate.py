@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxmars import sharding
 from maxmars.checkpoint import load_config, load_params
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.data.tokenizer import load_tokenizer
+from maxmars.data.tokenizer import saved_tokenizer
 from maxmars.model import graph_and_abstract_params
 
 
@@ -49,7 +48,7 @@ def generate_text(
     _, abstract = graph_and_abstract_params(config.model)
     shardings = jax.tree.map(lambda _: sharding.replicated(mesh), abstract)
     params = load_params(checkpoints, sharding.with_shardings(abstract, shardings))
-    tokenizer = load_tokenizer(_tokenizer_name(Path(workdir)))
+    tokenizer = saved_tokenizer(Path(workdir) / "tokenizer")
     start = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eot])
     tokens = sample(
         config.model,
@@ -124,10 +123,6 @@ def _choose(
         smallest = jax.lax.top_k(logits, top_k)[0][-1]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return jax.random.categorical(key, logits / temperature)
-
-
-def _tokenizer_name(workdir: Path) -> str:
-    return json.loads((workdir / "tokenizer.json").read_text())["name"]
 
 
 def _check_arguments(max_new_tokens: int, temperature: float, top_k: int | None) -> None:

@@ -21,6 +21,7 @@ from maxmars import distributed, sharding
 from maxmars.checkpoint import Checkpointer, load_config
 from maxmars.config import TrainConfig, differences, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
+from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.metrics import (
     MetricsWriter,
@@ -56,8 +57,8 @@ _MAY_CHANGE = (
 def train(config: TrainConfig, workdir: Path | str) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/`
-    into `workdir`. Every process of a distributed run calls this.
+    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl` and `checkpoints/` into
+    `workdir`. Every process of a distributed run calls this.
 
     Returns:
       Whether all steps are done. They are not after SIGTERM or Ctrl-C, which end the step that is
@@ -198,7 +199,8 @@ def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: S
     if distributed.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_environment(workdir, mesh)
-        write_json(workdir / "tokenizer.json", {"name": tokens.tokenizer})
+        stream = tokens.streams[0]
+        save_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
 
 
 def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:

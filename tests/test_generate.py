@@ -1,9 +1,15 @@
+import shutil
+
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from tiny import MODEL, tiny_config
 
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import load_tokenizer, saved_tokenizer
+from maxmars.data_config import TokenShardsConfig
 from maxmars.generate import generate_text, sample
 from maxmars.model import graph_and_abstract_params, init_params
 from maxmars.train import train
@@ -89,3 +95,29 @@ def test_bad_arguments(tmp_path, options, message):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="checkpoint"):
         generate_text(tmp_path, "x")
+
+
+def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = tokenizers.decoders.ByteLevel()
+    text = "To be, or not to be, that is the question. " * 200
+    vocabulary.train_from_iterator(
+        [text], tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<end>"])
+    )
+    vocabulary.save(str(tmp_path / "own.json"))
+    tokenizer = load_tokenizer(tmp_path / "own.json", eot_token="<end>")
+    tokens = tmp_path / "tokens"
+    prepare([("1", text)], tokens, tokenizer=tokenizer, source="a test", workers=0)
+    config = tiny_config(
+        num_steps=1,
+        data=TokenShardsConfig(path=str(tokens), cache_dir=str(tmp_path / "local")),
+    )
+    train(config, tmp_path / "run")
+    shutil.rmtree(tokens)
+    shutil.rmtree(tmp_path / "local")
+    found = generate_text(tmp_path / "run", "To be", max_new_tokens=5, temperature=0.0)
+    assert isinstance(found, str)
+    saved = saved_tokenizer(tmp_path / "run" / "tokenizer")
+    assert saved.digest == tokenizer.digest
+    assert saved.decode(saved.encode("not to be")) == "not to be"

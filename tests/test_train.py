@@ -67,7 +67,7 @@ def test_what_a_run_leaves_behind(finished):
         "config.json",
         "environment.json",
         "metrics.jsonl",
-        "tokenizer.json",
+        "tokenizer",
     }
     assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
     assert list(series(finished, "eval/loss")) == [0, 3, 6]

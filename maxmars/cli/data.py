@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-_RECORD_TOKENS = 1 << 16
+_RECORD_TOKENS = 1024
 
 
 def prepare(

@@ -19,7 +19,7 @@ import numpy as np
 from maxmars.data.sources import FORMAT, TFDS_FORMAT, read_metadata
 from maxmars.data.streams import TokenFile, TokenFiles, TokenShards, TokenStream
 from maxmars.data.tfds_stream import TfdsTokens
-from maxmars.data.tokenizer import GPT2Tokenizer
+from maxmars.data.tokenizer import GPT2Tokenizer, JsonTokenizer
 
 Format = Literal["shards", "tfds", "nanogpt", "llm.c"]
 
@@ -186,6 +186,9 @@ def open_split(directory: str | Path, split: str) -> TokenStream:
             return llm_c_files(directory, split)
 
 
+_BESIDE_SHARDS = ("meta.json", JsonTokenizer.name)
+
+
 def files_of(directory: Path) -> dict[str, str | None]:
     """The files that reading a directory of tokens takes: name -> SHA-256, where it is recorded.
 
@@ -197,7 +200,8 @@ def files_of(directory: Path) -> dict[str, str | None]:
         case "shards":
             splits = read_metadata(directory).splits.values()
             shards = {s.file: s.sha256 for split in splits for s in split.shards}
-            return {"meta.json": None, **shards}
+            beside = [name for name in _BESIDE_SHARDS if (directory / name).is_file()]
+            return {**dict.fromkeys(beside), **shards}
         case "tfds":
             return {path.name: None for path in sorted(directory.iterdir()) if path.is_file()}
         case "nanogpt":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
+import shutil
 import tempfile
 import urllib.request
 import uuid
@@ -16,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt16
 
+_SAVED = "description.json"
 END_OF_TEXT = "<|endoftext|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -254,6 +257,32 @@ def tokenizer_in(directory: str | Path, name: str, eot_token: str | None) -> Tok
     if eot_token is None:
         return load_tokenizer(name)
     return load_tokenizer(Path(directory) / name, eot_token=eot_token)
+
+
+def save_tokenizer(source: Path, name: str, target: Path) -> None:
+    """Write into `target` what `saved_tokenizer` needs to load the tokenizer of tokens on disk.
+
+    Args:
+      source: the directory of tokens, with its `tokenizer.json` if it has one.
+      name: name of the tokenizer.
+      target: directory to make.
+    """
+    fields = {"name": name}
+    target.mkdir(parents=True, exist_ok=True)
+    if name == JsonTokenizer.name:
+        fields["eot_token"] = json.loads((source / "meta.json").read_text())["eot_token"]
+        shutil.copyfile(source / name, target / name)
+    (target / _SAVED).write_text(json.dumps(fields) + "\n")
+
+
+def saved_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` wrote into a directory.
+
+    Raises:
+      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
+    """
+    fields = json.loads((directory / _SAVED).read_text())
+    return tokenizer_in(directory, fields["name"], fields.get("eot_token"))
 
 
 def _digest(vocabulary: Iterable[bytes]) -> str:

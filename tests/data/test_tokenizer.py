@@ -201,7 +201,8 @@ def test_byte_cuts():
 @pytest.fixture(scope="module")
 def json_file(tmp_path_factory):
     """A byte-level BPE tokenizer.json, trained here."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
