@@ -24,12 +24,14 @@ from maxmars.checkpoint import list_steps, load_digests
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, to_dict
 from maxmars.metrics import write_json
 
-_CHILD = """
+TRAIN_FROM_JSON = """
 import json, pathlib, sys
 from maxmars.config import from_dict
 from maxmars.train import train
 train(from_dict(json.loads(pathlib.Path(sys.argv[1]).read_text())), sys.argv[2])
 """
+"""Program of a training process; its arguments are a config as JSON, and the workdir."""
+
 _POLL_S = 0.02
 _METRICS = ("train/loss", "train/grad_norm")
 _NOT_REPRODUCIBLE = (
@@ -97,8 +99,8 @@ def verify_resume(config: TrainConfig, out: Path, *, steps: int, checkpoint_step
         resumed_from = max(list_steps(child.checkpoints))
         child.finish()
     digests = load_digests(out / "undisturbed" / "checkpoints")
-    control = _first_difference(out / "undisturbed", out / "control")
-    resume = _first_difference(out / "undisturbed", out / "resumed")
+    control = first_difference(out / "undisturbed", out / "control")
+    resume = first_difference(out / "undisturbed", out / "resumed")
     verdict = "not reproducible" if control else "different" if resume else "identical"
     receipt = Receipt(
         verdict=verdict,
@@ -141,7 +143,7 @@ class _Child:
         self._console = Console(stderr=True)
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(self._config), str(self.workdir)],
+            [sys.executable, "-c", TRAIN_FROM_JSON, str(self._config), str(self.workdir)],
             stdout=self._file,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -183,10 +185,10 @@ class _Child:
                 time.sleep(_POLL_S)
 
     def _last_step(self) -> int:
-        return max((step for step, _ in _series(self.workdir)), default=0)
+        return max((step for step, _ in series(self.workdir)), default=0)
 
 
-def _series(workdir: Path) -> dict[tuple[int, str], float | str]:
+def series(workdir: Path) -> dict[tuple[int, str], float | str]:
     """The losses and gradient norms of a run, by step; a line that is still being written waits."""
     path = workdir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
@@ -194,9 +196,9 @@ def _series(workdir: Path) -> dict[tuple[int, str], float | str]:
     return {(line["step"], key): line[key] for line in lines for key in _METRICS if key in line}
 
 
-def _first_difference(one: Path, other: Path) -> str | None:
+def first_difference(one: Path, other: Path) -> str | None:
     """What differs first, in words; None if nothing does."""
-    ours, theirs = _series(one), _series(other)
+    ours, theirs = series(one), series(other)
     for step, key in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get((step, key)), theirs.get((step, key))
         if a != b:

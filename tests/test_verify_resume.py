@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.verify_resume import _first_difference, verify_resume
+from maxmars.verify_resume import first_difference, verify_resume
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_a_resume_is_verified_and_a_difference_is_named(tmp_path, monkeypatch, c
     lines[8] = json.dumps(changed)
     (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     step = changed["step"]
-    assert _first_difference(out / "resumed", other).startswith(f"train/loss of step {step} is ")
+    assert first_difference(out / "resumed", other).startswith(f"train/loss of step {step} is ")
 
     with pytest.raises(FileExistsError, match="exists; delete it or choose another --out"):
         verify_resume(tiny_config(), out, steps=4, checkpoint_step=2)
