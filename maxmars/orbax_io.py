@@ -10,16 +10,28 @@ import sys
 from collections.abc import Generator
 from unittest import mock
 
+import jax
 from orbax.checkpoint import v1
 
 
-def orbax_context(*, partial_load: bool = False) -> v1.Context:
-    """Options of every Orbax call: `meta` is JSON; `partial_load` reads the named arrays only."""
+def orbax_context(*, partial_load: bool = False, alone: bool = False) -> v1.Context:
+    """Options of every Orbax call: `meta` is JSON.
+
+    Args:
+      partial_load: read the named arrays only.
+      alone: this process does not wait for the others. Reading needs no waiting, and in Orbax those
+        that could read their part would wait for one that could not.
+    """
     registry = v1.handlers.local_registry()
     registry.add(v1.handlers.JsonHandler, checkpointable_name="meta")  # else strings become arrays
     context = v1.Context()
     context.checkpointables.registry = registry
     context.pytree.loading.partial_load = partial_load
+    if alone and jax.process_count() > 1:
+        index = jax.process_index()
+        context.multiprocessing.primary_host = index
+        context.multiprocessing.active_processes = {index}
+        context.multiprocessing.barrier_sync_key_prefix = f"alone{index}"
     return context
 
 
