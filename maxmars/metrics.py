@@ -1,7 +1,8 @@
 """What a run records: metrics.jsonl, environment.json, and the progress line.
 
 Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` (seconds), `perf/mfu`
-(absent where the peak is unknown), `eval/loss`.
+(absent where the peak is unknown), `perf/checkpoint_blocking_time` (seconds that an asynchronous
+save stopped training), `eval/loss`.
 """
 
 from __future__ import annotations

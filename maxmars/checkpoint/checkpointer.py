@@ -68,7 +68,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     self._retention.record(step, read_metrics(self._directory / str(step)))
             self._orbax = v1.training.Checkpointer(
                 str(self._directory),
-                context=orbax_context(),
                 preservation_policy=self._retention,
                 lightweight_initialize=True,
             )
@@ -140,7 +139,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             metrics=metrics,
             environment=self._environment,
         )
-        with self._reporting():
+        with self._reporting(), orbax_context(tree=state):
             if self._lock is not None:
                 self._lock.check()
             self._pending = self._orbax.save_checkpointables_async(

@@ -23,6 +23,7 @@ _NOT_DAMAGE = (
     "Permission denied",
     "UNAUTHENTICATED",
     "Too many open files",
+    "more bytes than we reserved",
 )
 
 

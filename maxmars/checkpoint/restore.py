@@ -142,7 +142,8 @@ def _read_leaves(path: Any, meta: dict[str, Any], abstract: Any, *, partial: boo
 
     def load() -> Any:
         try:
-            with orbax_context(partial_load=partial, alone=True), quiet_reads():
+            options = orbax_context(tree=abstract, partial_load=partial, alone=True)
+            with options, quiet_reads():
                 return v1.load(str(path), to_plain(abstract), checkpointable_name="state")
         except Exception as error:  # a damaged file comes up as nearly any type
             raise damage("state", error) from error

@@ -3,7 +3,6 @@
 `tests/checkpoint` has the same damage one kind at a time, with the reason that each gives.
 """
 
-import ctypes
 import json
 import os
 import random
@@ -189,11 +188,13 @@ def test_a_full_disk_costs_no_checkpoint(tmp_path, cache):
     )
 
 
-def obey_permissions():
-    """Take from root, and all that it starts, the right to write where permissions forbid it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; without root there is none to drop
+# Takes from root, and all that it starts, the right to write where permissions forbid it.
+OBEY = """
+import ctypes, os, sys
+for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, cache):
@@ -201,21 +202,13 @@ def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, c
     workdir.mkdir()
     workdir.chmod(0o555)
     try:
+        arguments = ["-m", "maxmars", "train", str(train_config), "--workdir", str(workdir)]
         result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "maxmars",
-                "train",
-                str(train_config),
-                "--workdir",
-                str(workdir),
-            ],
+            [sys.executable, "-c", OBEY, *arguments],
             env=environment(cache),
             capture_output=True,
             text=True,
             timeout=240,
-            preexec_fn=obey_permissions,
         )
     finally:
         workdir.chmod(0o755)
