@@ -181,16 +181,26 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints in `<workdir>/checkpoints`."""
+    """Checkpoints in `<workdir>/checkpoints`: when one is written, and which are kept."""
 
     every: int | None = 1000
-    """Steps between checkpoints; there is always one at the end. None writes only that one."""
+    """Steps between checkpoints; there is always one at the end. None writes none by steps."""
+    every_minutes: float | None = None
+    """Also write one when this time has passed since the last; None does not look at the clock."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
+    keep_best: int | None = None
+    """Also keep this number of those with the lowest best_metric. Only those written at the step of
+    an evaluation have it: let eval.every be a divisor of every. None keeps none for that."""
+    best_metric: str = "eval/loss"
+    """What keep_best goes by; lower is better."""
+    keep_every: int | None = None
+    """Also keep for good the first checkpoint at or after each multiple of this number of steps;
+    None keeps none for good."""
 
     def __post_init__(self) -> None:
         """Reject intervals and counts below one."""
-        require_positive(self, "every", "keep_last")
+        require_positive(self, "every", "every_minutes", "keep_last", "keep_best", "keep_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +286,11 @@ class TrainConfig:
             self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "
             f"num_microbatches={self.num_microbatches}.",
+        )
+        require(
+            self.checkpoint.keep_best is None or self.eval.every is not None,
+            f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations to choose by, but "
+            "eval.every=None; set eval.every, or keep_best to None.",
         )
 
     @property

@@ -64,3 +64,14 @@ def everywhere(ok: bool) -> bool:
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
+
+
+def from_primary(numbers: list[int]) -> list[int]:
+    """The primary process's list of integers below 2**31; all processes must call."""
+    if jax.process_count() == 1:
+        return numbers
+    length = multihost_utils.broadcast_one_to_all(np.array(len(numbers), np.int32))
+    padded = np.zeros(int(length), np.int32)
+    if is_primary():
+        padded[:] = numbers
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tolist()

@@ -2,7 +2,8 @@
 
 Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` and `perf/data_wait`
 (seconds a step, and those of them in which the loop waited for tokens), `perf/mfu` (absent where
-the peak is unknown), `eval/loss`.
+the peak is unknown), `perf/checkpoint_blocking_time` (seconds that an asynchronous save stopped
+training), `eval/loss`.
 """
 
 from __future__ import annotations
@@ -120,17 +121,12 @@ def write_json(path: Path, value: Any) -> None:
     _write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
-def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
-    """Write `<workdir>/environment.json`: versions, git commit, devices and mesh of this run.
-
-    Only the primary process writes.
-    """
+def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Versions, git commit, devices and mesh of this run, JSON-ready."""
     import jax
 
-    if not _is_primary():
-        return
     devices = mesh.devices.flatten().tolist()
-    environment = {
+    return {
         "maxmars": maxmars.__version__,
         "git_commit": _git_commit(Path(maxmars.__file__).resolve().parents[1]),
         "python": platform.python_version(),
@@ -142,7 +138,12 @@ def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
     }
-    write_json(workdir / "environment.json", environment)
+
+
+def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
+    """Write `environment(mesh)` to `<workdir>/environment.json`; only the primary process does."""
+    if _is_primary():
+        write_json(workdir / "environment.json", environment(mesh))
 
 
 class ProgressLine:

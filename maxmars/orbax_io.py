@@ -8,19 +8,46 @@ import logging
 import os
 import sys
 from collections.abc import Generator
+from typing import Any
 from unittest import mock
 
+import jax
 from orbax.checkpoint import v1
 
 
-def orbax_context(*, partial_load: bool = False) -> v1.Context:
-    """Options of every Orbax call: `meta` is JSON; `partial_load` reads the named arrays only."""
+def orbax_context(
+    *, tree: Any = None, partial_load: bool = False, alone: bool = False
+) -> v1.Context:
+    """Options of every Orbax call: `meta` is JSON, arrays are not compressed.
+
+    Args:
+      tree: arrays, abstract or not, that are written or read: bounds the memory for doing so. Left
+        alone, Orbax copies them all at once.
+      partial_load: read the named arrays only.
+      alone: this process does not wait for the others. Reading needs no waiting, and in Orbax those
+        that could read their part would wait for one that could not.
+    """
     registry = v1.handlers.local_registry()
     registry.add(v1.handlers.JsonHandler, checkpointable_name="meta")  # else strings become arrays
     context = v1.Context()
     context.checkpointables.registry = registry
     context.pytree.loading.partial_load = partial_load
+    # Weights shrink by a tenth at most, which takes as long as writing them and as much memory.
+    context.array.saving.use_compression = False
+    context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = _in_flight(tree)
+    if alone and jax.process_count() > 1:
+        index = jax.process_index()
+        context.multiprocessing.primary_host = index
+        context.multiprocessing.active_processes = {index}
+        context.multiprocessing.barrier_sync_key_prefix = f"alone{index}"
     return context
+
+
+def _in_flight(tree: Any) -> int | None:
+    """Bytes of a tree to have in work at a time: a sixteenth of this process's share, but at least
+    the largest leaf, as Orbax refuses less than what one of them may need."""
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
+    return max(*sizes, sum(sizes) // (16 * jax.process_count()), 2**20) + 1 if sizes else None
 
 
 def root_cause(error: Exception) -> str:

@@ -253,6 +253,8 @@ def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
             reporter.flush()
             return False
         due = [hook for every, hook in hooks if every is not None and run.step % every == 0]
+        if run.checkpointer.is_due(run.step) and _save not in due:
+            due.append(_save)
         if due:
             reporter.flush()  # a checkpoint must not be complete before its step's metrics are
             with reporter.paused():
@@ -283,13 +285,15 @@ def _evaluate(run: _Run) -> None:
 
 def _save(run: _Run, *, wait: bool = False) -> None:
     fresh = run.eval_loss is not None and run.eval_step == run.step
-    run.checkpointer.save(
+    blocked_s = run.checkpointer.save(
         run.step,
         run.state,
         data_position=run.batches.position,
         metrics={"eval/loss": run.eval_loss} if fresh else None,
         wait=wait,
     )
+    if blocked_s is not None:
+        run.writer.write(run.step, {"perf/checkpoint_blocking_time": blocked_s})
 
 
 def _summary(run: _Run, seconds: float) -> str:

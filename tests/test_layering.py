@@ -30,6 +30,16 @@ ROWS = (
 # Inside a folder, downwards as well.
 COMMANDS = "any file that is not named in the other rows"
 FOLDERS = {
+    "checkpoint": (
+        "__init__",
+        "checkpointer",
+        "restore",
+        "retention",
+        "lock",
+        "lease",
+        "contents",
+        "directory",
+    ),
     "cli": ("__init__", COMMANDS, "config_file", "data_tables"),
     "data": (
         "__init__",

@@ -71,7 +71,7 @@ def test_what_a_run_leaves_behind(finished):
     }
     assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
     assert list(series(finished, "eval/loss")) == [0, 3, 6]
-    assert set(metrics_of(finished)[-2]) == {
+    assert set(metrics_of(finished)[-3]) == {
         "step",
         "train/loss",
         "train/grad_norm",
@@ -85,6 +85,9 @@ def test_what_a_run_leaves_behind(finished):
         "perf/step_time",
         "perf/data_wait",
     }
+    written = series(finished, "perf/checkpoint_blocking_time")
+    assert list(written) == [2, 4, 6]
+    assert all(0 < seconds < 60 for seconds in written.values())
     assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
     assert load_config(finished / "checkpoints") == tiny_config()
     environment = json.loads((finished / "environment.json").read_text())

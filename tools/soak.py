@@ -131,7 +131,7 @@ def soak(kills: int, seed: int, out: Path) -> bool:
             time.sleep(delay)
         life.kill()
         good &= report(number, life, when)
-    steps = life.last_step() + EVERY
+    steps = max((step for step, _ in series(out / "killed")), default=0) + EVERY
     life = Life(out, "killed", small_config(steps))
     life.finish()
     good &= report(kills + 1, life, "no")

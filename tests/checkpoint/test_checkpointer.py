@@ -1,11 +1,14 @@
 """Checkpoints: bit-exact round trips onto any mesh, and every kind of damage found out."""
 
+import asyncio
 import dataclasses
 import gc
 import json
 import logging
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,22 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
 
-from maxmars import checkpoint as checkpoint_module
-from maxmars.checkpoint import Checkpointer, list_steps, load_config, load_params
-from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig, ScheduleConfig, TrainConfig
+from maxmars.checkpoint import (
+    Checkpointer,
+    contents,
+    list_steps,
+    load_config,
+    load_params,
+)
+from maxmars.config import (
+    CheckpointConfig,
+    GPT2Config,
+    MeshConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig
 from maxmars.sharding import make_mesh
@@ -48,7 +63,7 @@ OPTIMIZERS = {
 }
 
 
-def config(keep_last=2, embed_dim=16):
+def config(keep_last=2, embed_dim=16, **checkpoint):
     return TrainConfig(
         name="test",
         num_steps=100,
@@ -57,7 +72,7 @@ def config(keep_last=2, embed_dim=16):
         optimizer=AdamWConfig(),
         schedule=ScheduleConfig(warmup_steps=1),
         data=PythonSourcesConfig(),
-        checkpoint=CheckpointConfig(keep_last=keep_last),
+        checkpoint=CheckpointConfig(keep_last=keep_last, **checkpoint),
     )
 
 
@@ -167,6 +182,66 @@ def test_keeps_the_newest(tmp_path):
         assert list_steps(tmp_path) == [4, 5]
 
 
+def test_keeps_the_best_and_some_for_good_over_restarts(tmp_path):
+    state, losses = place(make_state()), {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 6.0, 6: None, 7: 9.0}
+    keep = config(keep_last=1, keep_best=2, keep_every=4)
+    for step, loss in losses.items():
+        with Checkpointer(tmp_path, keep, mesh=MESH) as checkpointer:
+            metrics = None if loss is None else {"eval/loss": loss}
+            checkpointer.save(step, state, data_position=step, metrics=metrics)
+    assert list_steps(tmp_path) == [2, 3, 4, 7]
+    meta = json.loads((tmp_path / "7/meta/data.json").read_text())
+    assert meta["metrics"] == {"eval/loss": 9.0}
+
+
+def test_the_metric_to_choose_by_must_be_there(tmp_path):
+    keep, state = config(keep_best=1, best_metric="eval/los"), place(make_state())
+    with (
+        Checkpointer(tmp_path, keep, mesh=MESH) as checkpointer,
+        pytest.raises(ValueError, match=r"best_metric='eval/los' is not .*; eval/loss is\."),
+    ):
+        checkpointer.save(1, state, data_position=8, metrics={"eval/loss": 1.0})
+
+
+def test_meta_says_where_it_comes_from(saved):
+    meta = json.loads((saved[0] / "2/meta/data.json").read_text())
+    assert meta["rng"]["seed"] == config().seed
+    assert meta["rng"]["step"] == meta["step"] == 2
+    assert meta["environment"]["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert meta["environment"]["num_devices"] == 8
+    assert meta["environment"]["jax"] == jax.__version__
+
+
+def test_blocking_time_is_not_that_of_the_save(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        write = v1.handlers.JsonHandler._background_save
+
+        async def slowly(*args, **kwargs):
+            await asyncio.sleep(1)
+            return await write(*args, **kwargs)
+
+        state = place(make_state())
+        checkpointer.save(1, state, data_position=8, wait=True)  # compiles the digest
+        monkeypatch.setattr(v1.handlers.JsonHandler, "_background_save", slowly)
+        started = time.perf_counter()
+        blocked_s = checkpointer.save(2, state, data_position=16, wait=True)
+        assert 0 < blocked_s < time.perf_counter() - started - 0.9
+        checkpointer.save(3, state, data_position=24)
+        assert checkpointer.save(4, state, data_position=32) > 0.5  # waits for the one before
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(saved, copy):
+    with Checkpointer(copy, config(), mesh=MESH):
+        (copy / "3.orbax-checkpoint-tmp").mkdir()
+        with pytest.raises(
+            ValueError, match=rf"{copy} is being written by process {os.getpid()} on"
+        ):
+            Checkpointer(copy, config(), mesh=MESH)
+        assert (copy / "3.orbax-checkpoint-tmp").exists()  # of the first writer, for all we know
+        assert load_config(copy) == config()
+    Checkpointer(copy, config(), mesh=MESH).close()
+
+
 def test_save_is_safe_from_donation(tmp_path):
     state, want = place(make_state()), make_state()
     update = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
@@ -182,8 +257,12 @@ def test_saving_a_step_again(tmp_path):
     with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
         checkpointer.save(1, first, data_position=8, wait=True)
         inode = (tmp_path / "1").stat().st_ino
-        checkpointer.save(1, first, data_position=8, wait=True)
+        assert checkpointer.save(1, first, data_position=8, wait=True) is None
         assert (tmp_path / "1").stat().st_ino == inode  # the same state: not written again
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        restored = checkpointer.restore(abstract(first)).state
+        assert checkpointer.save(1, restored, data_position=8, wait=True) is None
+        assert (tmp_path / "1").stat().st_ino == inode  # neither after a restart
         checkpointer.save(1, second, data_position=8)
         assert_same(checkpointer.restore(abstract(second)).state, second)
 
@@ -201,7 +280,7 @@ def test_relative_directory(tmp_path, monkeypatch):
 def test_sweeps_what_a_killed_run_left(copy):
     (copy / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     Checkpointer(copy, config(), mesh=MESH).close()
-    assert sorted(p.name for p in copy.iterdir()) == ["1", "2"]
+    assert sorted(p.name for p in copy.iterdir()) == [".lock", "1", "2"]
 
 
 # Orbax leaves an unhandled exception in a thread, a coroutine that it did not await and, depending
@@ -216,7 +295,7 @@ def test_a_failed_save_is_raised(tmp_path, monkeypatch):
     state = place(make_state())
     with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
         checkpointer.save(1, state, data_position=8)
-    monkeypatch.setattr(checkpoint_module.v1.handlers.JsonHandler, "_background_save", fail)
+    monkeypatch.setattr(v1.handlers.JsonHandler, "_background_save", fail)
     checkpointer = Checkpointer(tmp_path, config(), mesh=MESH)
     checkpointer.save(2, state, data_position=16)
     for _ in range(2):
@@ -292,8 +371,57 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
     assert f"{copy / '2'} skipped: {why}" in caplog.text
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err  # Orbax's unfinished reads
+    assert f"damaged checkpoint 2 is now {copy / '2.damaged'}" in caplog.text
+    assert list_steps(copy) == [1]
+    assert restore(copy, saved[1][1]).skipped == ()
+    assert (copy / "2.damaged").is_dir()
+
+
+def test_what_is_set_aside_stays(saved, copy):
+    state = saved[1][2]
+    for name in ("2.damaged", "2.damaged-2", "2.damaged-3"):
+        truncate(data_files(copy / "2")[0])
+        with Checkpointer(copy, config(keep_last=2), mesh=MESH) as checkpointer:
+            assert checkpointer.restore(abstract(state)).step == 1
+            assert (copy / name).is_dir()
+            checkpointer.save(2, state, data_position=16, wait=True)
+            assert list_steps(copy) == [1, 2]
+    assert len(list(copy.glob("2.damaged*/state"))) == 3
+
+
+def test_nothing_is_set_aside_without_a_sound_one(saved, copy):
+    for step in (1, 2):
+        truncate(data_files(copy / str(step))[0])
     with pytest.raises(ValueError, match=r"no checkpoint in .* could be used \(step 2: "):
+        restore(copy, saved[1][1])
+    with pytest.raises(ValueError, match=r"could be used \(step 2: state .*; name another step"):
         restore(copy, saved[1][1], step=2)
+    assert list_steps(copy) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ValueError("RESOURCE_EXHAUSTED: out of memory"),
+        OSError(24, "Too many open files"),
+    ],
+)
+def test_a_reader_in_trouble_is_no_damage(saved, copy, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(v1, "load", fail)
+    with pytest.raises(type(error)):
+        restore(copy, saved[1][1])
+    assert list_steps(copy) == [1, 2]
+
+
+def test_readers_rename_nothing(saved, copy):
+    truncate(copy / "2/meta/data.json")
+    assert load_config(copy) == config()
+    assert_same(load_params(copy, abstract(saved[1][1].params)), saved[1][1].params)
+    assert sorted(p.name for p in copy.iterdir()) == sorted(p.name for p in saved[0].iterdir())
 
 
 def test_flipped_bits_are_caught_or_harmless(saved, copy):
@@ -306,6 +434,8 @@ def test_flipped_bits_are_caught_or_harmless(saved, copy):
                 got = checkpointer.restore(abstract(saved[1][2]))
                 assert_same(got.state, saved[1][got.step])
                 caught += got.step == 1
+                if got.step == 1:
+                    (copy / "2.damaged").rename(copy / "2")
                 flip(file, offset)
         assert checkpointer.restore(abstract(saved[1][2])).skipped == ()
     assert caught >= 5
@@ -338,17 +468,14 @@ def test_no_checkpoint(saved, copy, tmp_path):
     assert restore(copy, saved[1][1], step=1).step == 1
 
 
-def test_new_checkpoints_outlive_damaged_newer_ones(saved, copy):
+def test_new_checkpoints_outlive_newer_ones_that_were_passed_over(saved, copy):
     state = saved[1][1]
     shutil.copytree(copy / "2", copy / "9")
-    truncate(data_files(copy / "2")[0])
-    truncate(data_files(copy / "9")[0])
     with Checkpointer(copy, config(keep_last=1), mesh=MESH) as checkpointer:
-        assert checkpointer.restore(abstract(state)).step == 1
-        checkpointer.save(2, state, data_position=16)  # over the damaged one
+        assert checkpointer.restore(abstract(state), step=1).step == 1
+        checkpointer.save(2, state, data_position=16)
         checkpointer.save(3, state, data_position=24, wait=True)
         assert list_steps(copy) == [3, 9]
-        assert checkpointer.restore(abstract(state)).step == 3
         checkpointer.save(10, state, data_position=80, wait=True)
         assert list_steps(copy) == [10]
 
@@ -394,9 +521,9 @@ def test_load_config(saved, copy):
 def test_newer_format_is_refused(saved, copy):
     file = copy / "2/meta/data.json"
     meta = json.loads(file.read_text()) | {"format_version": 99}
-    file.write_text(json.dumps(meta | {"checksum": checkpoint_module._checksum(meta)}))
+    file.write_text(json.dumps(meta | {"checksum": contents.checksum(meta)}))
     with pytest.raises(
-        ValueError, match=r"has format 99 and maxmars .* reads up to 1; use maxmars"
+        ValueError, match=r"has format 99 and maxmars .* reads up to 2; use the version"
     ):
         restore(copy, saved[1][1])
 

@@ -1,0 +1,60 @@
+"""The directory of a run's checkpoints: which are in it, what dead runs left, what is set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from etils import epath
+
+Directory = str | os.PathLike[str]
+
+_COMMITTED = "commit_success.txt"  # Orbax writes it last where a rename is not atomic
+
+
+def resolve(directory: Directory) -> Any:
+    """An absolute `epath.Path`: Orbax rejects others only when a save is under way, in a thread."""
+    path = epath.Path(directory)
+    return path if is_remote(path) else path.expanduser().absolute()
+
+
+def is_remote(path: Any) -> bool:
+    """Whether a path is an object store's, like `gs://bucket/name`."""
+    return "://" in os.fspath(path)
+
+
+def list_steps(directory: Directory) -> list[int]:
+    """Steps of the checkpoints in a directory, ascending, sound or not; empty if it is missing."""
+    path = resolve(directory)
+    if not path.is_dir():
+        return []
+    return sorted(int(p.name) for p in path.iterdir() if _is_step(p) and _is_committed(p))
+
+
+def sweep(directory: Any) -> None:
+    """Remove the unfinished checkpoints of runs that were killed; Orbax ignores but keeps them."""
+    for path in directory.iterdir():
+        if ".orbax-checkpoint-tmp" in path.name or (_is_step(path) and not _is_committed(path)):
+            # What cannot be removed costs space and nothing else; the next start tries again.
+            with contextlib.suppress(OSError):
+                path.rmtree(missing_ok=True)
+
+
+def set_aside(directory: Any, step: int) -> Any:
+    """Rename a damaged checkpoint, so that it is none any more; returns its new path.
+
+    On `gs://` this copies its files.
+    """
+    names = [f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000))]
+    target = next(path for path in (directory / name for name in names) if not path.exists())
+    (directory / str(step)).rename(target)
+    return target
+
+
+def _is_step(path: Any) -> bool:
+    return path.name.isdecimal() and path.is_dir()
+
+
+def _is_committed(path: Any) -> bool:
+    return not is_remote(path) or (path / _COMMITTED).exists()
