@@ -96,6 +96,16 @@ def test_derived_values():
         (lambda: MeshConfig(fsdp=0), "fsdp=0 must be greater than zero"),
         (lambda: EvalConfig(num_windows=0), "num_windows=0 must be greater than zero"),
         (lambda: CheckpointConfig(keep_last=0), "keep_last=0 must be greater than zero"),
+        (
+            lambda: CheckpointConfig(every_minutes=0.0),
+            "every_minutes=0.0 must be greater than zero",
+        ),
+        (
+            lambda: tiny_config(
+                checkpoint=CheckpointConfig(keep_best=1), eval=EvalConfig(every=None)
+            ),
+            "checkpoint.keep_best=1 needs evaluations to choose by",
+        ),
         (lambda: LogConfig(every=0), "every=0 must be greater than zero"),
         (lambda: tiny_config(name=""), "name must not be empty"),
         (lambda: tiny_config(seed=-1), "seed=-1 must lie in"),

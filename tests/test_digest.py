@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmars import digest as digest_module
+from maxmars import hlo
 from maxmars.config import MeshConfig
 from maxmars.digest import combine, digest, from_plain, leaf_paths, leaf_types, to_plain
 from maxmars.sharding import make_mesh
@@ -190,3 +191,12 @@ def test_second_call_does_not_trace_again(monkeypatch):
     first = digest({"x": x})
     assert digest({"x": x + 1}) != first
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp"), P(("fsdp", "tensor"))])
+def test_needs_no_memory_and_moves_no_arrays(spec):
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
+    compiled = digest_module._compiled(NamedSharding(mesh, P())).lower([x]).compile()
+    assert hlo.memory(compiled).temp_bytes < 10_000
+    assert hlo.total_bytes(hlo.collectives(compiled, mesh)) < 1_000

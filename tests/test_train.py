@@ -240,3 +240,15 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
         train(config, tmp_path)
     assert "(1 skipped in all)" in " ".join(capsys.readouterr().out.split())
     assert metrics_of(tmp_path)[-1]["train/skipped"] == 2
+
+
+def test_checkpoints_by_the_clock(tmp_path):
+    config = tiny_config(
+        num_steps=4,
+        schedule=ScheduleConfig(warmup_steps=2, decay_steps=6),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=None, every_minutes=1e-6, keep_last=9),
+    )
+    train(config, tmp_path)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert len(metrics_of(tmp_path)) == 4 + 4  # each save says how long it took

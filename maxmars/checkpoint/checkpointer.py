@@ -80,7 +80,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, sound or not; None if there is none."""
         self._finish()
-        return max(list_steps(self._directory), default=None)
+        return max(distributed.from_primary(list_steps(self._directory)), default=None)
 
     def is_due(self, step: int) -> bool:
         """Whether `config.checkpoint.every_minutes` are over since the last save.

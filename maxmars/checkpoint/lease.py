@@ -72,8 +72,8 @@ class Lease:
         self._thread.start()
 
     @classmethod
-    def open(cls, directory: Any) -> Lease:
-        """Own a directory like `gs://bucket/run/checkpoints`.
+    def open(cls, directory: Any, duration_s: float = _DURATION_S) -> Lease:
+        """Own a directory like `gs://bucket/run/checkpoints`; arguments as above.
 
         Raises:
           ValueError: it has a living owner, or is in no store with conditional writes.
@@ -85,7 +85,7 @@ class Lease:
                 f"{directory}: checkpoints go to local paths and gs:// only; choose one of those."
             )
         store = tensorstore.KvStore.open(f"{directory}/").result()
-        return cls(store, str(directory))
+        return cls(store, str(directory), duration_s)
 
     def check(self) -> None:
         """Raise OSError if it is no longer certain that nobody else is the owner."""
