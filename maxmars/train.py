@@ -84,15 +84,15 @@ def train(config: TrainConfig, workdir: Path | str) -> bool:
             _evaluate(run)
         if not _loop(run, _hooks(run), stops):
             _save(run, wait=True)
-            run.progress.message(f"stopped after {run.step} steps; {_AGAIN}")
+            run.progress.message(
+                f"stopped after {run.step} steps; the checkpoint is complete, and the same command "
+                "continues."
+            )
             return False
         _evaluate(run)
         _save(run, wait=True)
         run.progress.message(_summary(run, time.monotonic() - started))
         return True
-
-
-_AGAIN = "the checkpoint is complete, and the same command continues."
 
 
 @dataclass(kw_only=True)

@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run `maxmars` with these arguments (default: those of the process).
 
     Raises:
-      SystemExit: 0 or no exit after success, 1 after an error of the run, 2 after wrong usage, 130
-        after Ctrl-C. Errors that are not the user's pass through with their traceback.
+      SystemExit: 0 or no exit after success, 1 after an error of the run, 2 after wrong usage, 75
+        where `train` was asked to stop and has saved, 130 after Ctrl-C elsewhere. Errors that are
+        not the user's pass through with their traceback.
     """
     try:
         try:
