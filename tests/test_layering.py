@@ -20,6 +20,7 @@ ROWS = (
     {"evaluate", "generate", "lm_eval_adapter"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
+    {"loglikelihood"},
     {"model", "optim", "data", "metrics", "hlo", "guard"},
     {"sharding", "distributed", "digest", "orbax_io", "preemption"},
     {"config"},
@@ -62,6 +63,7 @@ FOLDERS = {
         "corpus",
         "tokenizer",
     ),
+    "hellaswag": ("__init__", "scores", "protocols", "questions", "comparison"),
     "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (
         "__init__",
