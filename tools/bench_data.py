@@ -15,9 +15,10 @@ converts inputs and targets to int64 each. The pipeline's rows are what a proces
 
 `--prepare` tokenises with GPT-2's vocabulary, against processes that do nothing but run tiktoken.
 The texts are cut into documents of a few thousand characters and repeated to the size wanted. Both
-sides start their processes by `spawn`, load the vocabulary and tokenise the same documents, and the
-start counts, but for the loading of the bare processes' documents. Prepare reads them from one JSON-lines file and writes shards with checksums; the bare
-processes have theirs in memory and write nothing. They alternate.
+sides start their processes by `spawn`, load the vocabulary and tokenise the same documents.
+Prepare's start counts in full; of the bare processes' only the loading of tiktoken does. Prepare
+reads one JSON-lines file and writes shards with checksums; the bare processes have their documents
+in memory and write nothing. They alternate.
 """
 
 from __future__ import annotations
