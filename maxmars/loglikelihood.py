@@ -47,7 +47,7 @@ class Choices:
     context: Integer[np.ndarray, " context"]
     """At least one token; cut on the left where it and a continuation are longer than the model's
     context."""
-    continuations: Sequence[Integer[np.ndarray, "_"]]
+    continuations: Sequence[Integer[np.ndarray, " _"]]
     """At least one token each."""
 
 
@@ -177,7 +177,7 @@ class LogLikelihoods:
     def __call__(
         self, params: Any, packed: PackedChoices, progress: Progress | None = None
     ) -> list[Float64[np.ndarray, " continuations"]]:
-        """The log-likelihood in nats of each continuation of each of the choices, given its context.
+        """The log-likelihood of each continuation of each of the choices given its context, in nats.
 
         Every process calls with the same choices and gets all scores.
 
@@ -219,8 +219,9 @@ class LogLikelihoods:
                 batch[i] if i < len(batch) else _EMPTY
                 for i in sharding.local_rows(self._mesh, (1, count))[0]
             ]
+            columns = list(zip(*mine, strict=True))[: len(_Batch._fields)]
             widths = (length, length, length, *[-(-length // chunk) * chunk] * 2)
-            local = (_stack(column, w) for column, w in zip(zip(*mine, strict=True), widths))
+            local = (_stack(column, w) for column, w in zip(columns, widths, strict=True))
             placed = (sharding.to_device(self._mesh, a[None], count) for a in local)
             yield batch, _Batch(*placed), np.int32(num_chunks)
 
@@ -230,7 +231,7 @@ class LogLikelihoods:
         return min(max(most, 1), _LONGEST_HEAD_CHUNK)
 
     def _make_losses(self, config: GPT2Config) -> Callable[..., jax.Array]:
-        """A jitted function of (params, batch [1, rows, ...], chunks): nats of targets [rows, S]."""
+        """A jitted function of (params, batch [1, rows, ...], chunks): the targets' nats [rows, S]."""
         graph, _ = graph_and_abstract_params(config)
 
         def losses(params: Any, batch: _Batch, num_chunks: Int[Array, ""]) -> Float[Array, "B S"]:

@@ -282,8 +282,8 @@ def causal_attention(
 ) -> Float[Array, "B T H K"]:
     """softmax(scale q kᵀ + mask) v, with logits and softmax in float32 at least.
 
-    The mask is causal. Where the `documents` of the tokens are given, it keeps each in its own; where
-    their `branches` are, it shows each only those of branch 0 and of its own.
+    The mask is causal. Where the `documents` of the tokens are given, it keeps each in its own;
+    where their `branches` are, it shows each only those of branch 0 and of its own.
     """
     wide = _at_least_float32(q.dtype)
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
-from maxmars.config import TrainConfig
+from maxmars.config import GPT2Config, TrainConfig
 from maxmars.guard import Guard, check_step, new_guard
 from maxmars.model import (
     cross_entropy,
@@ -66,7 +66,22 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
     Raises:
       ValueError: it does not; the message names the sizes that work.
     """
-    model = config.model
+    check_mesh_divides_model(config.model, mesh)
+    shards = sharding.batch_shards(mesh)
+    if config.microbatch_size % shards:
+        raise ValueError(
+            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
+            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
+            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
+        )
+
+
+def check_mesh_divides_model(model: GPT2Config, mesh: Mesh) -> None:
+    """Check that the mesh divides the axes of the parameters that are split over it.
+
+    Raises:
+      ValueError: it does not; the message names the sizes that work.
+    """
     sharding.check_divides(mesh, "tensor", "model.num_heads", model.num_heads)
     sharding.check_divides(mesh, "fsdp", "model.embed_dim", model.embed_dim)
     if model.padded_vocab_size % mesh.shape["tensor"]:
@@ -74,13 +89,6 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
             f"mesh.tensor={mesh.shape['tensor']} does not divide the vocabulary of "
             f"{model.padded_vocab_size}; set model.vocab_pad_multiple to a multiple of "
             f"{mesh.shape['tensor']}."
-        )
-    shards = sharding.batch_shards(mesh)
-    if config.microbatch_size % shards:
-        raise ValueError(
-            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
-            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
-            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
         )
 
 
@@ -104,18 +112,31 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     return sharding.with_shardings(abstract, shardings)
 
 
-def init_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+def init_train_state(
+    config: TrainConfig, mesh: Mesh, given: Mapping[str, Any] | None = None
+) -> TrainState:
     """A new state, created in place on its devices; its values do not depend on the mesh.
+
+    Args:
+      config: what to train.
+      mesh: where the state goes.
+      given: fields of the state that are there already, in the mesh's shardings, by name; only the
+        others are created.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    init = jax.jit(
-        lambda seed: _initial_state(config, mesh, seed),
-        out_shardings=_shardings(abstract_train_state(config, mesh)),
-    )
+    given = given or {}
+    abstract = vars(abstract_train_state(config, mesh))
+    missing = {name: field for name, field in abstract.items() if name not in given}
+
+    def create(seed: jax.Array) -> dict[str, Any]:
+        state = _initial_state(config, mesh, seed)
+        return {name: getattr(state, name) for name in missing}
+
     with jax.set_mesh(mesh):
-        return init(np.uint32(config.seed))
+        created = jax.jit(create, out_shardings=_shardings(missing))(np.uint32(config.seed))
+    return TrainState(**given, **created)
 
 
 @dataclass(frozen=True)
@@ -170,7 +191,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
     return TrainStep(mesh, jitted, abstract_state, tokens)
 
 
-def _shardings(abstract: TrainState) -> TrainState:
+def _shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 

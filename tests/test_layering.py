@@ -17,7 +17,8 @@ ROWS = (
     {"cli"},
     {"launch", "compare", "verify_resume", "report"},
     {"plan", "train"},
-    {"evaluate", "generate", "lm_eval_adapter"},
+    {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume"},
+    {"trained_model"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
     {"loglikelihood"},
@@ -64,6 +65,7 @@ FOLDERS = {
         "tokenizer",
     ),
     "hellaswag": ("__init__", "scores", "protocols", "questions", "comparison"),
+    "hf": ("__init__", "load", "layout", "tokenizer_files", "config_json", "safetensors_files"),
     "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (
         "__init__",

@@ -10,12 +10,33 @@ A run's checkpoints are `<directory>/<step>/`, each committed by one rename (on 
 Orbax notices a missing file but not a flipped bit, and does not go back to an older checkpoint.
 Restoring therefore recomputes the digests, and goes from the newest checkpoint to the oldest until
 one agrees. Damaged ones that it passed are renamed to `<step>.damaged`; nothing deletes those. One
-run writes to a directory at a time, which a lock ensures; the readers `load_params` and
-`load_config` change nothing in it.
+run writes to a directory at a time, which a lock ensures; the readers (`load_model` and
+other functions) change nothing in it.
 """
 
 from maxmars.checkpoint.checkpointer import Checkpointer
-from maxmars.checkpoint.directory import list_steps
-from maxmars.checkpoint.restore import Restored, load_config, load_digests, load_params
+from maxmars.checkpoint.directory import find, list_steps
+from maxmars.checkpoint.restore import (
+    LoadedModel,
+    Restored,
+    Saved,
+    load_config,
+    load_digests,
+    load_model,
+    load_params,
+    load_parts,
+)
 
-__all__ = ["Checkpointer", "Restored", "list_steps", "load_config", "load_digests", "load_params"]
+__all__ = [
+    "Checkpointer",
+    "LoadedModel",
+    "Restored",
+    "Saved",
+    "find",
+    "list_steps",
+    "load_config",
+    "load_digests",
+    "load_model",
+    "load_params",
+    "load_parts",
+]

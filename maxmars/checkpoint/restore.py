@@ -14,7 +14,7 @@ from orbax.checkpoint import v1
 from maxmars import distributed
 from maxmars.checkpoint.contents import DamagedError, check_leaves, damage, read_meta
 from maxmars.checkpoint.directory import Directory, list_steps, resolve
-from maxmars.config import TrainConfig, from_dict
+from maxmars.config import GPT2Config, TrainConfig, from_dict
 from maxmars.digest import digest, from_plain, leaf_types, to_plain
 from maxmars.orbax_io import orbax_context, quiet_reads
 
@@ -37,6 +37,42 @@ class Restored:
     skipped: Skipped
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What `load_model` found: the model, its parameters, and the checkpoint's step."""
+
+    config: GPT2Config
+    params: Any
+    step: int
+
+
+def load_model(
+    directory: Directory,
+    abstract_params_of: Callable[[GPT2Config], Any],
+    step: int | None = None,
+) -> LoadedModel:
+    """The model of the newest checkpoint whose parameters' digests agree, or of that of `step`.
+
+    Args:
+      directory: of the checkpoints, as the `Checkpointer` got it.
+      abstract_params_of: tree of `jax.ShapeDtypeStruct` for the model of a checkpoint; those
+        without a sharding come to the first of this process's devices.
+      step: take this checkpoint and no other.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of `step`.
+      ValueError: every checkpoint (or that of `step`) is damaged, or of another version of maxmars.
+    """
+
+    def load(path: Any) -> LoadedModel:
+        meta = _together(lambda: read_meta(path))
+        config = from_dict(meta["config"]).model
+        params = _read_params(path, meta, abstract_params_of(config))
+        return LoadedModel(config=config, params=params, step=meta["step"])
+
+    return first_sound(resolve(directory), step, load)[0]
+
+
 def load_params(directory: Directory, abstract_params: Any, step: int | None = None) -> Any:
     """The parameters alone, of the newest checkpoint whose parameters' digests agree, or of `step`.
 
@@ -50,14 +86,9 @@ def load_params(directory: Directory, abstract_params: Any, step: int | None = N
       FileNotFoundError: there is no checkpoint, or none of `step`.
       ValueError: every checkpoint (or that of `step`) is damaged, or belongs to another model.
     """
-    first_device = SingleDeviceSharding(jax.local_devices()[0])
-    abstract = {"params": with_shardings(abstract_params, first_device)}
 
     def load(path: Any) -> Any:
-        meta = _together(lambda: read_meta(path))
-        meta["leaves"] = {k: v for k, v in meta["leaves"].items() if k.startswith("params/")}
-        check_leaves(path, meta, leaf_types(abstract), None)
-        return _read_leaves(path, meta, abstract, partial=True)["params"]
+        return _read_params(path, _together(lambda: read_meta(path)), abstract_params)
 
     return first_sound(resolve(directory), step, load)[0]
 
@@ -99,6 +130,49 @@ def load_state(path: Any, abstract: Any, config: TrainConfig) -> Restored:
     check_leaves(path, meta, leaf_types(abstract), config)
     state = _read_leaves(path, meta, abstract, partial=False)
     return Restored(state, meta["data_position"], meta["step"], meta["digest"], ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself: where it is, its configuration (that of the model alone if
+    its parameters were imported), and each array's type by its path, like `float32[12,768]`."""
+
+    path: Any
+    config: TrainConfig | GPT2Config
+    types: dict[str, str]
+
+
+def load_parts(
+    directory: Directory, choose: Callable[[Saved], dict[str, Any]], step: int | None = None
+) -> tuple[dict[str, Any], Saved]:
+    """Some parts of the state, of the newest checkpoint in which their digests agree.
+
+    Args:
+      directory: of the checkpoints, as the `Checkpointer` got it.
+      choose: says what to read of a checkpoint: name of a part, such as `params`, -> its tree of
+        `jax.ShapeDtypeStruct` with shardings. It may refuse the checkpoint with a ValueError.
+      step: take this checkpoint and no other.
+
+    Returns:
+      The parts, and the checkpoint that they are from.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of `step`.
+      ValueError: every checkpoint (or that of `step`) is damaged, or has arrays of other names,
+        shapes or types than chosen.
+    """
+
+    def load(path: Any) -> tuple[dict[str, Any], Saved]:
+        meta = _together(lambda: read_meta(path))
+        types = {name: leaf["type"] for name, leaf in meta["leaves"].items()}
+        saved = Saved(path, from_dict(meta["config"]), types)
+        parts = choose(saved)
+        leaves = meta["leaves"].items()
+        meta = meta | {"leaves": {k: v for k, v in leaves if k.partition("/")[0] in parts}}
+        check_leaves(path, meta, leaf_types(parts), None)
+        return _read_leaves(path, meta, parts, partial=True), saved
+
+    return first_sound(resolve(directory), step, load)[0]
 
 
 def first_sound(
@@ -147,6 +221,15 @@ def _candidates(directory: Any, step: int | None) -> list[int]:
         known = ", ".join(map(str, steps))
         raise FileNotFoundError(f"{directory} has no checkpoint of step {step}, but of {known}.")
     return steps[::-1] if step is None else [step]
+
+
+def _read_params(path: Any, meta: dict[str, Any], abstract_params: Any) -> Any:
+    first_device = SingleDeviceSharding(jax.local_devices()[0])
+    abstract = {"params": with_shardings(abstract_params, first_device)}
+    leaves = {name: leaf for name, leaf in meta["leaves"].items() if name.startswith("params/")}
+    meta = meta | {"leaves": leaves}
+    check_leaves(path, meta, leaf_types(abstract), None)
+    return _read_leaves(path, meta, abstract, partial=True)["params"]
 
 
 def _read_leaves(path: Any, meta: dict[str, Any], abstract: Any, *, partial: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -164,6 +165,7 @@ class JsonTokenizer:
     Args:
       path: the file.
       eot_token: the token of its vocabulary that ends a document.
+      content: that of the file, where there is none yet; `path` then only names it.
 
     Raises:
       ImportError: `tokenizers` is not installed.
@@ -173,12 +175,17 @@ class JsonTokenizer:
 
     name = "tokenizer.json"
 
-    def __init__(self, path: str | Path, eot_token: str = END_OF_TEXT) -> None:
+    def __init__(
+        self, path: str | Path, eot_token: str = END_OF_TEXT, *, content: bytes | None = None
+    ) -> None:
         """Load the file."""
         self.path, self.eot_token = Path(path), eot_token
-        self._tokenizer = _load_json_tokenizer(self.path)
-        # Special tokens that a text spells out are ordinary text.
+        self.content = _read_tokenizer_json(self.path) if content is None else content
+        self._tokenizer = _parse_tokenizer_json(self.path, self.content)
+        # Special tokens that a text spells out are ordinary text, and every text is taken whole.
         self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if eot_token not in vocabulary:
             raise ValueError(
@@ -188,14 +195,15 @@ class JsonTokenizer:
         self.eot: int = vocabulary[eot_token]
         self.vocab_size: int = max(vocabulary.values()) + 1
 
-    def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path, str]]:
-        """Another process loads the file itself."""
-        return JsonTokenizer, (self.path, self.eot_token)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process parses the content itself."""
+        make = functools.partial(JsonTokenizer, content=self.content)
+        return make, (self.path, self.eot_token)
 
     @property
     def digest(self) -> str:
         """SHA-256 over the file and the end-of-text token, in hex."""
-        return _digest([self.path.read_bytes(), self.eot_token.encode()])
+        return _digest([self.content, self.eot_token.encode()])
 
     def find_cut(self, text: str, start: int, end: int) -> int | None:
         """Never: a tokenizer.json may look at any context; see `Tokenizer.find_cut`."""
@@ -292,7 +300,13 @@ def _digest(vocabulary: Iterable[bytes]) -> str:
     return sha.hexdigest()
 
 
-def _load_json_tokenizer(path: Path) -> Any:
+def _read_tokenizer_json(path: Path) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
+    return path.read_bytes()
+
+
+def _parse_tokenizer_json(path: Path, content: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
@@ -300,10 +314,8 @@ def _load_json_tokenizer(path: Path) -> Any:
             "a tokenizer.json needs the library tokenizers; install it with "
             "`pip install 'maxmars[hf]'`."
         ) from error
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is no tokenizer.json: {error}.") from error
 

@@ -88,8 +88,8 @@ class HellaSwag:
         """Encode the questions."""
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model's "
-                f"vocab_size is {config.vocab_size}; give the tokenizer that the model was trained "
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more than the "
+                f"model's vocab_size={config.vocab_size}; give the one that the model was trained "
                 "with."
             )
         self._labels = np.array([question.label for question in questions])
@@ -125,8 +125,8 @@ def write_questions(
 ) -> None:
     """Write what was found for each question, a JSON object a line.
 
-    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, and which ending `acc` and
-    `acc_norm` take (`choice`, `choice_norm`).
+    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, and which endings `acc`
+    and `acc_norm` take (`choice`, `choice_norm`).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

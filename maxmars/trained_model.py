@@ -1,0 +1,160 @@
+"""A trained model, from wherever one may be: a run, one of its checkpoints, or Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from maxmars import distributed, hf, sharding
+from maxmars.checkpoint import list_steps, load_model
+from maxmars.config import GPT2Config
+from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
+from maxmars.model import graph_and_abstract_params, logical_axes
+from maxmars.train_step import check_mesh_divides_model
+
+_CHECKPOINTS, _TOKENIZER = "checkpoints", "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model that can be used."""
+
+    config: GPT2Config
+    params: Any
+    """Nested dict of arrays, on the mesh, in the model's shardings."""
+    tokenizer: Tokenizer
+    name: str
+    """For reports: `quickstart, step 500` or the name of a Hugging Face directory."""
+    mesh: Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTarget:
+    """A target that is a run."""
+
+    workdir: Path
+    checkpoints: Path
+    step: int | None
+    """None is the newest sound checkpoint."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the run was trained with.
+
+        Raises:
+          FileNotFoundError: the run's directory has none.
+          ValueError, ImportError: see `saved_tokenizer`.
+        """
+        directory = self.workdir / _TOKENIZER
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"{directory} is missing: beside its checkpoints a run keeps its tokenizer, "
+                "without which text cannot be read; copy it from where the run was trained."
+            )
+        return saved_tokenizer(directory)
+
+    def name(self, step: int) -> str:
+        """The name of its model at a step."""
+        return f"{self.workdir.name}, step {step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFTarget:
+    """A target that is a Hugging Face directory."""
+
+    directory: Path
+
+    def tokenizer(self, config: GPT2Config) -> Tokenizer:
+        """Its tokenizer; says so on stderr where GPT-2's must be assumed.
+
+        Raises:
+          FileNotFoundError, ImportError, ValueError: see `maxmars.hf.load_hf_tokenizer`.
+        """
+        tokenizer, is_its_own = hf.load_hf_tokenizer(self.directory, config)
+        if not is_its_own and distributed.is_primary():
+            print(
+                f"{self.directory} has no tokenizer files; its vocabulary has the size of GPT-2's, "
+                "whose tokenizer is taken.",
+                file=sys.stderr,
+            )
+        return tokenizer
+
+
+def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
+    """The model of a target, its parameters on a mesh.
+
+    Args:
+      target: working directory of a run (the newest sound checkpoint is taken), its `checkpoints`
+        directory, one step in there, or a Hugging Face GPT-2 directory with safetensors.
+      mesh: where the parameters go, in the shardings of training; of any size and any number of
+        processes, all of which call.
+
+    Raises:
+      FileNotFoundError: there is nothing of the kind, or no tokenizer.
+      ValueError: what is there is damaged or no GPT-2, or the mesh does not divide it.
+      ImportError: the library of the tokenizer (extra `hf`) is not installed.
+    """
+
+    def abstract_params(config: GPT2Config) -> Any:
+        check_mesh_divides_model(config, mesh)
+        shardings = sharding.tree_shardings(mesh, logical_axes(config))
+        return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
+
+    match find_target(target):
+        case HFTarget(directory=directory) as found:
+            config = hf.load_config(directory)
+            # Its vocabulary is what it is: padded so that `tensor` divides it, nothing changes.
+            multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
+            config = dataclasses.replace(config, vocab_pad_multiple=multiple)
+            tokenizer, name = found.tokenizer(config), directory.name  # cheap, so before the rest
+            params = hf.load_params(directory, config, abstract_params(config))
+        case RunTarget() as found:
+            tokenizer = found.tokenizer()
+            model = load_model(found.checkpoints, abstract_params, found.step)
+            config, params, name = model.config, model.params, found.name(model.step)
+            if tokenizer.vocab_size > config.vocab_size:
+                raise ValueError(
+                    f"the tokenizer in {found.workdir / _TOKENIZER} has {tokenizer.vocab_size} "
+                    f"tokens, but the model only {config.vocab_size}; it is that of another run."
+                )
+    return TrainedModel(config=config, params=params, tokenizer=tokenizer, name=name, mesh=mesh)
+
+
+def find_target(target: str | Path) -> RunTarget | HFTarget:
+    """What a target is.
+
+    Raises:
+      FileNotFoundError: nothing is there, or a run that has not saved a checkpoint.
+      ValueError: something else is there.
+    """
+    path = Path(target).expanduser().absolute()
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{target} does not exist; name the working directory of a run, such as "
+            "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
+        )
+    if (path / _CHECKPOINTS).is_dir():
+        checkpoints, step, workdir = path / _CHECKPOINTS, None, path
+    elif path.name.isdecimal() and (path / "meta").is_dir():
+        checkpoints, step, workdir = path.parent, int(path.name), path.parent.parent
+    elif path.name == _CHECKPOINTS or list_steps(path):
+        checkpoints, step, workdir = path, None, path.parent
+    elif hf.is_hf_directory(path):
+        return HFTarget(directory=path)
+    else:
+        raise ValueError(
+            f"{target} is neither a run (it has no directory {_CHECKPOINTS}, and is none and no "
+            "step in one) nor a Hugging Face directory (it has no model.safetensors, and no "
+            "config.json with a model_type)."
+        )
+    if not list_steps(checkpoints):
+        raise FileNotFoundError(
+            f"{checkpoints} holds no checkpoint yet; a run writes the first after checkpoint.every "
+            "steps and one at its end."
+        )
+    return RunTarget(workdir=workdir, checkpoints=checkpoints, step=step)
