@@ -177,7 +177,7 @@ class LogLikelihoods:
     def __call__(
         self, params: Any, packed: PackedChoices, progress: Progress | None = None
     ) -> list[Float64[np.ndarray, " continuations"]]:
-        """The log-likelihood of each continuation of each of the choices given its context, in nats.
+        """The log-likelihood of each continuation given its context, in nats, by choices.
 
         Every process calls with the same choices and gets all scores.
 
@@ -231,7 +231,7 @@ class LogLikelihoods:
         return min(max(most, 1), _LONGEST_HEAD_CHUNK)
 
     def _make_losses(self, config: GPT2Config) -> Callable[..., jax.Array]:
-        """A jitted function of (params, batch [1, rows, ...], chunks): the targets' nats [rows, S]."""
+        """Jitted: nats of the targets [rows, S] from (params, batch [1, rows, ...], chunks)."""
         graph, _ = graph_and_abstract_params(config)
 
         def losses(params: Any, batch: _Batch, num_chunks: Int[Array, ""]) -> Float[Array, "B S"]:

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "maxmars"
 ROWS = (
     {"__main__"},
     {"cli"},
-    {"launch", "compare", "verify_resume", "report"},
-    {"plan", "train"},
+    {"launch", "compare", "verify_resume", "report", "eval_table"},
+    {"plan", "train", "eval_report"},
     {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume"},
     {"trained_model"},
     {"train_step", "checkpoint"},
@@ -64,7 +64,7 @@ FOLDERS = {
         "corpus",
         "tokenizer",
     ),
-    "hellaswag": ("__init__", "scores", "protocols", "questions", "comparison"),
+    "hellaswag": ("__init__", "in_loop", "scores", "protocols", "questions", "comparison"),
     "hf": ("__init__", "load", "layout", "tokenizer_files", "config_json", "safetensors_files"),
     "hlo": ("__init__", "loops", "groups", "text"),
     "optim": (

@@ -11,6 +11,7 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data.pipeline import ValidationBatches
 from maxmars.data_config import PythonSourcesConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
@@ -45,3 +46,14 @@ def tiny_config(**changes) -> TrainConfig:
 
 
 ADAMW = AdamWConfig()
+
+
+def validation_batches(tokens, config, mesh) -> ValidationBatches:
+    """The windows that a run of a config scores."""
+    return ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )

@@ -30,6 +30,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("maxmars.cli.train", "train a model as a config file says, or continue"),
+    "eval": Command("maxmars.cli.eval", "score a trained model, or compare two"),
     "generate": Command("maxmars.cli.generate", "continue a prompt with a trained model"),
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
