@@ -18,7 +18,7 @@ from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
 from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.train_step import check_mesh_divides_model
 
-_CHECKPOINTS, _TOKENIZER = "checkpoints", "tokenizer"
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RunTarget:
           FileNotFoundError: the run's directory has none.
           ValueError, ImportError: see `saved_tokenizer`.
         """
-        directory = self.workdir / _TOKENIZER
+        directory = self.workdir / TOKENIZER
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{directory} is missing: beside its checkpoints a run keeps its tokenizer, "
@@ -119,7 +119,7 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
             config, params, name = model.config, model.params, found.name(model.step)
             if tokenizer.vocab_size > config.vocab_size:
                 raise ValueError(
-                    f"the tokenizer in {found.workdir / _TOKENIZER} has {tokenizer.vocab_size} "
+                    f"the tokenizer in {found.workdir / TOKENIZER} has {tokenizer.vocab_size} "
                     f"tokens, but the model only {config.vocab_size}; it is that of another run."
                 )
     return TrainedModel(config=config, params=params, tokenizer=tokenizer, name=name, mesh=mesh)
@@ -138,17 +138,17 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
             f"{target} does not exist; name the working directory of a run, such as "
             "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
         )
-    if (path / _CHECKPOINTS).is_dir():
-        checkpoints, step, workdir = path / _CHECKPOINTS, None, path
+    if (path / CHECKPOINTS).is_dir():
+        checkpoints, step, workdir = path / CHECKPOINTS, None, path
     elif path.name.isdecimal() and (path / "meta").is_dir():
         checkpoints, step, workdir = path.parent, int(path.name), path.parent.parent
-    elif path.name == _CHECKPOINTS or list_steps(path):
+    elif path.name == CHECKPOINTS or list_steps(path):
         checkpoints, step, workdir = path, None, path.parent
     elif hf.is_hf_directory(path):
         return HFTarget(directory=path)
     else:
         raise ValueError(
-            f"{target} is neither a run (it has no directory {_CHECKPOINTS}, and is none and no "
+            f"{target} is neither a run (it has no directory {CHECKPOINTS}, and is none and no "
             "step in one) nor a Hugging Face directory (it has no model.safetensors, and no "
             "config.json with a model_type)."
         )

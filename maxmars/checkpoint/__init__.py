@@ -16,22 +16,25 @@ other functions) change nothing in it.
 
 from maxmars.checkpoint.checkpointer import Checkpointer
 from maxmars.checkpoint.directory import list_steps
-from maxmars.checkpoint.restore import (
+from maxmars.checkpoint.parameters import (
     LoadedModel,
-    Restored,
-    load_config,
-    load_digests,
+    StoredModel,
     load_model,
-    load_params,
+    save_params,
+    stream_model,
 )
+from maxmars.checkpoint.restore import Restored, load_config, load_digests, load_params
 
 __all__ = [
     "Checkpointer",
     "LoadedModel",
     "Restored",
+    "StoredModel",
     "list_steps",
     "load_config",
     "load_digests",
     "load_model",
     "load_params",
+    "save_params",
+    "stream_model",
 ]
