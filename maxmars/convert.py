@@ -18,8 +18,14 @@ from maxmars.config import GPT2Config, MeshConfig
 from maxmars.data.partial_directory import PartialDirectory
 from maxmars.data.sources import LateStatus
 from maxmars.data.tokenizer import Tokenizer, store_tokenizer
-from maxmars.model import graph_and_abstract_params, logical_axes
-from maxmars.trained_model import CHECKPOINTS, TOKENIZER, RunTarget, find_target
+from maxmars.model import graph_and_abstract_params
+from maxmars.trained_model import (
+    CHECKPOINTS,
+    TOKENIZER,
+    RunTarget,
+    find_target,
+    open_trained_model,
+)
 
 _OTHER_BYTES = 20_000_000  # of tokenizer files, configuration and headers, generously
 
@@ -104,17 +110,13 @@ def import_model(source: str | Path, out: str | Path) -> GPT2Config:
     found, out = find_target(source), _local(out)
     if isinstance(found, RunTarget):
         raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
-    config = hf.load_config(found.directory)
+    mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
     with _in_the_making(out) as directory:
-        tokenizer = found.tokenizer(config)
-        mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-        shardings = sharding.tree_shardings(mesh, logical_axes(config))
-        abstract = sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
-        _check_space(out, directory, sharding.bytes_of(abstract))
-        params = hf.load_params(found.directory, config, abstract)
-        save_params(directory / CHECKPOINTS, config, params, mesh=mesh)
-        store_tokenizer(tokenizer, directory / TOKENIZER)
-    return config
+        model = open_trained_model(source, mesh=mesh)
+        _check_space(out, directory, sharding.bytes_of(model.params))
+        save_params(directory / CHECKPOINTS, model.config, model.params, mesh=mesh)
+        store_tokenizer(model.tokenizer, directory / TOKENIZER)
+    return model.config
 
 
 @dataclass(frozen=True)

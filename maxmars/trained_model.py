@@ -111,7 +111,8 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
             # Its vocabulary is what it is: padded so that `tensor` divides it, nothing changes.
             multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
             config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-            tokenizer, name = found.tokenizer(config), directory.name  # cheap, so before the rest
+            hf.open_weights(directory, config)  # what is wrong is found before anything is loaded
+            tokenizer, name = found.tokenizer(config), directory.name
             params = hf.load_params(directory, config, abstract_params(config))
         case RunTarget() as found:
             tokenizer = found.tokenizer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,10 +16,10 @@ class ExportArguments:
     memory.
     """
 
-    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, or
     a Hugging Face directory."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to make."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in it; float32 keeps every bit."""

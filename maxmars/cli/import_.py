@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -16,10 +15,10 @@ class ImportArguments:
     What takes a Hugging Face directory reads it as it is; import it to keep it with digests.
     """
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
     """Directory with config.json, model.safetensors (or several such files and their index), and
     tokenizer files."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to make."""
 
 

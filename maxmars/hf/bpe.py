@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def byte_characters() -> list[str]:
@@ -19,16 +19,19 @@ _CHARACTERS = byte_characters()
 _BYTES = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
-def as_characters(token: bytes) -> str:
-    """A token as vocab.json and merges.txt write it."""
-    return "".join(_CHARACTERS[byte] for byte in token)
+def as_characters(tokens: Iterable[bytes]) -> list[str]:
+    """Tokens as vocab.json and merges.txt write them."""
+    return ["".join([_CHARACTERS[byte] for byte in token]) for token in tokens]
 
 
-def as_bytes(characters: str) -> bytes:
+def as_bytes(tokens: Iterable[str]) -> list[bytes]:
     """The inverse of `as_characters`; a token with other characters is its own text."""
-    if all(character in _BYTES for character in characters):
-        return bytes(_BYTES[character] for character in characters)
-    return characters.encode()
+    return [
+        bytes([_BYTES[character] for character in token])
+        if _BYTES.keys() >= set(token)
+        else token.encode()
+        for token in tokens
+    ]
 
 
 def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
@@ -44,26 +47,18 @@ def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     pairs = []
     for token in tokens:
-        if len(token) == 1:
-            continue
-        parts = _merge(token, ranks)
-        if len(parts) != 2:
-            raise ValueError(f"the token {token!r} does not come from a pair of tokens before it.")
-        pairs.append((parts[0], parts[1]))
+        parts = [bytes([byte]) for byte in token]
+        # What the merges before the token's own make of its bytes: the two that it is merged from.
+        while len(parts) > 2:
+            candidates = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            rank = min(candidates)
+            if rank >= ranks[token]:
+                raise ValueError(f"the token {token!r} does not come from two tokens before it.")
+            i = candidates.index(rank)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            pairs.append((parts[0], parts[1]))
     return pairs
-
-
-def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """What a token's bytes become by the merges that come before the token's own."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        candidates = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
-        rank = min(candidates)
-        if rank >= ranks[token]:
-            break
-        i = candidates.index(rank)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
 
 
 def bpe_tokenizer_json(

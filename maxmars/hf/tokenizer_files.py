@@ -80,8 +80,8 @@ def write_hf_tokenizer(directory: Path, tokenizer: Tokenizer, config: GPT2Config
             kind = "GPT2Tokenizer"
         case ByteTokenizer():
             end_of_text, kind = END_OF_TEXT, "PreTrainedTokenizerFast"
-            vocabulary = {as_characters(bytes([byte])): byte for byte in range(tokenizer.eot)}
-            vocabulary[end_of_text] = tokenizer.eot
+            tokens = as_characters(bytes([byte]) for byte in range(tokenizer.eot))
+            vocabulary = {token: i for i, token in enumerate([*tokens, end_of_text])}
             content = bpe_tokenizer_json(vocabulary, [], end_of_text, split_words=False)
         case _:
             raise ValueError(f"a tokenizer {tokenizer.name!r} has no form in a {_TOKENIZER}.")
@@ -100,9 +100,10 @@ def write_hf_tokenizer(directory: Path, tokenizer: Tokenizer, config: GPT2Config
 def _write_gpt2(directory: Path, tokenizer: GPT2Tokenizer) -> bytes:
     """Write `vocab.json` and `merges.txt`; returns the `tokenizer.json`."""
     tokens = tokenizer.token_bytes()
-    vocabulary = {as_characters(token): number for number, token in enumerate(tokens)}
-    vocabulary[END_OF_TEXT] = tokenizer.eot
-    merges = [f"{as_characters(a)} {as_characters(b)}" for a, b in merges_of(tokens)]
+    vocabulary = {t: i for i, t in enumerate([*as_characters(tokens), END_OF_TEXT])}
+    first, second = zip(*merges_of(tokens), strict=True)
+    pairs = zip(as_characters(first), as_characters(second), strict=True)
+    merges = [f"{a} {b}" for a, b in pairs]
     (directory / _VOCABULARY).write_text(json.dumps(vocabulary))
     lines = "\n".join(["#version: 0.2", *merges])
     (directory / _MERGES).write_text(lines + "\n", encoding="utf-8")
@@ -133,7 +134,7 @@ def _one_of_ours(content: bytes) -> Tokenizer | None:
         plain = fields["normalizer"] is None and fields["pre_tokenizer"]["type"] == "ByteLevel"
         plain &= fields["pre_tokenizer"]["add_prefix_space"] is False
         numbers = _vocabulary(fields)
-        tokens = [as_bytes(token) for token in sorted(numbers, key=lambda name: numbers[name])]
+        tokens = as_bytes(sorted(numbers, key=lambda name: numbers[name]))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     if not plain or sorted(numbers.values()) != list(range(len(numbers))):
