@@ -198,8 +198,10 @@ def _in_the_making(out: Path) -> Generator[Path]:
             partial.content.mkdir()
             yield partial.content
             partial.publish(partial.content)
-        except BaseException:
+        except BaseException as error:
             partial.discard()
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = str(out)  # a full disk: the write does not know its file
             raise
 
 
@@ -207,6 +209,6 @@ def _check_space(out: Path, directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < num_bytes + _OTHER_BYTES:
         raise OSError(
-            f"{out} needs {num_bytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB left; "
+            f"{out} needs {num_bytes / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left; "
             "make room or choose another disk."
         )

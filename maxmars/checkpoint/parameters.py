@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from maxmars.checkpoint.restore import first_sound, read_meta_together, read_par
 from maxmars.config import GPT2Config, TrainConfig, from_dict
 from maxmars.digest import digest, to_plain
 from maxmars.metrics import environment
-from maxmars.orbax_io import orbax_context
+from maxmars.orbax_io import orbax_context, root_cause
 
 Result = TypeVar("Result")
 
@@ -87,9 +88,7 @@ def stream_model(
         meta = read_meta_together(path)
 
         def read(keys: Sequence[str], abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-            tree: Any = abstract
-            for key in reversed(keys):
-                tree = {key: tree}
+            tree = functools.reduce(lambda inner, key: {key: inner}, reversed(keys), abstract)
             return np.asarray(jax.tree.leaves(read_params(path, meta, tree, "/".join(keys)))[0])
 
         return use(StoredModel(config=_model(meta), step=meta["step"], read=read))
@@ -120,8 +119,11 @@ def save_params(directory: Directory, config: GPT2Config, params: Any, *, mesh: 
         environment=environment(mesh),
     )
     path = resolve(directory) / "0"
-    with orbax_context(tree=state):
-        v1.save_checkpointables(str(path), {"state": to_plain(state), "meta": meta})
+    try:
+        with orbax_context(tree=state):
+            v1.save_checkpointables(str(path), {"state": to_plain(state), "meta": meta})
+    except Exception as error:  # a full disk comes up as nearly any type
+        raise OSError(f"{path} could not be written: {root_cause(error)}.") from error
 
 
 def _model(meta: dict[str, Any]) -> GPT2Config:

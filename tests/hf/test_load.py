@@ -2,7 +2,6 @@ import dataclasses
 import json
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from hf_models import (
@@ -67,7 +66,7 @@ def test_old_files_with_the_mask_and_the_tied_head_in_them(tmp_path):
     np.testing.assert_allclose(logits(BASE, params), expected(arrays), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, jax.numpy.bfloat16])
 def test_other_types_are_converted(tmp_path, dtype):
     arrays = {name: array.astype(dtype) for name, array in hf_arrays(BASE).items()}
     _, params = load(write_hf(tmp_path, hf_fields(BASE), arrays))
