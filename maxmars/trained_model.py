@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars import distributed, hf, sharding
-from maxmars.checkpoint import list_steps, load_model
+from maxmars.checkpoint import find, load_model
 from maxmars.config import GPT2Config
 from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
 from maxmars.model import graph_and_abstract_params, logical_axes
@@ -139,23 +139,20 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
             f"{target} does not exist; name the working directory of a run, such as "
             "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
         )
-    if (path / CHECKPOINTS).is_dir():
-        checkpoints, step, workdir = path / CHECKPOINTS, None, path
-    elif path.name.isdecimal() and (path / "meta").is_dir():
-        checkpoints, step, workdir = path.parent, int(path.name), path.parent.parent
-    elif path.name == CHECKPOINTS or list_steps(path):
-        checkpoints, step, workdir = path, None, path.parent
-    elif hf.is_hf_directory(path):
+    found = find(path)
+    if found is not None:
+        directory, step = found
+        checkpoints = Path(directory)
+        return RunTarget(workdir=checkpoints.parent, checkpoints=checkpoints, step=step)
+    if hf.is_hf_directory(path):
         return HFTarget(directory=path)
-    else:
-        raise ValueError(
-            f"{target} is neither a run (it has no directory {CHECKPOINTS}, and is none and no "
-            "step in one) nor a Hugging Face directory (it has no model.safetensors, and no "
-            "config.json with a model_type)."
-        )
-    if not list_steps(checkpoints):
+    if (path / CHECKPOINTS).is_dir() or path.name == CHECKPOINTS:
         raise FileNotFoundError(
-            f"{checkpoints} holds no checkpoint yet; a run writes the first after checkpoint.every "
+            f"{target} holds no checkpoint yet; a run writes the first after checkpoint.every "
             "steps and one at its end."
         )
-    return RunTarget(workdir=workdir, checkpoints=checkpoints, step=step)
+    raise ValueError(
+        f"{target} is neither a run (it has no directory {CHECKPOINTS}, and is none and no step in "
+        "one) nor a Hugging Face directory (it has no model.safetensors, and no config.json with a "
+        "model_type)."
+    )

@@ -17,7 +17,7 @@ ROWS = (
     {"cli"},
     {"launch", "compare", "verify_resume", "report"},
     {"plan", "train"},
-    {"evaluate", "generate", "lm_eval_adapter", "convert"},
+    {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume", "convert"},
     {"trained_model"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},

@@ -15,7 +15,7 @@ other functions) change nothing in it.
 """
 
 from maxmars.checkpoint.checkpointer import Checkpointer
-from maxmars.checkpoint.directory import list_steps
+from maxmars.checkpoint.directory import find, list_steps
 from maxmars.checkpoint.parameters import (
     LoadedModel,
     StoredModel,
@@ -23,18 +23,28 @@ from maxmars.checkpoint.parameters import (
     save_params,
     stream_model,
 )
-from maxmars.checkpoint.restore import Restored, load_config, load_digests, load_params
+from maxmars.checkpoint.restore import (
+    Restored,
+    Saved,
+    load_config,
+    load_digests,
+    load_params,
+    load_parts,
+)
 
 __all__ = [
     "Checkpointer",
     "LoadedModel",
     "Restored",
+    "Saved",
     "StoredModel",
+    "find",
     "list_steps",
     "load_config",
     "load_digests",
     "load_model",
     "load_params",
+    "load_parts",
     "save_params",
     "stream_model",
 ]
