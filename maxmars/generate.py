@@ -128,7 +128,9 @@ def generate_tokens(
                 f"{done} of {len(rows)} prompts done, {num_new:,} tokens, {rate:,.0f} tokens/s"
             )
 
-        params = _decoding_params(model.params, config=model.config)
+        params = model.params
+        if model.config.compute_dtype != model.config.param_dtype:
+            params = _decoding_params(params, config=model.config)
         for start in range(0, len(rows), batch_size):
             _continue_rows(job, params, by_length[start : start + batch_size], show)
     return [np.asarray(row.new, np.int32) for row in rows]
