@@ -6,7 +6,6 @@ Hooks are a list of (every, function): evaluation and checkpoints now, anything 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,12 @@ import jax
 from jax.sharding import Mesh
 
 from maxmars import distributed, sharding
-from maxmars.checkpoint import Checkpointer, load_config
-from maxmars.config import TrainConfig, differences, to_dict
+from maxmars.checkpoint import Checkpointer
+from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import (
     MetricsWriter,
     ProgressLine,
@@ -34,31 +34,21 @@ from maxmars.metrics import (
 )
 from maxmars.model import num_parameters
 from maxmars.preemption import StopRequests
+from maxmars.resume import continued_config, stored_config
 from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_state, make_train_step
 
-# What may change when a run continues; everything else defines the run.
-_MAY_CHANGE = (
-    "name",
-    "num_steps",
-    "num_microbatches",
-    "schedule.decay_steps",
-    "data.verify",
-    "data.cache_dir",
-    "model.remat",
-    "model.scan_unroll",
-    "mesh.",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "guard.max_skipped_in_a_row",
-)
 
-
-def train(config: TrainConfig, workdir: Path | str) -> bool:
+def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | None = None) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
     Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl` and `checkpoints/` into
     `workdir`. Every process of a distributed run calls this.
+
+    Args:
+      config: what to train.
+      workdir: directory of the run.
+      init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
+        at random. Of a run that continues it must be what it started from, or None.
 
     Returns:
       Whether all steps are done. They are not after SIGTERM or Ctrl-C, which end the step that is
@@ -67,11 +57,11 @@ def train(config: TrainConfig, workdir: Path | str) -> bool:
     Raises:
       ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run,
         or the loss is no longer finite.
-      FileNotFoundError: there is no data.
+      FileNotFoundError: there is no data, or nothing to start from.
     """
     workdir = Path(workdir).absolute()
     with contextlib.ExitStack() as stack:
-        run = _open_run(config, workdir, stack)
+        run = _open_run(config, workdir, init_from, stack)
         if run.step >= run.config.num_steps:
             run.progress.message(
                 f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
@@ -114,23 +104,33 @@ class _Run:
     eval_step: int | None = None
 
 
-def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -> _Run:
+def _open_run(
+    config: TrainConfig, workdir: Path, init_from: InitFrom | None, stack: contextlib.ExitStack
+) -> _Run:
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
-    config = _continued_config(config, checkpoints, progress)
+    stored = stored_config(checkpoints)
+    if stored is not None:
+        config = continued_config(stored, config, workdir, progress.message)
+        check_origin(workdir, init_from)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
+    initial = None
+    if stored is None and init_from is not None:
+        initial = load_initial(config, mesh, init_from)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
-    state, step, position = _restore_or_init(config, mesh, train_step, checkpointer, progress)
+    state, step, position = _restore_or_init(
+        config, workdir, train_step, checkpointer, initial, progress
+    )
     batches = TrainBatches(tokens, config, mesh, position=position)
     stack.callback(batches.close)
     return _Run(
@@ -146,34 +146,6 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
         state=state,
         step=step,
     )
-
-
-def _continued_config(
-    config: TrainConfig, checkpoints: Path, progress: ProgressLine
-) -> TrainConfig:
-    """The config to continue with; unchanged where there is nothing to continue."""
-    try:
-        stored = load_config(checkpoints)
-    except FileNotFoundError:
-        return config
-    changed = [
-        f"{name} ({old} there, {new} here)"
-        for name, old, new in differences(stored, config)
-        if not name.startswith(_MAY_CHANGE)
-    ]
-    if changed:
-        raise ValueError(
-            f"{checkpoints.parent} holds another run: it differs in {', '.join(changed)}. "
-            "Continue it with its own values, or choose another --workdir."
-        )
-    if config.schedule.decay_steps is None and config.decay_steps != stored.decay_steps:
-        progress.message(
-            f"num_steps is now {config.num_steps}; the learning rate still follows the schedule "
-            f"over {stored.decay_steps} steps (change it with --schedule.decay-steps)."
-        )
-        schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
-        config = dataclasses.replace(config, schedule=schedule)
-    return config
 
 
 def _make_evaluate(
@@ -214,17 +186,22 @@ def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
 
 def _restore_or_init(
     config: TrainConfig,
-    mesh: Mesh,
+    workdir: Path,
     train_step: TrainStep,
     checkpointer: Checkpointer,
+    initial: Initial | None,
     progress: ProgressLine,
 ) -> tuple[TrainState, int, int]:
     """State, step and data position to start from."""
-    if checkpointer.latest_step() is None:
-        return init_train_state(config, mesh), 0, 0
-    restored = checkpointer.restore(train_step.abstract_state)
-    progress.message(f"continuing from step {restored.step}")
-    return restored.state, restored.step, restored.data_position
+    if checkpointer.latest_step() is not None:
+        restored = checkpointer.restore(train_step.abstract_state)
+        progress.message(f"continuing from step {restored.step}")
+        return restored.state, restored.step, restored.data_position
+    record_origin(workdir, initial)
+    if initial is None:
+        return init_train_state(config, train_step.mesh), 0, 0
+    progress.message(initial.text)
+    return initial.state, 0, 0
 
 
 Hooks = Sequence[tuple[int | None, Callable[[_Run], None]]]

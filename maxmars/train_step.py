@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,18 +112,31 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     return sharding.with_shardings(abstract, shardings)
 
 
-def init_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+def init_train_state(
+    config: TrainConfig, mesh: Mesh, given: Mapping[str, Any] | None = None
+) -> TrainState:
     """A new state, created in place on its devices; its values do not depend on the mesh.
+
+    Args:
+      config: what to train.
+      mesh: where the state goes.
+      given: fields of the state that are there already, in the mesh's shardings, by name; only the
+        others are created.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    init = jax.jit(
-        lambda seed: _initial_state(config, mesh, seed),
-        out_shardings=_shardings(abstract_train_state(config, mesh)),
-    )
+    given = given or {}
+    abstract = vars(abstract_train_state(config, mesh))
+    missing = {name: field for name, field in abstract.items() if name not in given}
+
+    def create(seed: jax.Array) -> dict[str, Any]:
+        state = _initial_state(config, mesh, seed)
+        return {name: getattr(state, name) for name in missing}
+
     with jax.set_mesh(mesh):
-        return init(np.uint32(config.seed))
+        created = jax.jit(create, out_shardings=_shardings(missing))(np.uint32(config.seed))
+    return TrainState(**given, **created)
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
     return TrainStep(mesh, jitted, abstract_state, tokens)
 
 
-def _shardings(abstract: TrainState) -> TrainState:
+def _shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 

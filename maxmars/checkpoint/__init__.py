@@ -15,23 +15,28 @@ other functions) change nothing in it.
 """
 
 from maxmars.checkpoint.checkpointer import Checkpointer
-from maxmars.checkpoint.directory import list_steps
+from maxmars.checkpoint.directory import find, list_steps
 from maxmars.checkpoint.restore import (
     LoadedModel,
     Restored,
+    Saved,
     load_config,
     load_digests,
     load_model,
     load_params,
+    load_parts,
 )
 
 __all__ = [
     "Checkpointer",
     "LoadedModel",
     "Restored",
+    "Saved",
+    "find",
     "list_steps",
     "load_config",
     "load_digests",
     "load_model",
     "load_params",
+    "load_parts",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from typing import Any
 
@@ -25,11 +26,42 @@ def is_remote(path: Any) -> bool:
 
 
 def list_steps(directory: Directory) -> list[int]:
-    """Steps of the checkpoints in a directory, ascending, sound or not; empty if it is missing."""
-    path = resolve(directory)
+    """Steps of the checkpoints in a directory, ascending, sound or not; empty if it is missing.
+
+    Raises:
+      ImportError: it is on `gs://`, and no library is installed that can look there.
+    """
+    path = _reachable(directory)
     if not path.is_dir():
         return []
     return sorted(int(p.name) for p in path.iterdir() if _is_step(p) and _is_committed(p))
+
+
+def find(path: Directory) -> tuple[Any, int | None] | None:
+    """The directory of checkpoints that a path means, and the step if it means a single one.
+
+    Args:
+      path: a run's working directory, its directory of checkpoints, or one checkpoint in that.
+
+    Returns:
+      None if it is none of these.
+
+    Raises:
+      ValueError: it is a checkpoint, but one without a step for a name.
+      ImportError: it is on `gs://`, and no library is installed that can look there.
+    """
+    root = _reachable(path)
+    if (root / "meta" / "data.json").exists():
+        if not root.name.isdecimal():
+            raise ValueError(
+                f"{root} is a checkpoint whose name is not its step: it is damaged, or was renamed "
+                "by hand; name another one, or give it the name of its step again."
+            )
+        return root.parent, int(root.name)
+    for directory in (root / "checkpoints", root):
+        if list_steps(directory):
+            return directory, None
+    return None
 
 
 def sweep(directory: Any) -> None:
@@ -50,6 +82,14 @@ def set_aside(directory: Any, step: int) -> Any:
     target = next(path for path in (directory / name for name in names) if not path.exists())
     (directory / str(step)).rename(target)
     return target
+
+
+def _reachable(directory: Directory) -> Any:
+    path = resolve(directory)
+    on_gcs = os.fspath(path).startswith("gs://")
+    if on_gcs and not any(map(importlib.util.find_spec, ("gcsfs", "tensorflow"))):
+        raise ImportError(f"{path} needs the library gcsfs; install it with `pip install gcsfs`.")
+    return path
 
 
 def _is_step(path: Any) -> bool:

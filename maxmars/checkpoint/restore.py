@@ -132,6 +132,49 @@ def load_state(path: Any, abstract: Any, config: TrainConfig) -> Restored:
     return Restored(state, meta["data_position"], meta["step"], meta["digest"], ())
 
 
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself: where it is, its configuration (that of the model alone if
+    its parameters were imported), and each array's type by its path, like `float32[12,768]`."""
+
+    path: Any
+    config: TrainConfig | GPT2Config
+    types: dict[str, str]
+
+
+def load_parts(
+    directory: Directory, choose: Callable[[Saved], dict[str, Any]], step: int | None = None
+) -> tuple[dict[str, Any], Saved]:
+    """Some parts of the state, of the newest checkpoint in which their digests agree.
+
+    Args:
+      directory: of the checkpoints, as the `Checkpointer` got it.
+      choose: says what to read of a checkpoint: name of a part, such as `params`, -> its tree of
+        `jax.ShapeDtypeStruct` with shardings. It may refuse the checkpoint with a ValueError.
+      step: take this checkpoint and no other.
+
+    Returns:
+      The parts, and the checkpoint that they are from.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of `step`.
+      ValueError: every checkpoint (or that of `step`) is damaged, or has arrays of other names,
+        shapes or types than chosen.
+    """
+
+    def load(path: Any) -> tuple[dict[str, Any], Saved]:
+        meta = _together(lambda: read_meta(path))
+        types = {name: leaf["type"] for name, leaf in meta["leaves"].items()}
+        saved = Saved(path, from_dict(meta["config"]), types)
+        parts = choose(saved)
+        leaves = meta["leaves"].items()
+        meta = meta | {"leaves": {k: v for k, v in leaves if k.partition("/")[0] in parts}}
+        check_leaves(path, meta, leaf_types(parts), None)
+        return _read_leaves(path, meta, parts, partial=True), saved
+
+    return first_sound(resolve(directory), step, load)[0]
+
+
 def first_sound(
     directory: Any, step: int | None, load: Callable[[Any], Result]
 ) -> tuple[Result, Skipped]:

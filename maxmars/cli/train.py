@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from maxmars.cli.config_file import ConfigArguments, parse_arguments
+from maxmars.cli.config_file import ConfigArguments, UsageError, parse_arguments
 
 _USAGE = """\
 usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
@@ -23,6 +23,9 @@ CONFIG is a Python file, with its choices if it has any:
 Any field of the config can be changed on the command line:
   maxmars train configs/quickstart.py --num-steps 100 --optimizer.learning-rate 3e-3
 
+Start a new run from the weights of another, or from a Hugging Face GPT-2:
+  maxmars train configs/quickstart.py --init-from runs/quickstart --workdir runs/more
+
 `maxmars train CONFIG --help` lists the fields of that config and their values."""
 
 
@@ -34,6 +37,12 @@ class TrainArguments(ConfigArguments):
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
     ] = None
     """Directory of the run's metrics and checkpoints."""
+    init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
+    its checkpoints/STEP, also on gs://, or a directory with a Hugging Face GPT-2. Step, data,
+    schedule and optimizer start anew, and the optimizer may be another one."""
+    init_optimizer_state: bool = False
+    """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two."""
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -47,9 +56,18 @@ def run(argv: list[str]) -> int:
     arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_USAGE)
     # Imported late: both load JAX, which --help and wrong arguments need not wait for.
     from maxmars import distributed
+    from maxmars.init_from import InitFrom
     from maxmars.preemption import EXIT_CODE
     from maxmars.train import train
 
+    init_from = None
+    if arguments.init_from is not None:
+        init_from = InitFrom(
+            path=arguments.init_from, optimizer_state=arguments.init_optimizer_state
+        )
+    elif arguments.init_optimizer_state:
+        raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
     distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
-    done = train(arguments.config, arguments.workdir or Path("runs") / arguments.config.name)
+    workdir = arguments.workdir or Path("runs") / arguments.config.name
+    done = train(arguments.config, workdir, init_from=init_from)
     return 0 if done else EXIT_CODE

@@ -1,5 +1,6 @@
 """Steps, sweeping and setting aside, on local paths and on what looks like an object store."""
 
+import importlib.util
 import os
 
 import pytest
@@ -35,6 +36,15 @@ def test_local_paths_become_absolute(tmp_path, monkeypatch):
     assert os.fspath(directory.resolve("a/b")) == str(tmp_path / "a/b")
     assert os.fspath(directory.resolve("~/b")) == str(tmp_path / "b")
     assert not directory.is_remote(directory.resolve("a"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_what_buckets_need_is_said():
+    for look in (directory.find, list_steps):
+        with pytest.raises(
+            ImportError, match=r"gs://bucket/run needs the library gcsfs; install it"
+        ):
+            look("gs://bucket/run")
 
 
 def test_what_counts_as_a_step(local):

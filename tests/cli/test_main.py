@@ -52,8 +52,8 @@ def calls(monkeypatch):
     """What the command `train` would run."""
     calls = []
 
-    def train(config, workdir):
-        calls.append((config, workdir))
+    def train(config, workdir, **options):
+        calls.append((config, workdir, options))
         return True
 
     stub = types.SimpleNamespace(train=train)
@@ -185,22 +185,33 @@ def test_output_into_a_closed_pipe_is_quiet(arguments, unbuffered):
 
 def test_train_loads_the_config_and_trains(calls, config_file):
     cli.main(["train", "--num-steps", "3000", config_file, "--model.num_layers", "3"])
-    (initialized, (config, workdir)) = calls
+    (initialized, (config, workdir, options)) = calls
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
     assert workdir == Path("runs/tiny")
+    assert options == {"init_from": None}
+
+
+def test_train_starts_from_weights(calls, config_file, capsys):
+    from maxmars.init_from import InitFrom
+
+    cli.main(["train", config_file, "--init-from", "gs://b/run", "--init-optimizer-state", "True"])
+    assert calls[1][2]["init_from"] == InitFrom(path="gs://b/run", optimizer_state=True)
+    arguments = ["train", config_file, "--init-optimizer-state", "True"]
+    assert exit_code(cli.main, arguments) == 2
+    assert "--init-optimizer-state needs --init-from PATH" in capsys.readouterr().err
 
 
 def test_train_takes_a_workdir_and_processes(calls, config_file):
     processes = ["--coordinator", "localhost:1234", "--num-processes", "2", "--process-id", "1"]
     cli.main(["train", config_file, "--workdir", "elsewhere", *processes])
-    (initialized, (_, workdir)) = calls
+    (initialized, (_, workdir, _)) = calls
     assert initialized == ("localhost:1234", 2, 1)
     assert workdir == Path("elsewhere")
 
 
 def test_a_run_that_was_stopped_asks_to_be_started_again(calls, config_file, monkeypatch):
-    monkeypatch.setattr(sys.modules["maxmars.train"], "train", lambda config, workdir: False)
+    monkeypatch.setattr(sys.modules["maxmars.train"], "train", lambda *_, **__: False)
     assert exit_code(cli.main, ["train", config_file]) == 75
 
 
