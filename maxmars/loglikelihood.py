@@ -38,7 +38,6 @@ _TOKENS = {"cpu": 2048}
 _TOKENS_ELSEWHERE = 16384
 _HEAD_POSITIONS = {"cpu": 128}
 _HEAD_POSITIONS_ELSEWHERE = 2048
-_LONGEST_HEAD_CHUNK = 32  # positions a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +69,18 @@ class _Row(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """This process's rows of a batch; on the mesh, all rows. `_Row` has the fields' meaning."""
+    """A batch on the mesh, int32 [1, rows, T] and [1, shards, S]; `_Row` has the fields' meaning,
+    but sources count from the beginning of a shard."""
 
-    tokens: Any
-    positions: Any
-    branches: Any
-    sources: Any
-    targets: Any
+    tokens: jax.Array
+    positions: jax.Array
+    branches: jax.Array
+    sources: jax.Array
+    targets: jax.Array
+
+
+_Shards = Sequence[Sequence[_Row]]
+"""The rows of a batch by the part of the mesh that they go to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,16 +216,16 @@ class LogLikelihoods:
         sums = np.zeros(len(packed.first_equal))
         is_greedy = np.ones(len(packed.first_equal), bool)
         done, running = 0, None
-        for rows, batch, num_chunks in self._batches(packed.rows):
+        for shards, batch, num_chunks in self._batches(packed.rows):
             # One at a time: collectives of several programs that run at once on the fake devices of
             # a CPU can wait for each other forever. The next batch is packed meanwhile.
             if running is not None:
                 _add(sums, is_greedy, *running)
-                done += len(running[0])
+                done += sum(map(len, running[0]))
                 if progress is not None:
                     progress(done, len(packed.rows))
             with jax.set_mesh(self._mesh):
-                running = rows, losses(params, batch, num_chunks)
+                running = shards, losses(params, batch, num_chunks)
         if running is not None:
             _add(sums, is_greedy, *running)
         if progress is not None:
@@ -232,55 +236,70 @@ class LogLikelihoods:
             is_greedy=np.split(is_greedy[packed.first_equal], ends),
         )
 
-    def _batches(self, rows: Sequence[_Row]) -> Iterator[tuple[Sequence[_Row], _Batch, np.int32]]:
-        """The rows of each batch, the same on the mesh, and how many chunks of targets it has."""
+    def _batches(self, rows: Sequence[_Row]) -> Iterator[tuple[_Shards, _Batch, np.int32]]:
+        """The rows of each batch by shard, the same on the mesh, and its number of chunks."""
         done = 0
         while done < len(rows):
             length = _padded_length(rows[done].size)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
-            count = -(-min(count, len(rows)) // self._shards) * self._shards
-            batch = rows[done : done + count]
-            done += count
-            chunk = self._chunk(count)
-            num_chunks = -(-max(len(row.targets) for row in batch) // chunk)
-            mine = [
-                batch[i] if i < len(batch) else _EMPTY
-                for i in sharding.local_rows(self._mesh, (1, count))[0]
-            ]
-            columns = list(zip(*mine, strict=True))[: len(_Batch._fields)]
-            widths = (length, length, length, *[-(-length // chunk) * chunk] * 2)
-            local = (_stack(column, w) for column, w in zip(columns, widths, strict=True))
-            placed = (sharding.to_device(self._mesh, a[None], count) for a in local)
-            yield batch, _Batch(*placed), np.int32(num_chunks)
+            height = -(-min(count, len(rows)) // self._shards)
+            batch = rows[done : done + height * self._shards]
+            done += len(batch)
+            shards = [batch[i :: self._shards] for i in range(self._shards)]  # much the same work
+            targets = max(sum(len(row.targets) for row in shard) for shard in shards)
+            num_chunks = -(-targets // self._chunk(height * length))
+            yield shards, self._place(shards, height, length), np.int32(num_chunks)
 
-    def _chunk(self, rows: int) -> int:
-        """Positions of each row whose logits are computed at once, for a batch of `rows`."""
-        most = self._head_positions * self._shards // rows
-        return min(max(most, 1), _LONGEST_HEAD_CHUNK)
+    def _place(self, shards: _Shards, height: int, length: int) -> _Batch:
+        """Put this process's shards of a batch on its devices."""
+        chunk = self._chunk(height * length)
+        mine = [shards[i] for i in sharding.local_rows(self._mesh, (1, self._shards))[0]]
+        filled = [row for shard in mine for row in _filled(shard, height)]
+        inputs = [_stack(column, length) for column in list(zip(*filled, strict=True))[:3]]
+        width = -(-height * length // chunk) * chunk
+        sources = _stack([_flat_sources(shard, length) for shard in mine], width)
+        targets = _stack([_joined([row.targets for row in shard]) for shard in mine], width)
+        rows = height * self._shards
+        tokens, positions, branches = (
+            sharding.to_device(self._mesh, array[None], rows) for array in inputs
+        )
+        return _Batch(
+            tokens=tokens,
+            positions=positions,
+            branches=branches,
+            sources=sharding.to_device(self._mesh, sources[None], self._shards),
+            targets=sharding.to_device(self._mesh, targets[None], self._shards),
+        )
+
+    def _chunk(self, tokens: int) -> int:
+        """Positions of a shard whose logits are computed at once, where it has so many tokens."""
+        return min(self._head_positions, tokens)
 
     def _make_losses(self, config: GPT2Config, *, greedy: bool) -> _Losses:
-        """A jitted function of (params, batch [1, rows, ...], chunks).
+        """A jitted function of (params, batch, chunks).
 
-        It gives the targets' nats [rows, S] and, if `greedy`, whether each is the likeliest token.
+        It gives the targets' nats [shards, S] and, if `greedy`, whether each is the likeliest.
         """
         graph, _ = graph_and_abstract_params(config)
 
         def losses(
             params: Any, batch: _Batch, num_chunks: Int[Array, ""]
-        ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"] | None]:
+        ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"] | None]:
             model = nnx.merge(graph, params)
             tokens, positions, branches, sources, targets = (array[0] for array in batch)
             hidden = model.hidden(tokens, positions, branches)
-            hidden = jnp.take_along_axis(hidden, sources[..., None], axis=1)
+            hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
+            hidden = constrain(hidden, "batch", None, None)
             # Gathered over fsdp here, once, and not in the loop.
             table = constrain(model.wte.embedding[...].astype(hidden.dtype), "vocab", None)
-            size = self._chunk(len(tokens))
+            size = self._chunk(hidden.shape[1])
 
             def chunk(i: Int[Array, ""], found: tuple[Any, ...]) -> tuple[Any, ...]:
                 def part(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
-                new = _nats(config, table, part(hidden), part(targets), greedy=greedy)
+                x = jnp.take_along_axis(hidden, part(sources)[..., None], axis=1)
+                new = _nats(config, table, x, part(targets), greedy=greedy)
                 return jax.tree.map(
                     lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
                     found,
@@ -334,6 +353,19 @@ def _nats(
 _EMPTY = _Row(*[np.zeros(0, np.int32)] * 6)
 
 
+def _filled(shard: Sequence[_Row], height: int) -> list[_Row]:
+    return [*shard, *[_EMPTY] * (height - len(shard))]
+
+
+def _flat_sources(shard: Sequence[_Row], length: int) -> Int32[np.ndarray, " S"]:
+    """Sources in a shard whose rows of `length` tokens follow each other."""
+    return _joined([i * length + row.sources for i, row in enumerate(shard)])
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> Int32[np.ndarray, " joined"]:
+    return np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32)
+
+
 def _stack(arrays: Sequence[np.ndarray], width: int) -> Int32[np.ndarray, "rows width"]:
     stacked = np.zeros((len(arrays), width), np.int32)
     for row, array in zip(stacked, arrays, strict=True):
@@ -351,12 +383,13 @@ def _padded_length(size: int) -> int:
 def _add(
     sums: Float64[np.ndarray, " all"],
     is_greedy: Bool[np.ndarray, " all"],
-    rows: Sequence[_Row],
+    shards: _Shards,
     losses: tuple[jax.Array, jax.Array | None],
 ) -> None:
     """Add the log-likelihoods of a batch's targets to those of the continuations they belong to."""
     nats, likeliest = jax.device_get(losses)
-    for i, row in enumerate(rows):
-        np.subtract.at(sums, row.owners, nats[i, : len(row.owners)].astype(np.float64))
+    for i, shard in enumerate(shards):
+        owners = _joined([row.owners for row in shard])
+        np.subtract.at(sums, owners, nats[i, : len(owners)].astype(np.float64))
         if likeliest is not None:
-            np.logical_and.at(is_greedy, row.owners, likeliest[i, : len(row.owners)])
+            np.logical_and.at(is_greedy, owners, likeliest[i, : len(owners)])

@@ -117,9 +117,9 @@ def test_few_programs_and_little_padding():
     batches = list(scorer._batches(pack_choices(items, 512).rows))
     shapes = {tuple(array.shape for array in batch) for _, batch, _ in batches}
     assert len(shapes) == len({shape[0] for shape in shapes}) <= 14
-    for rows, batch, _ in batches:
+    for shards, batch, _ in batches:
         length = batch.tokens.shape[-1]
-        assert length <= 1.15 * len(rows[0].tokens) + 16
+        assert length <= 1.15 * len(shards[0][0].tokens) + 16
 
 
 @pytest.mark.parametrize(
