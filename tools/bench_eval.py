@@ -18,6 +18,7 @@ rounds' ratios, and how far apart the log-likelihoods are.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import statistics
@@ -72,26 +73,28 @@ def ours(directory: Path, questions: Path, count: int) -> Run:
 def peer(directory: Path, questions: Path, count: int) -> Callable[[int], Run]:
     """lm-evaluation-harness with a batch size."""
     import datasets
-    import lm_eval
     import transformers
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
+    lm_eval, models, tasks = map(
+        importlib.import_module, ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks")
+    )
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    task_file = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
-    with tempfile.TemporaryDirectory() as tasks:
+    task_file = Path(str(lm_eval.__file__)).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
+    with tempfile.TemporaryDirectory() as scratch:
         text = _TASK.format(task=task_file, questions=questions.absolute())
-        Path(tasks, "hellaswag_local.yaml").write_text(text)
-        manager = TaskManager(include_path=tasks, include_defaults=False)
+        Path(scratch, "hellaswag_local.yaml").write_text(text)
+        manager = tasks.TaskManager(include_path=scratch, include_defaults=False)
         task: Any = manager.load(["hellaswag_local"])["tasks"]["hellaswag_local"]
     task.build_all_requests(limit=count, rank=0, world_size=1)
     model = transformers.GPT2LMHeadModel.from_pretrained(directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
 
     def with_batch_size(batch_size: int) -> Run:
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
+        harness = models.HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu"
+        )
 
         def run() -> np.ndarray:
             found = harness.loglikelihood(task.instances, disable_tqdm=True)
