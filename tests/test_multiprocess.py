@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hellaswag_questions import write_questions_file
 from token_directories import write_shards
 
 pytestmark = pytest.mark.multiprocess
@@ -63,6 +64,33 @@ for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
         batches.close()
         found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
 print("FOUND " + json.dumps(found), flush=True)
+distributed.shutdown()
+"""
+
+
+# Prints the log-likelihoods of both protocols, and how many processes the devices belong to.
+HELLASWAG = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import jax
+from maxmars import distributed
+from maxmars.config import MeshConfig
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.hellaswag import HellaSwag, load_questions
+from maxmars.model import init_params, logical_axes
+from maxmars.sharding import make_mesh, tree_shardings
+from tiny import MODEL
+
+processes, process, port = map(int, sys.argv[1:])
+if processes > 1:
+    distributed.initialize(f"127.0.0.1:{{port}}", processes, process)
+mesh = make_mesh(MeshConfig(fsdp=2))
+shardings = tree_shardings(mesh, logical_axes(MODEL))
+params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
+questions = load_questions({questions!r})
+scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
+found = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
+print("FOUND " + json.dumps([jax.process_count(), found]), flush=True)
 distributed.shutdown()
 """
 
@@ -181,3 +209,25 @@ def test_two_processes_see_the_stream_of_one(tmp_path):
         digests = {tuple(v) for key, v in found[0].items() if key.startswith(f"{name} on")}
         assert len(digests) == 1, name  # the same on every mesh
     assert len({train for train, _ in found[0].values()}) == 3
+
+
+def test_two_processes_score_hellaswag_as_one(tmp_path):
+    questions = write_questions_file(tmp_path / "questions.jsonl")
+    program = tmp_path / "score.py"
+    tests = str(Path(__file__).parent)
+    program.write_text(HELLASWAG.format(tests=tests, questions=str(questions)))
+    found = []
+    for count in (1, 2):
+        arguments = [str(program), str(count)], str(free_port())
+        processes = [
+            start_python([*arguments[0], str(i), arguments[1]], 8 // count, tmp_path / "cache")
+            for i in range(count)
+        ]
+        for output in [finish(process) for process in processes]:
+            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
+            found.append(json.loads(line.removeprefix("FOUND ")))
+    assert [count for count, _ in found] == [1, 2, 2]
+    for name, expected in found[0][1].items():
+        for _, scores in found[1:]:
+            np.testing.assert_allclose(scores[name], expected, rtol=1e-5)
+    assert found[1] == found[2]
