@@ -1,4 +1,4 @@
-"""The training loop: open everything, restore or initialise, step, and run hooks.
+"""The training loop: open a run, step, and run hooks.
 
 Hooks are a list of (every, function): evaluation and checkpoints now, anything else later.
 """
@@ -9,36 +9,27 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from maxmars import distributed, sharding
-from maxmars.checkpoint import Checkpointer
-from maxmars.config import TrainConfig, to_dict
-from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
-from maxmars.data.tokenizer import save_tokenizer
-from maxmars.evaluate import make_eval_step, validation_loss
-from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
-from maxmars.metrics import (
-    MetricsWriter,
-    ProgressLine,
-    flops_per_token,
-    peak_flops,
-    recorded_steps,
-    write_environment,
-    write_json,
-)
+from maxmars import distributed
+from maxmars.config import TrainConfig
+from maxmars.init_from import InitFrom
+from maxmars.metrics import flops_per_token, peak_flops, recorded_steps
 from maxmars.model import num_parameters
 from maxmars.preemption import StopRequests
-from maxmars.resume import continued_config, stored_config
-from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_state, make_train_step
+from maxmars.run import Run, open_run
 
 
-def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | None = None) -> bool:
+def train(
+    config: TrainConfig,
+    workdir: Path | str,
+    *,
+    init_from: InitFrom | None = None,
+    resume_overrides: Sequence[str] = (),
+) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
     Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl` and `checkpoints/` into
@@ -49,6 +40,8 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
       workdir: directory of the run.
       init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
         at random. Of a run that continues it must be what it started from, or None.
+      resume_overrides: dotted names of fields that change on purpose when the run continues, which
+        otherwise refuses (see `resume`); what changed is recorded in `config_changes.jsonl`.
 
     Returns:
       Whether all steps are done. They are not after SIGTERM or Ctrl-C, which end the step that is
@@ -61,7 +54,7 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
     """
     workdir = Path(workdir).absolute()
     with contextlib.ExitStack() as stack:
-        run = _open_run(config, workdir, init_from, stack)
+        run = open_run(config, workdir, init_from, resume_overrides, stack)
         if run.step >= run.config.num_steps:
             run.progress.message(
                 f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
@@ -85,133 +78,14 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
         return True
 
 
-@dataclass(kw_only=True)
-class _Run:
-    """A run that is open: what stays, and where it stands."""
-
-    config: TrainConfig
-    workdir: Path
-    mesh: Mesh
-    train_step: TrainStep
-    batches: TrainBatches
-    evaluate: Callable[[Any], float] | None
-    checkpointer: Checkpointer
-    writer: MetricsWriter
-    progress: ProgressLine
-    state: TrainState
-    step: int
-    eval_loss: float | None = None
-    eval_step: int | None = None
+Hooks = Sequence[tuple[int | None, Callable[[Run], None]]]
 
 
-def _open_run(
-    config: TrainConfig, workdir: Path, init_from: InitFrom | None, stack: contextlib.ExitStack
-) -> _Run:
-    # Everything that can be wrong is found before anything is written.
-    mesh = sharding.make_mesh(config.mesh)
-    check_mesh(config, mesh)
-    checkpoints = workdir / "checkpoints"
-    progress = ProgressLine(config.num_steps)
-    stack.callback(progress.close)
-    stored = stored_config(checkpoints)
-    if stored is not None:
-        config = continued_config(stored, config, workdir, progress.message)
-        check_origin(workdir, init_from)
-    tokens = open_data(config.data, "train", model=config.model)
-    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    evaluate = _make_evaluate(config, mesh, progress)
-    initial = None
-    if stored is None and init_from is not None:
-        initial = load_initial(config, mesh, init_from)
-
-    checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
-    _write_description(config, workdir, mesh, tokens)
-    progress.message(_description(config, mesh, tokens))
-    train_step = make_train_step(config, mesh)
-    state, step, position = _restore_or_init(
-        config, workdir, train_step, checkpointer, initial, progress
-    )
-    batches = TrainBatches(tokens, config, mesh, position=position)
-    stack.callback(batches.close)
-    return _Run(
-        config=config,
-        workdir=workdir,
-        mesh=mesh,
-        train_step=train_step,
-        batches=batches,
-        evaluate=evaluate,
-        checkpointer=checkpointer,
-        writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
-        progress=progress,
-        state=state,
-        step=step,
-    )
-
-
-def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, progress: ProgressLine
-) -> Callable[[Any], float] | None:
-    if config.eval.every is None:
-        return None
-    tokens = open_data(config.data, "val", model=config.model)
-    for stream in tokens.streams:
-        if stream.split != "val":
-            progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
-    batches = ValidationBatches(tokens, config, mesh)
-    if batches.num_windows < config.eval.num_windows:
-        progress.message(
-            f"the validation split has {batches.num_windows} windows, fewer than "
-            f"eval.num_windows={config.eval.num_windows}; all are scored."
-        )
-    eval_step = make_eval_step(config.model, mesh)
-    return lambda params: validation_loss(eval_step, params, batches).loss
-
-
-def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
-    if distributed.is_primary():
-        write_json(workdir / "config.json", to_dict(config))
-        write_environment(workdir, mesh)
-        stream = tokens.streams[0]
-        save_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
-
-
-def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
-    axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    return (
-        f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
-        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
-        f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
-    )
-
-
-def _restore_or_init(
-    config: TrainConfig,
-    workdir: Path,
-    train_step: TrainStep,
-    checkpointer: Checkpointer,
-    initial: Initial | None,
-    progress: ProgressLine,
-) -> tuple[TrainState, int, int]:
-    """State, step and data position to start from."""
-    if checkpointer.latest_step() is not None:
-        restored = checkpointer.restore(train_step.abstract_state)
-        progress.message(f"continuing from step {restored.step}")
-        return restored.state, restored.step, restored.data_position
-    record_origin(workdir, initial)
-    if initial is None:
-        return init_train_state(config, train_step.mesh), 0, 0
-    progress.message(initial.text)
-    return initial.state, 0, 0
-
-
-Hooks = Sequence[tuple[int | None, Callable[[_Run], None]]]
-
-
-def _hooks(run: _Run) -> Hooks:
+def _hooks(run: Run) -> Hooks:
     return [(run.config.eval.every, _evaluate), (run.config.checkpoint.every, _save)]
 
 
-def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
+def _loop(run: Run, hooks: Hooks, stops: StopRequests) -> bool:
     """Step until `num_steps`; hooks run between steps, not after the last one.
 
     Returns:
@@ -241,7 +115,7 @@ def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
     return True
 
 
-def _evaluation_is_missing(run: _Run) -> bool:
+def _evaluation_is_missing(run: Run) -> bool:
     """Whether the step to start from is one to evaluate at, and it never was: at step 0, or after
     a run that was stopped before it could."""
     every = run.config.eval.every
@@ -252,7 +126,7 @@ def _evaluation_is_missing(run: _Run) -> bool:
     return not distributed.everywhere(known)
 
 
-def _evaluate(run: _Run) -> None:
+def _evaluate(run: Run) -> None:
     if run.evaluate is None or run.eval_step == run.step:
         return
     run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
@@ -260,7 +134,7 @@ def _evaluate(run: _Run) -> None:
     run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
 
 
-def _save(run: _Run, *, wait: bool = False) -> None:
+def _save(run: Run, *, wait: bool = False) -> None:
     fresh = run.eval_loss is not None and run.eval_step == run.step
     blocked_s = run.checkpointer.save(
         run.step,
@@ -273,7 +147,7 @@ def _save(run: _Run, *, wait: bool = False) -> None:
         run.writer.write(run.step, {"perf/checkpoint_blocking_time": blocked_s})
 
 
-def _summary(run: _Run, seconds: float) -> str:
+def _summary(run: Run, seconds: float) -> str:
     loss = "" if run.eval_loss is None else f", validation loss {run.eval_loss:.4f} nats a token"
     minutes, rest = divmod(round(seconds), 60)
     return f"done: {run.step} steps in {minutes} min {rest} s{loss}; see {run.workdir}"
@@ -282,7 +156,7 @@ def _summary(run: _Run, seconds: float) -> str:
 class _StepReporter:
     """Metrics of step t − 1 are fetched after step t was dispatched: the device never waits."""
 
-    def __init__(self, run: _Run):
+    def __init__(self, run: Run):
         self._run = run
         self._pending: tuple[int, Any] | None = None
         self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)

@@ -1,19 +1,19 @@
 """New runs from the weights of others."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from tiny import ADAMW, MODEL, tiny_config
-from token_directories import write_shards
+import tiny
+from tiny import ADAMW, MODEL
 
 from maxmars import hf, sharding
 from maxmars.checkpoint import find, load_parts
-from maxmars.config import CheckpointConfig, EvalConfig, GPT2Config, MeshConfig, ScheduleConfig
-from maxmars.data_config import TokenShardsConfig
+from maxmars.config import GPT2Config, MeshConfig
 from maxmars.init_from import InitFrom, load_initial, record_origin
 from maxmars.model import graph_and_abstract_params
 from maxmars.optimizer_config import AdoptConfig, MarsConfig
@@ -23,23 +23,8 @@ from maxmars.train_step import abstract_train_state, make_train_step
 
 @pytest.fixture(scope="module")
 def short_config(tmp_path_factory):
-    """Makes configs of two steps on a few random tokens."""
-    path = tmp_path_factory.mktemp("tokens") / "tokens"
-    stream = np.random.default_rng(0).integers(0, 200, 2000)
-    write_shards(path, stream, stream[:400], vocab_size=257)
-
-    def short_config(**changes):
-        defaults = {
-            "num_steps": 2,
-            "data": TokenShardsConfig(path=str(path)),
-            "schedule": ScheduleConfig(warmup_steps=0),
-            "eval": EvalConfig(every=2, num_windows=16, batch_size=16),
-            "checkpoint": CheckpointConfig(every=1, keep_last=9),
-            "optimizer": ADAMW,
-        }
-        return tiny_config(**defaults | changes)
-
-    return short_config
+    """Makes configs of two steps."""
+    return functools.partial(tiny.short_config, tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

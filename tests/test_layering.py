@@ -17,6 +17,7 @@ ROWS = (
     {"cli"},
     {"launch", "compare", "verify_resume", "report"},
     {"plan", "train"},
+    {"run"},
     {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume"},
     {"trained_model"},
     {"train_step", "checkpoint"},

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import numpy as np
+from token_directories import write_shards
+
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
@@ -11,7 +14,7 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from maxmars.data_config import PythonSourcesConfig
+from maxmars.data_config import PythonSourcesConfig, TokenShardsConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 MODEL = GPT2Config(
@@ -45,3 +48,19 @@ def tiny_config(**changes) -> TrainConfig:
 
 
 ADAMW = AdamWConfig()
+
+
+def short_config(tokens, **changes) -> TrainConfig:
+    """Two steps under AdamW on random tokens, which are written into `tokens` if it is missing."""
+    if not tokens.exists():
+        stream = np.random.default_rng(0).integers(0, 200, 2000)
+        write_shards(tokens, stream, stream[:400], vocab_size=257)
+    config = tiny_config(
+        num_steps=2,
+        data=TokenShardsConfig(path=str(tokens)),
+        schedule=ScheduleConfig(warmup_steps=0),
+        eval=EvalConfig(every=2, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=1, keep_last=9),
+        optimizer=ADAMW,
+    )
+    return dataclasses.replace(config, **changes)

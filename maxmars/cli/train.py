@@ -43,6 +43,9 @@ class TrainArguments(ConfigArguments):
     schedule and optimizer start anew, and the optimizer may be another one."""
     init_optimizer_state: bool = False
     """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
+    resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
+    """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
+    when a run continues; without it, fields that define the run are refused."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two."""
     num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -69,5 +72,11 @@ def run(argv: list[str]) -> int:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
     distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
     workdir = arguments.workdir or Path("runs") / arguments.config.name
-    done = train(arguments.config, workdir, init_from=init_from)
+    overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
+    done = train(
+        arguments.config,
+        workdir,
+        init_from=init_from,
+        resume_overrides=[name.strip() for name in overrides if name.strip()],
+    )
     return 0 if done else EXIT_CODE

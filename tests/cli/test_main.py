@@ -188,7 +188,7 @@ def test_train_loads_the_config_and_trains(calls, config_file):
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
     assert workdir == Path("runs/tiny")
-    assert options == {"init_from": None}
+    assert options == {"init_from": None, "resume_overrides": []}
 
 
 def test_train_starts_from_weights(calls, config_file, capsys):
@@ -199,6 +199,11 @@ def test_train_starts_from_weights(calls, config_file, capsys):
     arguments = ["train", config_file, "--init-optimizer-state", "True"]
     assert exit_code(cli.main, arguments) == 2
     assert "--init-optimizer-state needs --init-from PATH" in capsys.readouterr().err
+
+
+def test_train_changes_fields_on_purpose(calls, config_file):
+    cli.main(["train", config_file, "--resume-overrides", "optimizer.learning-rate, schedule,"])
+    assert calls[1][2]["resume_overrides"] == ["optimizer.learning_rate", "schedule"]
 
 
 def test_train_takes_a_workdir_and_processes(calls, config_file):
