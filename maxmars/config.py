@@ -218,7 +218,8 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """Steps to skip: their update is not applied, and the run goes on with the next batch. Losses
-    and gradients that are not finite always are."""
+    and gradients that are not finite always are. `<workdir>/skipped_steps/STEP.json` tells their
+    examples."""
 
     loss_spike_threshold: float | None = None
     """Also skip a step whose loss exceeds the running mean by this many running standard

@@ -91,7 +91,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line; values are numbers or arrays of one element."""
         if self._file is not None:
-            line = {"step": step} | {key: _json_number(value) for key, value in metrics.items()}
+            line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -234,7 +234,8 @@ def _kept_lines(text: str, resume_step: int) -> str:
     return "".join(kept)
 
 
-def _json_number(value: Any) -> int | float | str:
+def json_number(value: Any) -> int | float | str:
+    """A number for JSON, which has no non-finite ones: these as strings."""
     number = value if isinstance(value, int) else float(value)
     if math.isfinite(number):
         return number

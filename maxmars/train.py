@@ -21,6 +21,7 @@ from maxmars.metrics import flops_per_token, peak_flops, recorded_steps
 from maxmars.model import num_parameters
 from maxmars.preemption import StopRequests
 from maxmars.run import Run, open_run
+from maxmars.skipped_steps import write_skipped_step
 
 
 def train(
@@ -224,18 +225,30 @@ class _StepReporter:
         return rates
 
     def _skipped(self, step: int, values: dict[str, float], in_a_row: int) -> None:
+        """Say that a step was skipped and what it was made of; raise if there are too many."""
+        run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
         finite = math.isfinite(loss) and math.isfinite(norm)
-        reason = "the loss is a spike" if finite else "they are not finite"
-        found = f"step {step} was skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {reason}"
-        if in_a_row <= self._run.config.guard.max_skipped_in_a_row:
-            total = values["train/skipped"]
-            self._run.progress.message(f"{found} ({total} skipped in all).")
+        reason = "a spike of the loss" if finite else "not finite"
+        ahead = run.step - step + 1  # batches taken since the one before
+        where = write_skipped_step(
+            run.workdir,
+            run.config,
+            run.batches,
+            step=step,
+            first_example=run.batches.position - ahead * run.config.global_batch_size,
+            found={"reason": reason, **values},
+        )
+        text = f"step {step} was skipped ({reason}): loss {loss:.4g}, gradient norm {norm:.4g}"
+        text += f", {values['train/skipped']} skipped in all; {where}."
+        if in_a_row <= run.config.guard.max_skipped_in_a_row:
+            run.progress.message(text)
             return
-        self._run.writer.write(step, values)
-        last = self._run.checkpointer.latest_step()
+        run.writer.write(step, values)
+        last = run.checkpointer.latest_step()
         raise ValueError(
-            f"{found}. {in_a_row} steps in a row are more than guard.max_skipped_in_a_row allows. "
-            f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
-            "Lower optimizer.learning_rate or raise schedule.warmup_steps."
+            f"{text} These are {in_a_row} in a row, more than guard.max_skipped_in_a_row allows. "
+            f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. Continue "
+            "with a lower optimizer.learning_rate or more schedule.warmup_steps (name them in "
+            "--resume-overrides), or without such steps by --guard.max-skipped-in-a-row 10."
         )

@@ -18,7 +18,7 @@ ROWS = (
     {"launch", "compare", "verify_resume", "report"},
     {"plan", "train"},
     {"run"},
-    {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume"},
+    {"evaluate", "generate", "lm_eval_adapter", "init_from", "resume", "skipped_steps"},
     {"trained_model"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
