@@ -15,9 +15,10 @@ converts inputs and targets to int64 each. The pipeline's rows are what a proces
 
 `--prepare` tokenises with GPT-2's vocabulary, against processes that do nothing but run tiktoken.
 The texts are cut into documents of a few thousand characters and repeated to the size wanted. Both
-sides start their processes by `spawn`, load the vocabulary and tokenise the same documents, and the
-start counts. Prepare reads them from one JSON-lines file and writes shards with checksums; the bare
-processes have theirs in memory and write nothing. They alternate.
+sides start their processes by `spawn`, load the vocabulary and tokenise the same documents.
+Prepare's start counts in full; of the bare processes' only the loading of tiktoken does. Prepare
+reads one JSON-lines file and writes shards with checksums; the bare processes have their documents
+in memory and write nothing. They alternate.
 """
 
 from __future__ import annotations
@@ -32,19 +33,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
-import numpy as np
+if TYPE_CHECKING:  # processes that are spawned import this file: JAX would be a part of their start
+    import numpy as np
 
-from maxmars.data.corpus import LocalFiles
-from maxmars.data.examples import TokenWindows, training_examples
-from maxmars.data.formats import open_split
-from maxmars.data.pipeline import ReadAhead, TrainRows
-from maxmars.data.prepare import prepare
-from maxmars.data.streams import TokenStream
-from maxmars.data.tokenizer import GPT2Tokenizer
-from maxmars.data_config import Order
+    from maxmars.data.pipeline import TrainRows
+    from maxmars.data.streams import TokenStream
+    from maxmars.data_config import Order
 
 BATCH, LENGTH, VOCAB_SIZE = 32, 1024, 50257
 NUMPY = "NumPy get_batch"
@@ -101,6 +97,11 @@ def tokens_per_s(read: Callable[[], Any], seconds: float) -> float:
 
 def make_readers(root: Path, num_tokens: int) -> dict[str, Callable[[], Any]]:
     """Functions that each read one batch, by name."""
+    import numpy as np
+
+    from maxmars.data.formats import open_split
+    from maxmars.data.pipeline import ReadAhead
+
     rng = np.random.default_rng(0)
     for directory in ("a", "b"):
         (root / directory).mkdir()
@@ -121,6 +122,8 @@ def make_readers(root: Path, num_tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def numpy_get_batch(path: Path) -> Callable[[], Any]:
+    import numpy as np
+
     rng = np.random.default_rng(0)
 
     def get_batch() -> tuple[np.ndarray, np.ndarray]:
@@ -136,12 +139,21 @@ def numpy_get_batch(path: Path) -> Callable[[], Any]:
 def rows(
     streams: list[TokenStream], weights: list[float] | None = None, order: Order = "shuffled"
 ) -> TrainRows:
+    import numpy as np
+
+    from maxmars.data.examples import training_examples
+    from maxmars.data.pipeline import TrainRows
+
     examples = training_examples(streams, weights or [1.0], length=LENGTH, seed=0, order=order)
     return TrainRows(examples, np.arange(BATCH)[None], global_batch_size=BATCH)
 
 
 def data_loader(stream: TokenStream) -> Iterator[Any]:
     """Shuffled windows in batches, read in this process (workers would take other cores)."""
+    import grain
+
+    from maxmars.data.examples import TokenWindows
+
     windows = TokenWindows(stream, LENGTH)
     sampler = grain.samplers.IndexSampler(len(windows), shuffle=True, seed=0)
     operations = [grain.transforms.Batch(BATCH, drop_remainder=True)]
@@ -150,6 +162,7 @@ def data_loader(stream: TokenStream) -> Iterator[Any]:
 
 def write_tfds(root: Path, num_tokens: int) -> Path:
     """A TFDS dataset of records of 1,024 tokens."""
+    import numpy as np
     import tensorflow_datasets as tfds
 
     class Tokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -218,6 +231,10 @@ def bare_seconds(path: Path, workers: int) -> float:
 
 
 def prepare_seconds(path: Path, directory: Path, workers: int) -> float:
+    from maxmars.data.corpus import LocalFiles
+    from maxmars.data.prepare import prepare
+    from maxmars.data.tokenizer import GPT2Tokenizer
+
     start = time.perf_counter()
     prepare(
         LocalFiles([str(path)]),

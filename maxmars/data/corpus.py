@@ -175,11 +175,11 @@ class LocalFiles:
     def _read_lines(self, index: int) -> Iterator[str]:
         path = self._paths[index]
         size = max(path.stat().st_size, 1)
-        with path.open("rb") as raw, _decompressed(raw, path) as file:
+        with path.open("rb", buffering=_BLOCK_BYTES) as raw, _decompressed(raw, path) as file:
             try:
                 for number, line in enumerate(file):
                     self.progress = index, raw.tell() / size
-                    if line.strip():
+                    if not line.isspace():
                         yield _text_of_line(line, self._text_field, f"{path}, line {number + 1}")
             except (EOFError, OSError, zlib.error) as error:
                 if isinstance(error, OSError) and error.errno is not None:

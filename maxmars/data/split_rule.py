@@ -131,11 +131,13 @@ class Splitter:
     def _write(self, batch: TokenBatch) -> None:
         """Write whole documents and pieces of them."""
         chosen_of = {"train": ~batch.validation, "val": batch.validation}
+        ends = np.cumsum(batch.lengths)
         for split, chosen in chosen_of.items():
             if chosen.any():
                 tokens = batch.tokens
                 if not chosen.all():
-                    tokens = tokens[np.repeat(chosen, batch.lengths)]
+                    found = zip((ends - batch.lengths)[chosen], ends[chosen], strict=True)
+                    tokens = np.concatenate([tokens[start:end] for start, end in found])
                 lengths, first = batch.lengths[chosen], batch.first[chosen]
                 starts = np.cumsum(lengths) - lengths
                 self.writers[split].append(tokens, starts[first & (lengths > 0)])

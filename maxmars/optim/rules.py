@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,3 +124,29 @@ def widened(tree: Tree) -> Tree:
 def cast_like(tree: Tree, like: Tree) -> Tree:
     """Each array of `tree` in the dtype of its counterpart."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def written_after(kept: Tree, readers: tuple[Tree, ...]) -> Tree:
+    """The `kept` leaves, computed once every tree of `readers` is."""
+
+    def by_barrier(kept: Tree, readers: Tree) -> Tree:
+        return jax.lax.optimization_barrier((kept, readers))[0]
+
+    def by_data(kept: Tree, readers: Tree) -> Tree:
+        def is_computed(x: jax.Array) -> jax.Array:
+            element = x[(0,) * x.ndim]
+            return (element <= jnp.inf) | jnp.isnan(element)  # always true
+
+        def write(value: jax.Array, *readers: jax.Array) -> jax.Array:
+            if not value.size:
+                return value
+            computed = functools.reduce(jnp.logical_and, map(is_computed, readers))
+            return jnp.where(computed, value, jnp.zeros_like(value))
+
+        return jax.tree.map(write, kept, *(tree for tree in readers if tree is not None))
+
+    # The CPU compiler of JAX 0.10 drops the barrier before it places the copies. Where arrays may
+    # be split over devices, reading an element would be communication.
+    if jax.device_count() > 1:
+        return by_barrier(kept, readers)
+    return jax.lax.platform_dependent(kept, readers, cpu=by_data, default=by_barrier)

@@ -26,6 +26,7 @@ from maxmars.optim.rules import (
     check_fraction,
     check_positive,
     widened,
+    written_after,
 )
 
 VARIANTS = ("adamw", "lion", "shampoo", "m")
@@ -200,8 +201,7 @@ class _Rule:
         """
         if not self.keeps_last:
             return None
-        kept = cast_like(grads, old_state.last_grad)
-        return jax.lax.optimization_barrier((kept, readers))[0]
+        return written_after(cast_like(grads, old_state.last_grad), readers)
 
     def one_buffer_momentum(self, grads: Tree, state: ScaleByMarsState) -> _Momentum:
         """m = γ g + β b with b = β b + ((1 − γ)(1 − β) / β) g: the unclipped m without a last g."""

@@ -522,3 +522,24 @@ def test_orthogonality_is_measured_every_few_updates():
     assert measured[3][0] == pytest.approx(measured[3][1], rel=1e-4)
     assert measured[0][0] == measured[1][0] == measured[2][0] != measured[3][0]
     assert measured[3][0] == measured[5][0]
+
+
+def test_the_stored_gradient_is_written_in_place(monkeypatch):
+    """Neither a copy of it nor other memory of the parameters' size; results stay the same."""
+    params = {"w": jnp.ones((512, 256)), "b": jnp.ones(64), "none": jnp.ones((0, 4))}
+    grads = jax.tree.map(lambda p: 0.1 * p, params)
+    tx = mars(0.01)
+
+    def compiled():
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+
+    state = tx.init(params)
+    on_many = compiled()(*jax.tree.map(jnp.copy, (params, state)), grads)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    on_one = compiled()
+    assert on_one.memory_analysis().temp_size_in_bytes < params["w"].nbytes / 10
+    jax.tree.map(np.testing.assert_array_equal, on_one(params, state, grads), on_many)
