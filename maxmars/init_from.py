@@ -30,6 +30,7 @@ from maxmars.config import GPT2Config, TrainConfig, differences
 from maxmars.digest import combine, digest, leaf_types
 from maxmars.metrics import write_json
 from maxmars.train_step import TrainState, abstract_train_state, init_train_state
+from maxmars.trained_model import HFTarget, find_target
 
 _RECORD = "init_from.json"
 
@@ -168,15 +169,11 @@ def _choose(
 def _load_hugging_face(
     path: Any, source: InitFrom, config: TrainConfig, abstract: TrainState
 ) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"--init-from {path}: there is no such directory; check the path.")
-    directory = Path(path)
-    if is_remote(path) or not hf.is_hf_directory(directory):
-        raise FileNotFoundError(
-            f"--init-from {path}: there are no weights. Name a run's directory that holds "
-            "checkpoints, its checkpoints/, one of these, or a local directory with a Hugging Face "
-            "GPT-2 (config.json and model.safetensors)."
-        )
+    if is_remote(path):
+        raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
+    target = find_target(source.path)
+    assert isinstance(target, HFTarget), "a run would have been found before"
+    directory = target.directory
     if source.optimizer_state:
         raise _no_optimizer_state(path)
     model = hf.load_config(directory)

@@ -12,7 +12,7 @@ import tiny
 from tiny import ADAMW, MODEL
 
 from maxmars import hf, sharding
-from maxmars.checkpoint import find, load_parts
+from maxmars.checkpoint import find, load_parts, save_params
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.init_from import InitFrom, load_initial, record_origin
 from maxmars.model import graph_and_abstract_params
@@ -210,10 +210,21 @@ def test_an_optimizer_state_that_does_not_fit_is_named(source, started, short_co
 
 
 def test_no_weights(tmp_path, short_config):
-    with pytest.raises(FileNotFoundError, match="there is no such directory"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; name the working"):
         loaded(tmp_path / "nowhere", short_config())
-    with pytest.raises(FileNotFoundError, match=r"there are no weights\. Name a run's directory"):
+    with pytest.raises(ValueError, match=r"is neither a run .* nor a Hugging Face"):
         loaded(tmp_path, short_config())
+
+
+def test_an_imported_model_has_weights_alone(source, short_config, tmp_path):
+    config = short_config()
+    params = saved(source, config)["params"]
+    save_params(tmp_path / "checkpoints", config.model, params, mesh=mesh_of(config))
+    initial = loaded(tmp_path, config)
+    assert initial.origin["weights"].endswith("/checkpoints/0")
+    assert_equal(initial.state.params, params)
+    with pytest.raises(ValueError, match=r"checkpoints/0 has weights alone and no optimizer state"):
+        loaded(tmp_path, config, optimizer_state=True)
 
 
 def test_a_hugging_face_model(reference_dir, short_config):
