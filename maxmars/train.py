@@ -247,7 +247,7 @@ class _StepReporter:
         run.writer.write(step, values)
         last = run.checkpointer.latest_step()
         raise ValueError(
-            f"{text} These are {in_a_row} in a row, more than guard.max_skipped_in_a_row allows. "
+            f"{text} That makes {in_a_row} in a row, more than guard.max_skipped_in_a_row allows. "
             f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. Continue "
             "with a lower optimizer.learning_rate or more schedule.warmup_steps (name them in "
             "--resume-overrides), or without such steps by --guard.max-skipped-in-a-row 10."
