@@ -17,6 +17,7 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
@@ -41,6 +42,7 @@ class Run:
     train_step: TrainStep
     batches: TrainBatches
     evaluate: Callable[[Any], float] | None
+    hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
     writer: MetricsWriter
     progress: ProgressLine
@@ -81,6 +83,8 @@ def open_run(
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
+    wanted = config.eval.hellaswag_every is not None
+    hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
     if stored is None and init_from is not None:
         initial = load_initial(config, mesh, init_from)
@@ -103,6 +107,7 @@ def open_run(
         train_step=train_step,
         batches=batches,
         evaluate=evaluate,
+        hellaswag=hellaswag,
         checkpointer=checkpointer,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
@@ -120,7 +125,13 @@ def _make_evaluate(
     for stream in tokens.streams:
         if stream.split != "val":
             progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
-    batches = ValidationBatches(tokens, config, mesh)
+    batches = ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )
     if batches.num_windows < config.eval.num_windows:
         progress.message(
             f"the validation split has {batches.num_windows} windows, fewer than "

@@ -64,8 +64,10 @@ def train(
             return True
         started = time.monotonic()
         stops = stack.enter_context(StopRequests())
-        if _evaluation_is_missing(run):
+        if _is_missing(run, run.config.eval.every, "eval/loss"):
             _evaluate(run)
+        if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
+            _score_hellaswag(run)
         if not _loop(run, _hooks(run), stops):
             _save(run, wait=True)
             run.progress.message(
@@ -74,6 +76,7 @@ def train(
             )
             return False
         _evaluate(run)
+        _score_hellaswag(run)
         _save(run, wait=True)
         run.progress.message(_summary(run, time.monotonic() - started))
         return True
@@ -83,7 +86,12 @@ Hooks = Sequence[tuple[int | None, Callable[[Run], None]]]
 
 
 def _hooks(run: Run) -> Hooks:
-    return [(run.config.eval.every, _evaluate), (run.config.checkpoint.every, _save)]
+    config = run.config
+    return [
+        (config.eval.every, _evaluate),
+        (config.eval.hellaswag_every, _score_hellaswag),
+        (config.checkpoint.every, _save),
+    ]
 
 
 def _loop(run: Run, hooks: Hooks, stops: StopRequests) -> bool:
@@ -116,14 +124,13 @@ def _loop(run: Run, hooks: Hooks, stops: StopRequests) -> bool:
     return True
 
 
-def _evaluation_is_missing(run: Run) -> bool:
+def _is_missing(run: Run, every: int | None, key: str) -> bool:
     """Whether the step to start from is one to evaluate at, and it never was: at step 0, or after
     a run that was stopped before it could."""
-    every = run.config.eval.every
     if every is None or run.step % every:
         return False
     primary = distributed.is_primary()  # the one that has the file
-    known = not primary or run.step in recorded_steps(run.workdir, "eval/loss")
+    known = not primary or run.step in recorded_steps(run.workdir, key)
     return not distributed.everywhere(known)
 
 
@@ -133,6 +140,13 @@ def _evaluate(run: Run) -> None:
     run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
     run.writer.write(run.step, {"eval/loss": run.eval_loss})
     run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
+
+
+def _score_hellaswag(run: Run) -> None:
+    if run.hellaswag is not None:
+        found = run.hellaswag(run.state.params)
+        run.writer.write(run.step, found.metrics)
+        run.progress.message(f"step {run.step}: {found.text}")
 
 
 def _save(run: Run, *, wait: bool = False) -> None:

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "maxmars"
 ROWS = (
     {"__main__"},
     {"cli"},
-    {"launch", "compare", "verify_resume", "report"},
-    {"plan", "train"},
+    {"launch", "compare", "verify_resume", "report", "eval_table"},
+    {"plan", "train", "eval_report"},
     {"run"},
     {
         "evaluate",
@@ -30,6 +30,7 @@ ROWS = (
     {"trained_model"},
     {"train_step", "checkpoint"},
     {"optimizer_factory", "hellaswag", "hf"},
+    {"loglikelihood"},
     {"model", "optim", "data", "metrics", "hlo", "guard"},
     {"sharding", "distributed", "digest", "orbax_io", "preemption"},
     {"config"},
@@ -73,6 +74,7 @@ FOLDERS = {
         "corpus",
         "tokenizer",
     ),
+    "hellaswag": ("__init__", "in_loop", "scores", "protocols", "questions", "comparison"),
     "hf": (
         "__init__",
         "load",

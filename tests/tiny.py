@@ -14,6 +14,7 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data.pipeline import ValidationBatches
 from maxmars.data_config import PythonSourcesConfig, TokenShardsConfig
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
@@ -64,3 +65,14 @@ def short_config(tokens, **changes) -> TrainConfig:
         optimizer=ADAMW,
     )
     return dataclasses.replace(config, **changes)
+
+
+def validation_batches(tokens, config, mesh) -> ValidationBatches:
+    """The windows that a run of a config scores."""
+    return ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )

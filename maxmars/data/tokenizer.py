@@ -271,6 +271,15 @@ def tokenizer_in(directory: str | Path, name: str, eot_token: str | None) -> Tok
     return load_tokenizer(Path(directory) / name, eot_token=eot_token)
 
 
+def tokenizer_of(source: Path, name: str) -> Tokenizer:
+    """The tokenizer of tokens on disk: what `saved_tokenizer` would load after `save_tokenizer`.
+
+    Raises:
+      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
+    """
+    return tokenizer_in(source, name, _saved_fields(source, name).get("eot_token"))
+
+
 def save_tokenizer(source: Path, name: str, target: Path) -> None:
     """Write into `target` what `saved_tokenizer` needs to load the tokenizer of tokens on disk.
 
@@ -279,12 +288,17 @@ def save_tokenizer(source: Path, name: str, target: Path) -> None:
       name: name of the tokenizer.
       target: directory to make.
     """
-    fields = {"name": name}
     target.mkdir(parents=True, exist_ok=True)
     if name == JsonTokenizer.name:
-        fields["eot_token"] = json.loads((source / "meta.json").read_text())["eot_token"]
         shutil.copyfile(source / name, target / name)
-    (target / _SAVED).write_text(json.dumps(fields) + "\n")
+    (target / _SAVED).write_text(json.dumps(_saved_fields(source, name)) + "\n")
+
+
+def _saved_fields(source: Path, name: str) -> dict[str, str]:
+    if name != JsonTokenizer.name:
+        return {"name": name}
+    eot_token = json.loads((source / "meta.json").read_text())["eot_token"]
+    return {"name": name, "eot_token": eot_token}
 
 
 def store_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
