@@ -73,6 +73,7 @@ FOLDERS = {
         "open_corpus",
         "corpus",
         "tokenizer",
+        "gpt2_vocabulary",
     ),
     "hellaswag": ("__init__", "in_loop", "scores", "protocols", "questions", "comparison"),
     "hf": (
