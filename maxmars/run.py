@@ -79,7 +79,7 @@ def open_run(
             overrides=resume_overrides,
             say=progress.message,
         )
-        check_origin(workdir, init_from)
+    check_origin(workdir, init_from, continues=stored is not None)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
@@ -173,8 +173,8 @@ def _restore_or_init(
         hyperparams = make_hyperparams(config, train_step.mesh)  # they may have changed
         state = dataclasses.replace(restored.state, hyperparams=hyperparams)
         return state, restored.step, restored.data_position
-    record_origin(workdir, initial)
     if initial is None:
         return init_train_state(config, train_step.mesh), 0, 0
+    record_origin(workdir, initial)
     progress.message(initial.text)
     return initial.state, 0, 0

@@ -14,7 +14,7 @@ from tiny import ADAMW, MODEL
 from maxmars import hf, sharding
 from maxmars.checkpoint import find, load_parts, save_params
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.init_from import InitFrom, load_initial, record_origin
+from maxmars.init_from import InitFrom, check_origin, load_initial, record_origin
 from maxmars.model import graph_and_abstract_params
 from maxmars.optimizer_config import AdoptConfig, MarsConfig
 from maxmars.train import train
@@ -104,9 +104,14 @@ def test_the_same_command_continues_and_another_source_is_refused(source, starte
 def test_a_run_from_random_weights_does_not_continue_from_others(source, short_config, tmp_path):
     with pytest.raises(ValueError, match=r"started from random weights, not from .*elsewhere"):
         train(short_config(), source, init_from=InitFrom(path=str(tmp_path / "elsewhere")))
-    (tmp_path / "init_from.json").write_text("{}")  # of an attempt that saved nothing
-    record_origin(tmp_path, None)
-    assert not (tmp_path / "init_from.json").exists()
+
+
+def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_config, tmp_path):
+    record_origin(tmp_path, loaded(source, short_config()))
+    with pytest.raises(ValueError, match=rf"was to start from {source} and has saved nothing yet"):
+        train(short_config(), tmp_path)
+    for path in (str(source), "/elsewhere"):
+        check_origin(tmp_path, InitFrom(path=path), continues=False)
 
 
 def test_weights_alone_begin_everything_anew(source, short_config):
