@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float64, Int, Int32, Integer
+from jaxtyping import Array, Bool, Float, Float64, Int, Int32, Integer
 
 from maxmars import sharding
 from maxmars.config import GPT2Config
 from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.sharding import constrain
 
+_Losses = Callable[..., tuple[jax.Array, jax.Array | None]]
 Progress = Callable[[int, int], None]
 """Called with the number of rows that are done, and of all."""
 
@@ -149,6 +150,16 @@ def _row(context: np.ndarray, continuations: dict[tuple[int, ...], int]) -> _Row
     return _Row(*(np.concatenate(part).astype(np.int32) for part in parts))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoredChoices:
+    """An array for each of the choices, with a number for each of its continuations."""
+
+    log_likelihoods: list[Float64[np.ndarray, " _"]]
+    """Given the context, in nats."""
+    is_greedy: list[Bool[np.ndarray, " _"]]
+    """Whether each of its tokens is the likeliest where it stands."""
+
+
 class LogLikelihoods:
     """Scores packed choices under a model.
 
@@ -172,7 +183,8 @@ class LogLikelihoods:
         platform = mesh.devices.flat[0].platform
         self._tokens = _TOKENS.get(platform, _TOKENS_ELSEWHERE)
         self._head_positions = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_ELSEWHERE)
-        self._losses = self._make_losses(config)
+        self._losses = self._make_losses(config, greedy=False)
+        self._greedy_losses = self._make_losses(config, greedy=True)
 
     def __call__(
         self, params: Any, packed: PackedChoices, progress: Progress | None = None
@@ -186,23 +198,39 @@ class LogLikelihoods:
           packed: the choices.
           progress: called now and then.
         """
+        return self._score(params, packed, progress, self._losses).log_likelihoods
+
+    def with_greedy(
+        self, params: Any, packed: PackedChoices, progress: Progress | None = None
+    ) -> ScoredChoices:
+        """The log-likelihoods, and which continuations greedy decoding gives; see `__call__`."""
+        return self._score(params, packed, progress, self._greedy_losses)
+
+    def _score(
+        self, params: Any, packed: PackedChoices, progress: Progress | None, losses: _Losses
+    ) -> ScoredChoices:
         sums = np.zeros(len(packed.first_equal))
+        is_greedy = np.ones(len(packed.first_equal), bool)
         done, running = 0, None
         for rows, batch, num_chunks in self._batches(packed.rows):
             # One at a time: collectives of several programs that run at once on the fake devices of
             # a CPU can wait for each other forever. The next batch is packed meanwhile.
             if running is not None:
-                _add(sums, *running)
+                _add(sums, is_greedy, *running)
                 done += len(running[0])
                 if progress is not None:
                     progress(done, len(packed.rows))
             with jax.set_mesh(self._mesh):
-                running = rows, self._losses(params, batch, num_chunks)
+                running = rows, losses(params, batch, num_chunks)
         if running is not None:
-            _add(sums, *running)
+            _add(sums, is_greedy, *running)
         if progress is not None:
             progress(len(packed.rows), len(packed.rows))
-        return np.split(sums[packed.first_equal], np.cumsum(packed.counts)[:-1])
+        ends = np.cumsum(packed.counts)[:-1]
+        return ScoredChoices(
+            log_likelihoods=np.split(sums[packed.first_equal], ends),
+            is_greedy=np.split(is_greedy[packed.first_equal], ends),
+        )
 
     def _batches(self, rows: Sequence[_Row]) -> Iterator[tuple[Sequence[_Row], _Batch, np.int32]]:
         """The rows of each batch, the same on the mesh, and how many chunks of targets it has."""
@@ -230,11 +258,16 @@ class LogLikelihoods:
         most = self._head_positions * self._shards // rows
         return min(max(most, 1), _LONGEST_HEAD_CHUNK)
 
-    def _make_losses(self, config: GPT2Config) -> Callable[..., jax.Array]:
-        """Jitted: nats of the targets [rows, S] from (params, batch [1, rows, ...], chunks)."""
+    def _make_losses(self, config: GPT2Config, *, greedy: bool) -> _Losses:
+        """A jitted function of (params, batch [1, rows, ...], chunks).
+
+        It gives the targets' nats [rows, S] and, if `greedy`, whether each is the likeliest token.
+        """
         graph, _ = graph_and_abstract_params(config)
 
-        def losses(params: Any, batch: _Batch, num_chunks: Int[Array, ""]) -> Float[Array, "B S"]:
+        def losses(
+            params: Any, batch: _Batch, num_chunks: Int[Array, ""]
+        ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"] | None]:
             model = nnx.merge(graph, params)
             tokens, positions, branches, sources, targets = (array[0] for array in batch)
             hidden = model.hidden(tokens, positions, branches)
@@ -243,14 +276,19 @@ class LogLikelihoods:
             table = constrain(model.wte.embedding[...].astype(hidden.dtype), "vocab", None)
             size = self._chunk(len(tokens))
 
-            def chunk(i: Int[Array, ""], nats: Float[Array, "B S"]) -> Float[Array, "B S"]:
+            def chunk(i: Int[Array, ""], found: tuple[Any, ...]) -> tuple[Any, ...]:
                 def part(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
-                found = _nats(config, table, part(hidden), part(targets))
-                return jax.lax.dynamic_update_slice_in_dim(nats, found, i * size, axis=1)
+                new = _nats(config, table, part(hidden), part(targets), greedy=greedy)
+                return jax.tree.map(
+                    lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
+                    found,
+                    new,
+                )
 
-            nothing = jnp.zeros(targets.shape, jnp.promote_types(hidden.dtype, jnp.float32))
+            nats = jnp.zeros(targets.shape, jnp.promote_types(hidden.dtype, jnp.float32))
+            nothing = (nats, jnp.zeros(targets.shape, bool) if greedy else None)
             return jax.lax.fori_loop(0, num_chunks, chunk, nothing)
 
         return jax.jit(
@@ -269,11 +307,14 @@ def _nats(
     table: Float[Array, "V D"],
     x: Float[Array, "B S D"],
     targets: Int[Array, "B S"],
-) -> Float[Array, "B S"]:
+    *,
+    greedy: bool,
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"] | None]:
     """`cross_entropy(GPT2.logits(x), targets)`, with logits [V, B S] and not [B, S, V].
 
     On a CPU, that halves the time. The target's logit is computed apart: picking it among all would
-    be a gather over an axis that `tensor` may split.
+    be a gather over an axis that `tensor` may split. If `greedy`, also whether a target is the
+    likeliest token.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     flat = x.reshape(-1, x.shape[-1])
@@ -283,7 +324,11 @@ def _nats(
         is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
         logits = jnp.where(is_token[:, None], logits, jnp.finfo(wide).min)
     normalizer = jax.nn.logsumexp(logits, axis=0).reshape(targets.shape)
-    return normalizer - jnp.einsum("bsd,bsd->bs", x, table[targets], preferred_element_type=wide)
+    picked = jnp.einsum("bsd,bsd->bs", x, table[targets], preferred_element_type=wide)
+    likeliest = None
+    if greedy:
+        likeliest = jnp.argmax(logits, axis=0).reshape(targets.shape) == targets
+    return normalizer - picked, likeliest
 
 
 _EMPTY = _Row(*[np.zeros(0, np.int32)] * 6)
@@ -303,7 +348,15 @@ def _padded_length(size: int) -> int:
     return length
 
 
-def _add(sums: Float64[np.ndarray, " all"], rows: Sequence[_Row], losses: jax.Array) -> None:
+def _add(
+    sums: Float64[np.ndarray, " all"],
+    is_greedy: Bool[np.ndarray, " all"],
+    rows: Sequence[_Row],
+    losses: tuple[jax.Array, jax.Array | None],
+) -> None:
     """Add the log-likelihoods of a batch's targets to those of the continuations they belong to."""
-    for row, nats in zip(rows, np.asarray(losses, np.float64), strict=False):
-        np.subtract.at(sums, row.owners, nats[: len(row.owners)])
+    nats, likeliest = jax.device_get(losses)
+    for i, row in enumerate(rows):
+        np.subtract.at(sums, row.owners, nats[i, : len(row.owners)].astype(np.float64))
+        if likeliest is not None:
+            np.logical_and.at(is_greedy, row.owners, likeliest[i, : len(row.owners)])

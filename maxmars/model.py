@@ -108,12 +108,21 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Attend within each sequence of x, and there within each document and branch where they
         are given; `layer_index` counts from 0."""
+        q, k, v = self.qkv(x)
+        scale = self.scale(layer_index, x.dtype)
+        return self.c_proj(causal_attention(q, k, v, scale, documents, branches))
+
+    def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
+        """Queries, keys and values."""
         qkv = self.c_attn(x)
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        scale = jnp.asarray(self.config.head_dim, _at_least_float32(x.dtype)) ** -0.5
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+
+    def scale(self, layer_index: Int[Array, ""], dtype: Any) -> Float[Array, ""]:
+        """Factor of the attention logits, in float32 at least."""
+        scale = jnp.asarray(self.config.head_dim, _at_least_float32(dtype)) ** -0.5
         if self.config.scale_attn_by_inverse_layer_idx:
             scale = scale / (layer_index + 1)
-        return self.c_proj(causal_attention(q, k, v, scale, documents, branches))
+        return scale
 
 
 class MLP(nnx.Module):

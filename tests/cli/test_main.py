@@ -12,6 +12,7 @@ import maxmars
 from maxmars import cli, distributed
 from maxmars.config import GPT2Config
 from maxmars.data.sources import read_metadata
+from maxmars.sampling import Sampling
 
 pytestmark = pytest.mark.smoke
 
@@ -237,24 +238,76 @@ def test_train_rejects_wrong_values_in_one_line(calls, config_file, capsys):
     assert error.count("\n") == 1
 
 
-def test_generate_prints_the_prompt_and_what_follows(monkeypatch, capsys):
+@pytest.fixture
+def generator(monkeypatch):
+    """Stands for the model; holds what it was called with."""
     seen = {}
 
-    def generate_text(workdir, prompt, **options):
-        seen.update(options, workdir=workdir)
-        return "f(x):"
+    def open_trained_model(target, mesh):
+        seen.update(target=target, mesh=dict(mesh.shape))
+        return "a model"
 
-    stub = types.SimpleNamespace(generate_text=generate_text)
-    monkeypatch.setitem(sys.modules, "maxmars.generate", stub)
-    cli.main(["generate", "runs/tiny", "--prompt", "def ", "--top-k", "None", "--seed", "3"])
-    assert capsys.readouterr().out == "def f(x):\n"
-    assert seen == {
-        "workdir": Path("runs/tiny"),
+    def generate_texts(model, prompts, **options):
+        assert model == "a model"
+        seen.update(options, prompts=prompts)
+        return [prompt.upper() for prompt in prompts]
+
+    for name, function in [("trained_model", open_trained_model), ("generate", generate_texts)]:
+        stub = types.SimpleNamespace(**{function.__name__: function})
+        monkeypatch.setitem(sys.modules, f"maxmars.{name}", stub)
+    return seen
+
+
+def test_generate_prints_the_prompt_and_what_follows(generator, capsys):
+    arguments = ["--prompt", "def ", "--top-k", "None", "--seed", "3", "--mesh.tensor", "2"]
+    cli.main(["generate", "runs/tiny", *arguments])
+    assert capsys.readouterr().out == "def DEF \n"
+    assert generator == {
+        "target": Path("runs/tiny"),
+        "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+        "prompts": ["def "],
         "max_new_tokens": 200,
-        "temperature": 0.8,
-        "top_k": None,
+        "sampling": Sampling(temperature=0.8, top_k=None),
         "seed": 3,
+        "batch_size": 16,
     }
+
+
+def test_generate_continues_many_prompts(generator, tmp_path, capsys):
+    cli.main(["generate", "x", "--prompt", "ab", "--prompt", "c"])
+    assert capsys.readouterr().out == "abAB\n---------------\ncC\n"
+    (tmp_path / "prompts").write_text("ä b\r\n\n c\n", encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    cli.main(["generate", "x", "--prompt-file", str(tmp_path / "prompts"), "--output", str(output)])
+    assert output.read_text(encoding="utf-8") == (
+        '{"prompt": "ä b", "continuation": "Ä B"}\n{"prompt": " c", "continuation": " C"}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--prompt TEXT"),
+        (["--prompt", "a", "--prompt-file", "FILE"], "either by --prompt"),
+        (["--prompt-file", "EMPTY"], "has no prompt"),
+        (["--prompt-file", "BINARY"], "not UTF-8"),
+        (["--prompt-file", "MISSING"], "No such file"),
+        (["--prompt", "a", "--output", "MISSING/out.jsonl"], "does not exist"),
+        (["--prompt", "a", "--top-p", "2"], "top_p=2"),
+    ],
+    ids=str,
+)
+def test_generate_rejects_wrong_arguments_in_one_line(
+    generator, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BINARY").write_bytes(b"ab\xff\xfe")
+    assert exit_code(cli.main, ["generate", "x", *arguments]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not generator
 
 
 def test_data_prepare_writes_token_shards(tmp_path, capsys):
