@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxmars.config import MeshConfig
@@ -48,8 +49,12 @@ RULES = ShardingRules()
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
 
+    On several TPU slices only `data` crosses the network between them: its first factor is the
+    slices, so that everything over `fsdp` and `tensor` stays within one.
+
     Raises:
-      ValueError: the axis sizes do not multiply to the number of devices.
+      ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
+        of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     count, rest = len(devices), config.fsdp * config.tensor
@@ -63,9 +68,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh.tensor must be one of {sizes}, and their product must be {count}."
         )
     types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(
-        (data, config.fsdp, config.tensor), AXES, axis_types=types, devices=devices
+    shape = (data, config.fsdp, config.tensor)
+    slices = num_slices(devices)
+    if slices == 1:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    if data % slices:
+        raise ValueError(
+            f"mesh.data={data} must be a multiple of the {slices} slices that the {count} devices "
+            f"lie in: only `data` may cross the network between slices. With mesh.data={slices}, "
+            f"mesh.fsdp x mesh.tensor is {count // slices}."
+        )
+    grid = mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *shape[1:]), (slices, 1, 1), devices=devices
     )
+    return Mesh(grid, AXES, axis_types=types)
+
+
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """Number of TPU slices that devices lie in; 1 on platforms without slices."""
+    if devices[0].platform != "tpu":
+        return 1  # GPUs number their hosts so, over which `fsdp` may well go
+    return len({getattr(device, "slice_index", None) for device in devices})
 
 
 def tree_shardings(mesh: Mesh, logical_axes: Any, rules: ShardingRules = RULES) -> Any:

@@ -65,6 +65,18 @@ FOLDERS = {
     ),
     "hf": ("__init__", "load", "layout", "tokenizer_files", "config_json", "safetensors_files"),
     "hlo": ("__init__", "loops", "groups", "text"),
+    "plan": (
+        "tables",
+        "__init__",
+        "fit",
+        "compiled",
+        "estimate",
+        "memory",
+        "traffic",
+        "topology",
+        "flops",
+        "chips",
+    ),
     "optim": (
         "__init__",
         "mars",

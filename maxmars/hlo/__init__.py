@@ -9,7 +9,10 @@ loop's condition and body. libtpu also spreads one asynchronous collective over 
 which each repeat it under one `chain_id`, and writes a reduce-scatter as a fusion
 `all-reduce-scatter` that holds an all-reduce. And replica groups come in three notations.
 
-What is not seen: `send`/`recv` pairs and custom calls that communicate on their own.
+For several slices libtpu writes the program of one slice, in which each exchange between slices is
+a `send` to its runtime ("MegaScale") whose attributes name the collective.
+
+What is not seen: other `send`/`recv` pairs and custom calls that communicate on their own.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ OPS = (
     "collective-permute",
     "collective-broadcast",
 )
+_LEAVES = ("constant", "parameter")  # what their parentheses hold are no operands
 SCOPES = ("model", "clip", "optimizer")
 """Names that the train step gives its parts with `jax.named_scope`."""
 
@@ -58,6 +62,8 @@ class Collective:
     """Name of the instruction."""
     scope: str | None
     """`model`, `clip`, `optimizer`; `mixed` where the compiler merged several, None outside."""
+    between_slices: bool = False
+    """Whether it goes from slice to slice, over the data center's network."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def memory(compiled: Any) -> Memory:
 
 
 def collectives(
-    compiled_or_text: Any, mesh: Mesh | AbstractMesh | None = None
+    compiled_or_text: Any, mesh: Mesh | AbstractMesh | None = None, *, num_slices: int = 1
 ) -> tuple[Collective, ...]:
     """The collectives of a compiled program, in the order in which it lists them.
 
@@ -109,6 +115,8 @@ def collectives(
       compiled_or_text: a `jax.stages.Compiled`, or its `as_text()`.
       mesh: the mesh that the program was compiled for. Replica groups number the devices in the
         order of `mesh.devices.flat`, whatever their ids.
+      num_slices: TPU slices that the mesh's first axis goes over. Each exchange between them counts
+        with the bytes that it sends, padding to tiles included.
 
     Raises:
       ValueError: the text is not HLO, or the trip count of a loop with collectives is not known and
@@ -116,7 +124,16 @@ def collectives(
     """
     text = compiled_or_text if isinstance(compiled_or_text, str) else compiled_or_text.as_text()
     module = parse(text)
-    return tuple(_visit(Frame(module, module.computations[module.entry]), mesh, set()))
+    if mesh is None or num_slices == 1:
+        return tuple(_visit(Frame(module, module.computations[module.entry]), mesh, set()))
+    first, *rest = mesh.axis_names
+    shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
+    of_slice = AbstractMesh(shape, mesh.axis_names)
+    found = _visit(Frame(module, module.computations[module.entry]), of_slice, set())
+    return tuple(
+        dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
+        for c in found
+    )
 
 
 def total_bytes(
@@ -171,6 +188,8 @@ def _visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Co
         if instruction.opcode.removesuffix("-start") in OPS:
             if _first_of_chain(instruction, chains):
                 yield _collective(frame, instruction, mesh)
+        elif instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
+            yield _collective_between_slices(frame, instruction)
         elif instruction.opcode == "while":
             yield from _visit_while(frame, instruction, mesh)
         elif instruction.opcode == "conditional":
@@ -228,6 +247,27 @@ def _collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective
         group_size = max(map(len, groups))
         axes = None if mesh is None else axes_of_groups(groups, mesh)
     return Collective(op, size, 1, axes, group_size, instruction.name, _scope(frame, instruction))
+
+
+def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
+    attributes = send.attributes.get("frontend_attributes", "")
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
+    op = match[1].lower().replace("_", "-") if match else "collective-permute"
+    size = shape_bytes(tuple_elements(send.shape)[0])
+    # Named after nothing itself, it belongs to what made its operand.
+    found, todo, seen = set(), [send.operands[0]], set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            current = frame.computation.instructions[name]
+            path = _path(current)
+            found |= _scopes_of(path)
+            todo += [] if path or current.opcode in _LEAVES else current.operands
+    scope = found.pop() if len(found) == 1 else "mixed" if found else None
+    if scope is None and frame.outer is not None:
+        scope = _scope(*frame.outer)
+    return Collective(op, size, 1, None, 0, send.name, scope, between_slices=True)
 
 
 def _scope(frame: Frame, instruction: Instruction) -> str | None:
