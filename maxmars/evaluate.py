@@ -16,6 +16,7 @@ from maxmars import sharding
 from maxmars.config import GPT2Config
 from maxmars.model import graph_and_abstract_params, logical_axes, token_losses
 
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationLoss:
     """Result of `validation_loss`."""

@@ -60,10 +60,15 @@ class Collective:
     """Devices that take part in one exchange; 2 for a permute."""
     name: str
     """Name of the instruction."""
-    scope: str | None
-    """`model`, `clip`, `optimizer`; `mixed` where the compiler merged several, None outside."""
+    scopes: frozenset[str]
+    """Those of `SCOPES` that it serves: several where the compiler merged, none outside of all."""
     between_slices: bool = False
     """Whether it goes from slice to slice, over the data center's network."""
+
+    @property
+    def scope(self) -> str | None:
+        """Its one scope; `mixed` for several, None for none."""
+        return "mixed" if len(self.scopes) > 1 else next(iter(self.scopes), None)
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,8 @@ def _collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective
         groups = replica_groups(text, frame.module.num_devices)
         group_size = max(map(len, groups))
         axes = None if mesh is None else axes_of_groups(groups, mesh)
-    return Collective(op, size, 1, axes, group_size, instruction.name, _scope(frame, instruction))
+    scopes = _scopes(frame, instruction)
+    return Collective(op, size, 1, axes, group_size, instruction.name, scopes)
 
 
 def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
@@ -264,14 +270,13 @@ def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
             path = _path(current)
             found |= _scopes_of(path)
             todo += [] if path or current.opcode in _LEAVES else current.operands
-    scope = found.pop() if len(found) == 1 else "mixed" if found else None
-    if scope is None and frame.outer is not None:
-        scope = _scope(*frame.outer)
-    return Collective(op, size, 1, None, 0, send.name, scope, between_slices=True)
+    if not found and frame.outer is not None:
+        found = _scopes(*frame.outer)
+    return Collective(op, size, 1, None, 0, send.name, frozenset(found), between_slices=True)
 
 
-def _scope(frame: Frame, instruction: Instruction) -> str | None:
-    """The scope in an instruction's path; if it has none, those of its users or of its caller.
+def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
+    """The scopes in an instruction's path; if it has none, those of its users or of its caller.
 
     Instructions without a path were made by the compiler, or named after a program's argument.
     """
@@ -284,8 +289,8 @@ def _scope(frame: Frame, instruction: Instruction) -> str | None:
             found |= _scopes_of(path)
             todo += [] if path else frame.computation.users[current.name]
     if not found and not _path(instruction) and frame.outer is not None:
-        return _scope(*frame.outer)
-    return found.pop() if len(found) == 1 else "mixed" if found else None
+        return _scopes(*frame.outer)
+    return frozenset(found)
 
 
 def _path(instruction: Instruction) -> str:

@@ -7,8 +7,8 @@ need not be there, and reads memory and traffic from the compiled programs.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Plan:
     collectives: tuple[Traffic, ...]
     """Of one train step."""
     largest_mixed_bytes: int
-    """The largest execution of a collective that serves model and optimizer."""
+    """Bytes of the largest execution of a `mixed` collective."""
     exchange: OrthogonalizationPlan | None
     """Which chip orthogonalises which matrix; None where the optimizer does not orthogonalise."""
     flops: Flops
@@ -82,7 +82,7 @@ class Plan:
     def _eval_json(self, step: Compiled) -> dict[str, Any]:
         rows = traffic(step.collectives, self.mesh, self.topology)
         return {
-            "peak_bytes": peak_bytes(step.memory),
+            "peak_bytes": peak_bytes(step.memory, self.topology.chip),
             "compiler": dataclasses.asdict(step.memory),
             "collectives": [dataclasses.asdict(row) for row in rows],
             "lower_time_s": step.lower_s,
@@ -129,7 +129,7 @@ def make_plan(
         step.state,
         4 * tokens // sharding.batch_shards(mesh),
         step.memory,
-        None if chip is None else chip.memory_bytes,
+        chip,
     )
     flops = count_flops(config, num_parameters(config.model), step.flops)
     asked = evaluate and config.eval.every is not None

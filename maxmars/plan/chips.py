@@ -28,10 +28,10 @@ class Chip:
     """Between slices, or between hosts with GPUs: this chip's share of its host's interfaces."""
 
 
-# TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" give memory, FLOP/s, memory
-# bandwidth and the sum of both directions of all ICI links (v4 600, v5e 400, v5p 1200, v6e 800 GB/s
-# a chip), of which half counts here. DCN: v5e 6.4 Tbit/s and v6e 25.6 Tbit/s a pod of 256 chips,
-# v5p 50 Gbit/s a chip; v4's is not published and taken to be v5p's.
+# TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" give memory, FLOP/s,
+# memory bandwidth and the sum of both directions of a chip's ICI links (v4 600, v5e 400, v5p 1200,
+# v6e 800 GB/s), of which half counts here. DCN: v5e 6.4 and v6e 25.6 Tbit/s a pod of 256 chips, v5p
+# 50 Gbit/s a chip; v4's is not published and taken to be v5p's.
 # GPUs: NVIDIA's data sheets of the H100 SXM and H200 SXM (NVLink 900 GB/s, both directions); DCN is
 # one 400 Gbit/s interface a GPU, as in DGX H100 and H200.
 CHIPS = {

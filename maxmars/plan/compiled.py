@@ -64,9 +64,7 @@ def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> C
     )
 
 
-def compile_eval_step(
-    config: TrainConfig, params: Any, mesh: Mesh, topology: Topology
-) -> Compiled:
+def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: Topology) -> Compiled:
     """Compile the evaluation of one batch, given the abstract parameters.
 
     Raises:

@@ -65,7 +65,7 @@ def count_flops(config: TrainConfig, num_parameters: int, counted: Counter[str])
     return Flops(
         model=flops_per_token(num_parameters, config.model) * config.tokens_per_step,
         hardware=counted.total(),
-        optimizer=counted["optimizer"] + counted["clip"],
+        optimizer=counted["optimizer"],
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
@@ -12,7 +14,8 @@ from maxmars.plan.compiled import CompiledTrainStep, DoesNotFitError, compile_tr
 from maxmars.plan.memory import peak_bytes
 from maxmars.plan.topology import Topology
 
-POLICIES = (None, "dots", "full")
+Remat = Literal["full", "dots"] | None
+POLICIES: tuple[Remat, ...] = (None, "dots", "full")
 """Rematerialisation, from the least arithmetic to the least memory."""
 
 
@@ -20,7 +23,7 @@ POLICIES = (None, "dots", "full")
 class Tried:
     """One program that was compiled."""
 
-    remat: str | None
+    remat: Remat
     num_microbatches: int
     peak_bytes: int | None
     """None where the compiler itself refused it."""
@@ -68,13 +71,13 @@ def find_fit(
         )
     tried: list[Tried] = []
 
-    def fits(remat: str | None, count: int) -> bool:
+    def fits(remat: Remat, count: int) -> bool:
         trial = _with(config, remat, count)
         try:
             step: CompiledTrainStep | None = compile_train_step(trial, mesh, topology)
         except DoesNotFitError:
             step = None
-        peak = None if step is None else peak_bytes(step.memory)
+        peak = None if step is None else peak_bytes(step.memory, topology.chip)
         result = Tried(
             remat=remat,
             num_microbatches=count,
@@ -86,7 +89,7 @@ def find_fit(
         return result.fits
 
     for remat in POLICIES:
-        count = _first(counts, lambda n, remat=remat: fits(remat, n))
+        count = _first(counts, functools.partial(fits, remat))
         if count is not None:
             found = _with(config, remat, count)
             words = ("--num-microbatches", str(count), "--model.remat", str(remat))
@@ -98,7 +101,7 @@ def find_fit(
     )
 
 
-def _with(config: TrainConfig, remat: str | None, num_microbatches: int) -> TrainConfig:
+def _with(config: TrainConfig, remat: Remat, num_microbatches: int) -> TrainConfig:
     model = dataclasses.replace(config.model, remat=remat)
     return dataclasses.replace(config, model=model, num_microbatches=num_microbatches)
 

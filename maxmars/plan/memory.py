@@ -11,6 +11,7 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from maxmars.hlo import Memory
+from maxmars.plan.chips import Chip
 from maxmars.train_step import TrainState
 
 
@@ -47,7 +48,7 @@ class ChipMemory:
 
 
 def chip_memory(
-    state: TrainState, tokens_bytes: int, memory: Memory, capacity_bytes: int | None
+    state: TrainState, tokens_bytes: int, memory: Memory, chip: Chip | None
 ) -> ChipMemory:
     """What lies on one chip.
 
@@ -55,14 +56,14 @@ def chip_memory(
       state: abstract, with shardings.
       tokens_bytes: the batch's bytes on one chip.
       memory: of the compiled step.
-      capacity_bytes: memory of the chip; None for fake devices.
+      chip: None for fake devices.
     """
     parameters = bytes_on_chip(state.params)
     optimizer = optimizer_state_bytes(state.opt_state)
     previous = bytes_on_chip(state.prev_params)
     other = bytes_on_chip((state.step, state.hyperparams, state.guard)) + tokens_bytes
     counted = parameters + sum(optimizer.values()) + previous + other
-    peak = peak_bytes(memory)
+    peak = peak_bytes(memory, chip)
     gradients = min(parameters, max(0, peak - memory.argument_bytes))
     return ChipMemory(
         parameters_bytes=parameters,
@@ -73,18 +74,17 @@ def chip_memory(
         gradients_bytes=gradients,
         temporaries_bytes=max(0, peak - memory.argument_bytes - gradients),
         peak_bytes=peak,
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=None if chip is None else chip.memory_bytes,
         compiler=memory,
     )
 
 
-def peak_bytes(memory: Memory) -> int:
-    """Most memory in use; arguments, outputs and temporaries where the backend reports no peak."""
-    if memory.peak_bytes:
+def peak_bytes(memory: Memory, chip: Chip | None) -> int:
+    """Most memory in use: the TPU compiler's own figure; elsewhere arguments, outputs that take the
+    place of none, and temporaries. XLA's peak of a CPU program leaves the temporaries out."""
+    if chip is not None and chip.network == "ICI" and memory.peak_bytes:
         return memory.peak_bytes
-    return (
-        memory.argument_bytes + memory.temp_bytes + memory.output_bytes - memory.alias_bytes
-    )
+    return memory.argument_bytes + memory.temp_bytes + memory.output_bytes - memory.alias_bytes
 
 
 def bytes_on_chip(tree: Any) -> int:

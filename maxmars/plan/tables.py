@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import rich.box
 import rich.console
 import rich.table
 
@@ -19,8 +20,8 @@ def print_plan(plan: Plan, console: rich.console.Console) -> None:
     slices = f", {plan.topology.num_slices} slices" if plan.topology.num_slices > 1 else ""
     chip = "fake CPU device" if plan.topology.chip is None else plan.topology.chip.name
     lines = [
-        f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {plan.topology.name}{slices}"
-        f" = {plan.mesh.size} x {chip} ({axes})",
+        f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {plan.topology.name}"
+        f"{slices} = {plan.mesh.size} x {chip} ({axes})",
         f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
         f"{config.microbatch_size} sequences, remat {config.model.remat}",
     ]
@@ -35,7 +36,9 @@ def print_plan(plan: Plan, console: rich.console.Console) -> None:
 
 
 def _memory_table(plan: Plan) -> rich.table.Table:
-    table = rich.table.Table(title="Memory of one chip", title_justify="left")
+    table = rich.table.Table(
+        title="Memory of one chip", title_justify="left", box=rich.box.SIMPLE_HEAD
+    )
     table.add_column("train step")
     table.add_column("MB", justify="right")
     for name, size in _memory_rows(plan):
@@ -57,7 +60,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
     yield "activations, temporaries", memory.temporaries_bytes
     yield "peak", memory.peak_bytes
     if plan.eval_step is not None:
-        yield "peak of the evaluation step", peak_bytes(plan.eval_step.memory)
+        yield "peak of the evaluation step", peak_bytes(plan.eval_step.memory, plan.topology.chip)
     if memory.capacity_bytes is not None and memory.headroom_bytes is not None:
         yield "memory of the chip", memory.capacity_bytes
         yield "headroom", memory.headroom_bytes
@@ -65,7 +68,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
 
 def _traffic_table(plan: Plan) -> rich.table.Table:
     title = "Traffic of one chip and train step"
-    table = rich.table.Table(title=title, title_justify="left")
+    table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
     for name in ("operation", "mesh axes", "network", "phase"):
         table.add_column(name)
     for name in ("count", "MB", "MB sent"):
@@ -90,13 +93,18 @@ def _exchange_text(plan: Plan) -> str:
 
 
 def _numbers_table(plan: Plan) -> rich.table.Table:
-    table = rich.table.Table(title="Arithmetic and time", title_justify="left", show_header=False)
+    table = rich.table.Table(
+        title="Arithmetic and time",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        show_header=False,
+    )
     table.add_column()
     table.add_column(justify="right")
     flops = plan.flops
-    table.add_row("model TFLOP a step, all chips", f"{flops.model / 1e12:,.1f}")
-    table.add_row("matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.1f}")
-    table.add_row("of these the optimizer's", f"{flops.optimizer / 1e12:,.3f}")
+    table.add_row("model TFLOP a step, all chips", f"{flops.model / 1e12:,.4g}")
+    table.add_row("matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}")
+    table.add_row("of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}")
     found = plan.estimate
     if found is not None:
         table.add_row("model arithmetic, s", f"{found.model_compute_s:.4f}")

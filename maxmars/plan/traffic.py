@@ -14,13 +14,6 @@ from maxmars.plan.chips import Network
 from maxmars.plan.topology import Topology
 
 Phase = Literal["model", "optimizer", "mixed"]
-# The clip needs the gradient's norm, and is part of what is done with the gradient.
-_PHASES: dict[str | None, Phase] = {
-    "model": "model",
-    "clip": "optimizer",
-    "optimizer": "optimizer",
-    "mixed": "mixed",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +25,8 @@ class Traffic:
     """Mesh axes; None where the groups of devices fit none."""
     network: Network
     phase: Phase
-    """`optimizer` includes the clip; `mixed` is what the compiler merged, or named after nothing."""
+    """`model` includes the norm of the gradient that the clip needs; `mixed` is what the compiler
+    merged of both phases, or named after nothing."""
     count: int
     """Executions."""
     bytes: int
@@ -45,8 +39,7 @@ def traffic(found: Iterable[Collective], mesh: Mesh, topology: Topology) -> tupl
     """Rows by kind, most bytes first."""
     groups: dict[tuple, list[Collective]] = defaultdict(list)
     for c in found:
-        phase = _PHASES.get(c.scope, "mixed")
-        groups[c.op, c.axes, topology.network(c, mesh), phase].append(c)
+        groups[c.op, c.axes, topology.network(c, mesh), phase_of(c)].append(c)
     rows = [
         Traffic(
             op=op,
@@ -62,7 +55,13 @@ def traffic(found: Iterable[Collective], mesh: Mesh, topology: Topology) -> tupl
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
+def phase_of(collective: Collective) -> Phase:
+    """The phase of the step that a collective serves."""
+    if collective.scopes == {"optimizer"}:
+        return "optimizer"
+    return "model" if collective.scopes and "optimizer" not in collective.scopes else "mixed"
+
+
 def largest_bytes(found: Iterable[Collective], phase: Phase) -> int:
     """Bytes of the largest single execution of a collective of a phase."""
-    sizes = [c.bytes // c.count for c in found if _PHASES.get(c.scope, "mixed") == phase and c.count]
-    return max(sizes, default=0)
+    return max((c.bytes // c.count for c in found if c.count and phase_of(c) == phase), default=0)
