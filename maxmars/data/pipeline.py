@@ -281,6 +281,12 @@ def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
             )
 
 
+def validation_rows(config: TrainConfig, mesh: Mesh) -> int:
+    """Sequences in a batch of the evaluation: eval_batch_size, rounded up to divide over a mesh."""
+    parts = batch_shards(mesh)
+    return -(-config.eval_batch_size // parts) * parts
+
+
 class ValidationBatches:
     """The first `eval.num_windows` windows of the validation split, in order, on the mesh.
 
@@ -306,8 +312,7 @@ class ValidationBatches:
         self._windows = ValidationWindows(tokens.streams, tokens.weights, length)
         self._mesh = mesh
         self.num_windows = min(config.eval.num_windows, len(self._windows))
-        parts = batch_shards(mesh)
-        self._rows = -(-config.eval_batch_size // parts) * parts
+        self._rows = validation_rows(config, mesh)
 
     def __len__(self) -> int:
         """Number of batches."""

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from maxmars import hlo
 from maxmars.config import TrainConfig
+from maxmars.data.pipeline import validation_rows
 from maxmars.evaluate import make_eval_step
 from maxmars.plan.flops import matmul_flops
 from maxmars.plan.topology import Topology
@@ -68,12 +69,12 @@ def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: To
     """Compile the evaluation of one batch, given the abstract parameters.
 
     Raises:
-      ValueError: the devices do not divide eval.batch_size.
       DoesNotFitError: see `compile_train_step`.
     """
     start = time.perf_counter()
     step = make_eval_step(config.model, mesh)
-    lowered = step.lower(params, config.eval_batch_size, config.model.max_seq_len + 1)
+    rows = validation_rows(config, mesh)
+    lowered = step.lower(params, rows, config.model.max_seq_len + 1)
     return Compiled(**_compile(lowered, mesh, topology, time.perf_counter() - start))
 
 

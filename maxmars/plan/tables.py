@@ -125,5 +125,5 @@ def _numbers_table(plan: Plan) -> rich.table.Table:
     return table
 
 
-def _mb(size: float) -> str:
+def _mb(size: int | float) -> str:
     return f"{size / 1e6:,.3f}" if abs(size) < 1e6 else f"{size / 1e6:,.1f}"
