@@ -8,7 +8,7 @@ they go.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +70,28 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     types = (AxisType.Auto,) * len(AXES)
     shape = (data, config.fsdp, config.tensor)
     slices = num_slices(devices)
-    if slices == 1:
-        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     if data % slices:
         raise ValueError(
             f"mesh.data={data} must be a multiple of the {slices} slices that the {count} devices "
             f"lie in: only `data` may cross the network between slices. With mesh.data={slices}, "
             f"mesh.fsdp x mesh.tensor is {count // slices}."
         )
-    grid = mesh_utils.create_hybrid_device_mesh(
-        (data // slices, *shape[1:]), (slices, 1, 1), devices=devices
-    )
-    return Mesh(grid, AXES, axis_types=types)
+    if slices > 1:
+        inside = (data // slices, *shape[1:])
+        grid = _on_torus(mesh_utils.create_hybrid_device_mesh, inside, (slices, 1, 1), devices)
+        return Mesh(grid, AXES, axis_types=types)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # no product of whole axes of the torus is the size of an axis
+        return Mesh(_on_torus(mesh_utils.create_device_mesh, shape, devices), AXES, types)
+
+
+def _on_torus(arrange: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
+    """Devices arranged along whole axes of the torus, or along parts of them where that fails."""
+    try:
+        return arrange(*arguments)
+    except NotImplementedError:
+        return arrange(*arguments, allow_split_physical_axes=True)
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:

@@ -14,6 +14,7 @@ from maxmars.config import MeshConfig
 from maxmars.optimizer_config import MarsConfig
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
+from maxmars.sharding import make_mesh
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +52,17 @@ def test_each_slice_is_one_place_of_data(plans):
     assert slices == [{0}, {1}]
     with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of the 2 slices"):
         make_plan(tiny_config(mesh=MeshConfig(data=1, fsdp=8)), plan.topology)
+
+
+@pytest.mark.parametrize(("slices", "data"), [(1, 2), (2, 4)])
+def test_axes_that_take_part_of_an_axis_of_the_torus(slices, data):
+    devices = get_topology("v5p:4x4x8", slices).devices  # 64 is no product of 4, 4 and 8
+    mesh = make_mesh(MeshConfig(data=data, fsdp=64), devices)
+    assert mesh.shape == {"data": data, "fsdp": 64, "tensor": 1}
+    per_slice = mesh.devices.reshape(slices, -1)
+    assert len({device.id for device in mesh.devices.flat}) == len(devices)
+    if slices == 2:
+        assert [{d.slice_index for d in row} for row in per_slice] == [{0}, {1}]
 
 
 def test_only_gradients_and_scalars_go_between_slices(plans):
