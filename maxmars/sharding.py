@@ -83,7 +83,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # no product of whole axes of the torus is the size of an axis
-        return Mesh(_on_torus(mesh_utils.create_device_mesh, shape, devices), AXES, types)
+        grid = _on_torus(mesh_utils.create_device_mesh, shape, devices)
+        return Mesh(grid, AXES, axis_types=types)
 
 
 def _on_torus(arrange: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:

@@ -154,7 +154,9 @@ def _gpu_devices(name: str, count: int, chip: Chip) -> Sequence[jax.Device]:
             f"--topology {name} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
             f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
         )
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    # Of a package inside another, find_spec raises where the outer one is missing.
+    names = ("jax_plugins", "jax_plugins.xla_cuda13")
+    if not all(importlib.util.find_spec(package) for package in names):
         raise ImportError(
             f"--topology {name} needs XLA's GPU compiler; install the extra `cuda`: pip install "
             "'maxmars[cuda]' (of it, the wheels jax-cuda13-pjrt and jax-cuda13-plugin suffice)."
