@@ -81,6 +81,18 @@ FOLDERS = {
         "config_json",
     ),
     "hlo": ("__init__", "loops", "groups", "text"),
+    "plan": (
+        "tables",
+        "__init__",
+        "fit",
+        "compiled",
+        "estimate",
+        "memory",
+        "traffic",
+        "topology",
+        "flops",
+        "chips",
+    ),
     "optim": (
         "__init__",
         "mars",

@@ -37,6 +37,7 @@ COMMANDS = {
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
+    "plan": Command("maxmars.cli.plan", "memory, traffic and time of a run, before you pay"),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 

@@ -291,6 +291,12 @@ def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
             )
 
 
+def validation_rows(batch_size: int, mesh: Mesh) -> int:
+    """Sequences in a batch of the evaluation: `batch_size`, rounded up to divide over a mesh."""
+    parts = batch_shards(mesh)
+    return -(-batch_size // parts) * parts
+
+
 class ValidationBatches:
     """The first windows of the validation split, in order, on the mesh.
 
@@ -319,8 +325,7 @@ class ValidationBatches:
         self._windows = ValidationWindows(tokens.streams, tokens.weights, length)
         self._mesh = mesh
         self.num_windows = min(num_windows, len(self._windows))
-        parts = batch_shards(mesh)
-        self._rows = -(-batch_size // parts) * parts
+        self._rows = validation_rows(batch_size, mesh)
 
     def __len__(self) -> int:
         """Number of batches."""
