@@ -22,6 +22,7 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import (
     MetricsWriter,
@@ -41,8 +42,8 @@ from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_sta
 def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | None = None) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl` and `checkpoints/` into
-    `workdir`. Every process of a distributed run calls this.
+    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `checkpoints/` and
+    `logs/` into `workdir`. Every process of a distributed run calls this.
 
     Args:
       config: what to train.
@@ -126,6 +127,7 @@ def _open_run(
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
+    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
     state, step, position = _restore_or_init(
