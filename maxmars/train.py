@@ -60,6 +60,11 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
         or the loss is no longer finite.
       FileNotFoundError: there is no data, or nothing to start from.
     """
+    if str(workdir).startswith("gs:"):
+        raise ValueError(
+            f"--workdir {workdir} is in a bucket, and a run needs a directory: mount the bucket or "
+            "a shared disk on every host and name a path there."
+        )
     workdir = Path(workdir).absolute()
     with contextlib.ExitStack() as stack:
         run = _open_run(config, workdir, init_from, stack)

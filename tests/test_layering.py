@@ -66,6 +66,18 @@ FOLDERS = {
     ),
     "hf": ("__init__", "load", "layout", "tokenizer_files", "config_json", "safetensors_files"),
     "hlo": ("__init__", "loops", "groups", "text"),
+    "launch": (
+        "__init__",
+        "tpu_vm",
+        "gke",
+        "slurm",
+        "tpu_commands",
+        "host_script",
+        "job",
+        "source",
+        "machines",
+        "tools",
+    ),
     "optim": (
         "__init__",
         "mars",

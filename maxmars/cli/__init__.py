@@ -34,6 +34,7 @@ COMMANDS = {
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
+    "launch": Command("maxmars.cli.launch", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 

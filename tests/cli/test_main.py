@@ -327,3 +327,10 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert exit_code(cli.main, ["data", name, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in words)
+
+
+def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
+    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
+    assert not (tmp_path / "gs:").exists()
