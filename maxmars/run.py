@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from maxmars import distributed, sharding
@@ -18,6 +19,7 @@ from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, 
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.hellaswag import HellaSwagInLoop
+from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
@@ -91,6 +93,7 @@ def open_run(
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
+    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
     state, step, position = _restore_or_init(

@@ -33,8 +33,8 @@ def train(
 ) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl` and `checkpoints/` into
-    `workdir`. Every process of a distributed run calls this.
+    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `checkpoints/` and
+    `logs/` into `workdir`. Every process of a distributed run calls this.
 
     Args:
       config: what to train.
@@ -53,6 +53,11 @@ def train(
         or the loss is no longer finite.
       FileNotFoundError: there is no data, or nothing to start from.
     """
+    if str(workdir).startswith("gs:"):
+        raise ValueError(
+            f"--workdir {workdir} is in a bucket, and a run needs a directory: mount the bucket or "
+            "a shared disk on every host and name a path there."
+        )
     workdir = Path(workdir).absolute()
     with contextlib.ExitStack() as stack:
         run = open_run(config, workdir, init_from, resume_overrides, stack)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxmars.cli import COMMANDS
+from maxmars.cli import COMMANDS, main
 from maxmars.cli.config_file import parse_arguments
 from maxmars.cli.train import TrainArguments
 
@@ -44,6 +44,19 @@ def test_train_commands_parse(arguments, monkeypatch, capsys):
         assert "--num-steps" in capsys.readouterr().out
     else:
         assert parse_arguments(TrainArguments, arguments, prog="maxmars train").config.name
+
+
+LAUNCH = [line[1:] for line in COMMAND_LINES if line[:2] == ["maxmars", "launch"]]
+
+
+@pytest.mark.parametrize("arguments", LAUNCH, ids=" ".join)
+def test_launch_commands_parse(arguments, monkeypatch, capsys, tmp_path):
+    setup = tmp_path / "mount.sh"
+    setup.touch()
+    monkeypatch.chdir(ROOT)
+    arguments = [str(setup) if word == setup.name else word for word in arguments]
+    main([*arguments[:2], "--dry-run", *arguments[2:]])
+    assert "maxmars train" in capsys.readouterr().out
 
 
 def test_the_layout_names_every_module():

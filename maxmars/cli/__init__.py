@@ -38,6 +38,7 @@ COMMANDS = {
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
     "plan": Command("maxmars.cli.plan", "memory, traffic and time of a run, before you pay"),
+    "launch": Command("maxmars.cli.launch", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 

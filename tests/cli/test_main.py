@@ -58,7 +58,7 @@ def calls(monkeypatch):
 
     stub = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "maxmars.train", stub)
-    monkeypatch.setattr(distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
     return calls
 
 
@@ -215,6 +215,29 @@ def test_train_takes_a_workdir_and_processes(calls, config_file):
     assert workdir == Path("elsewhere")
 
 
+def test_a_start_that_misses_hosts_ends_and_counts_them(config_file, capsys):
+    processes = ["--coordinator", "localhost:47611", "--num-processes", "3", "--process-id", "0"]
+    assert exit_code(cli.main, ["train", config_file, *processes, "--start-timeout-s", "0.3"]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 3 processes came to localhost:47611 within 0.3 s; missing: 1-2" in error
+
+
+def test_train_finds_its_place_in_a_cluster(monkeypatch):
+    """Both the flags and the cluster lead to the same call of JAX."""
+    joined = []
+    monkeypatch.setattr(distributed, "roll_call", lambda *arguments: joined.append(arguments))
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *a, **k: joined.append(k))
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "a1", "NTASKS": "2", "PROCID": "1", "LOCALID": "1"}
+    for name, value in (slurm | {"STEP_TASKS_PER_NODE": "2"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    distributed.initialize(None, 1, None)
+    assert joined == []  # alone, whatever the cluster says
+    distributed.initialize(None, None, None, timeout_s=7.0)
+    assert joined[0] == ("a1:61441", 2, 1, 7.0)
+    assert joined[1]["local_device_ids"] == (1,)
+    assert joined[1]["cluster_detection_method"] == "deactivate"
+
+
 def test_a_run_that_was_stopped_asks_to_be_started_again(calls, config_file, monkeypatch):
     monkeypatch.setattr(sys.modules["maxmars.train"], "train", lambda *_, **__: False)
     assert exit_code(cli.main, ["train", config_file]) == 75
@@ -362,3 +385,10 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert exit_code(cli.main, ["data", name, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in words)
+
+
+def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
+    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
+    assert not (tmp_path / "gs:").exists()
