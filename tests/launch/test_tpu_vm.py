@@ -178,7 +178,9 @@ def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
     pids = [cloud.host(number) / "maxmars-run1" / "pid" for number in range(2)]
     wait_until(lambda: all(pid.exists() for pid in pids))
     assert launch("launch", "tpu-vm", "status", *WHERE) == 0
-    assert "run1: TPU READY\ntpu-w-0: running\ntpu-w-1: running\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out  # among the lines of the watcher
+    assert shown.count("run1: TPU READY\n") >= 2
+    assert "tpu-w-0: running\ntpu-w-1: running\n" in shown
     watchers.append(threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True))
     watchers[1].start()
     wait_until(lambda: cloud.count(" follow ") == 2)
@@ -207,8 +209,10 @@ def test_hosts_of_which_one_has_lost_its_process_start_together(cloud, capsys):
     command = ["bash", str(script), "start"]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     cloud.train('echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"')
+    before = (cloud.folder / "starts").read_text().split()
     assert launch(*START) == 0
-    assert sorted((cloud.folder / "starts").read_text().split()) == ["0", "0", "1", "1"]
+    after = (cloud.folder / "starts").read_text().split()
+    assert sorted(after[len(before) :]) == ["0", "1"]
 
 
 def test_an_installation_that_fails_shows_its_end(cloud, capsys):

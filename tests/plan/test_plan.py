@@ -29,7 +29,7 @@ from maxmars.train_step import (
 )
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = ROOT / "tests" / "goldens" / "traffic_cpu.json"
+BUDGETS = ROOT / "tests" / "plan" / "traffic_cpu.json"
 MB = 10**6
 PLAIN = dataclasses.replace(MODEL, use_bias=False)
 OPTIMIZERS = {

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = ROOT / "tests" / "goldens" / "traffic_tpu.json"
+BUDGETS = ROOT / "tests" / "plan" / "traffic_tpu.json"
 OPTIMIZERS = {
     "adamw": ADAMW,
     "mars": MarsConfig(),
