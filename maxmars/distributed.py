@@ -9,6 +9,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxmars.lost_peers import AbortWatch
+
+_JOINING_S = 300
+_HEARTBEATS_S = 60  # a process that sends none for so long counts as lost
+_LEAVING_S = 60  # for the last to leave after the first
+
+_abort_watch: AbortWatch | None = None
+
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Join the processes of one run; call it before anything else asks JAX for its devices.
@@ -39,7 +47,28 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
             f"the {num_processes} processes are numbered from 0."
         )
     # CPU processes talk through gloo, which is JAX's default (jax_cpu_collectives_implementation).
-    jax.distributed.initialize(coordinator, num_processes=num_processes, process_id=process_id)
+    global _abort_watch
+    _abort_watch = AbortWatch(f"process {process_id} of {num_processes}")
+    failure = (
+        f"not all {num_processes} processes came to {coordinator} within {_JOINING_S} s. Start "
+        "each with the same --coordinator and --num-processes; process 0 must be reachable there."
+    )
+    with _abort_watch.joining(failure):
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=num_processes,
+            process_id=process_id,
+            initialization_timeout=_JOINING_S,
+            heartbeat_timeout_seconds=_HEARTBEATS_S,
+            shutdown_timeout_seconds=_LEAVING_S,
+        )
+
+
+def leaves_with_error() -> None:
+    """This process ends with an error of its own: JAX may end it before the others have left, and
+    its exit code is 1 all the same."""
+    if _abort_watch is not None:
+        _abort_watch.failed()
 
 
 def shutdown() -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from maxmars import distributed, sharding
@@ -26,15 +25,15 @@ from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.metrics import (
     MetricsWriter,
     ProgressLine,
-    flops_per_token,
-    peak_flops,
     recorded_steps,
     write_environment,
     write_json,
 )
 from maxmars.model import num_parameters
 from maxmars.preemption import StopRequests
+from maxmars.step_reporter import StepReporter
 from maxmars.train_step import TrainState, TrainStep, check_mesh, init_train_state, make_train_step
+from maxmars.watchdog import Watchdog
 
 # What may change when a run continues; everything else defines the run.
 _MAY_CHANGE = (
@@ -51,6 +50,7 @@ _MAY_CHANGE = (
     "checkpoint.",
     "log.",
     "guard.max_skipped_in_a_row",
+    "hang_timeout_s",
 )
 
 
@@ -71,7 +71,9 @@ def train(config: TrainConfig, workdir: Path | str) -> bool:
     """
     workdir = Path(workdir).absolute()
     with contextlib.ExitStack() as stack:
-        run = _open_run(config, workdir, stack)
+        watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, workdir / "checkpoints"))
+        run = _open_run(config, workdir, watchdog, stack)
+        stack.push(watchdog.leave_if_others_are_gone)
         if run.step >= run.config.num_steps:
             run.progress.message(
                 f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
@@ -106,6 +108,7 @@ class _Run:
     batches: TrainBatches
     evaluate: Callable[[Any], float] | None
     checkpointer: Checkpointer
+    watchdog: Watchdog
     writer: MetricsWriter
     progress: ProgressLine
     state: TrainState
@@ -114,7 +117,9 @@ class _Run:
     eval_step: int | None = None
 
 
-def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -> _Run:
+def _open_run(
+    config: TrainConfig, workdir: Path, watchdog: Watchdog, stack: contextlib.ExitStack
+) -> _Run:
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
@@ -124,13 +129,14 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
     config = _continued_config(config, checkpoints, progress)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    evaluate = _make_evaluate(config, mesh, progress)
+    evaluate = _make_evaluate(config, mesh, watchdog, progress)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
-    state, step, position = _restore_or_init(config, mesh, train_step, checkpointer, progress)
+    with watchdog.watching("reading the checkpoint"):
+        state, step, position = _restore_or_init(config, mesh, train_step, checkpointer, progress)
     batches = TrainBatches(tokens, config, mesh, position=position)
     stack.callback(batches.close)
     return _Run(
@@ -141,6 +147,7 @@ def _open_run(config: TrainConfig, workdir: Path, stack: contextlib.ExitStack) -
         batches=batches,
         evaluate=evaluate,
         checkpointer=checkpointer,
+        watchdog=watchdog,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
         state=state,
@@ -177,7 +184,7 @@ def _continued_config(
 
 
 def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, progress: ProgressLine
+    config: TrainConfig, mesh: Mesh, watchdog: Watchdog, progress: ProgressLine
 ) -> Callable[[Any], float] | None:
     if config.eval.every is None:
         return None
@@ -192,7 +199,8 @@ def _make_evaluate(
             f"eval.num_windows={config.eval.num_windows}; all are scored."
         )
     eval_step = make_eval_step(config.model, mesh)
-    return lambda params: validation_loss(eval_step, params, batches).loss
+    watched = functools.partial(watchdog.over, batches, "batch of the evaluation")
+    return lambda params: validation_loss(eval_step, params, watched()).loss
 
 
 def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
@@ -240,28 +248,33 @@ def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
     Returns:
       Whether it got there; if not, it was asked to stop.
     """
-    reporter = _StepReporter(run)
+    reporter = StepReporter(
+        run.config, run.mesh, run.writer, run.progress, run.checkpointer.latest_step
+    )
     while run.step < run.config.num_steps:
+        run.watchdog.begin(f"reading the tokens of step {run.step + 1}", "tokens")
         with reporter.waiting():
             tokens = next(run.batches)
+        run.watchdog.begin(f"step {run.step + 1}", "step")
         run.state, metrics = run.train_step(run.state, tokens)
         run.step += 1
         reporter.add(run.step, metrics)
         if run.step == run.config.num_steps:
             break
         if stops.due(run.step):  # before the hooks: there may be little time left to save
-            reporter.flush()
-            return False
+            break
         due = [hook for every, hook in hooks if every is not None and run.step % every == 0]
         if run.checkpointer.is_due(run.step) and _save not in due:
             due.append(_save)
         if due:
             reporter.flush()  # a checkpoint must not be complete before its step's metrics are
+            run.watchdog.rest()
             with reporter.paused():
                 for hook in due:
                     hook(run)
     reporter.flush()
-    return True
+    run.watchdog.rest()
+    return run.step == run.config.num_steps
 
 
 def _evaluation_is_missing(run: _Run) -> bool:
@@ -285,13 +298,14 @@ def _evaluate(run: _Run) -> None:
 
 def _save(run: _Run, *, wait: bool = False) -> None:
     fresh = run.eval_loss is not None and run.eval_step == run.step
-    blocked_s = run.checkpointer.save(
-        run.step,
-        run.state,
-        data_position=run.batches.position,
-        metrics={"eval/loss": run.eval_loss} if fresh else None,
-        wait=wait,
-    )
+    with run.watchdog.watching(f"writing the checkpoint of step {run.step}"):
+        blocked_s = run.checkpointer.save(
+            run.step,
+            run.state,
+            data_position=run.batches.position,
+            metrics={"eval/loss": run.eval_loss} if fresh else None,
+            wait=wait,
+        )
     if blocked_s is not None:
         run.writer.write(run.step, {"perf/checkpoint_blocking_time": blocked_s})
 
@@ -300,91 +314,3 @@ def _summary(run: _Run, seconds: float) -> str:
     loss = "" if run.eval_loss is None else f", validation loss {run.eval_loss:.4f} nats a token"
     minutes, rest = divmod(round(seconds), 60)
     return f"done: {run.step} steps in {minutes} min {rest} s{loss}; see {run.workdir}"
-
-
-class _StepReporter:
-    """Metrics of step t − 1 are fetched after step t was dispatched: the device never waits."""
-
-    def __init__(self, run: _Run):
-        self._run = run
-        self._pending: tuple[int, Any] | None = None
-        self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)
-        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._peak = None if peak is None else peak * run.mesh.size
-        self._since: float | None = None  # starts after the first step, which compiles
-        self._steps = -1
-        self._paused = 0.0
-        self._waited = 0.0
-
-    def add(self, step: int, metrics: Any) -> None:
-        """Report the step before and keep this one."""
-        self.flush()
-        self._pending = (step, metrics)
-        if self._since is None:
-            jax.block_until_ready(metrics)
-            self._since, self._waited = time.monotonic(), 0.0
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time spent here is waiting for data."""
-        started = time.monotonic()
-        yield
-        self._waited += time.monotonic() - started
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent here does not count as steps."""
-        started = time.monotonic()
-        yield
-        self._paused += time.monotonic() - started
-
-    def flush(self) -> None:
-        """Report the step that is kept, if there is one."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        self._steps += 1
-        run = self._run
-        skipped = values.pop("train/skipped_in_a_row")
-        if skipped:
-            self._skipped(step, values, skipped)
-        elif step > 1 and step % run.config.log.every and step != run.config.num_steps:
-            return
-        values |= self._rates()
-        run.writer.write(step, values)
-        run.progress.update(step, values)
-
-    def _rates(self) -> dict[str, float]:
-        if self._since is None or self._steps < 1:
-            return {}
-        now = time.monotonic()
-        seconds = (now - self._since - self._paused) / self._steps
-        waited = self._waited / self._steps
-        self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
-        tokens_per_sec = self._run.config.tokens_per_step / seconds
-        rates = {
-            "perf/tokens_per_sec": tokens_per_sec,
-            "perf/step_time": seconds,
-            "perf/data_wait": waited,
-        }
-        if self._peak is not None:
-            rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
-        return rates
-
-    def _skipped(self, step: int, values: dict[str, float], in_a_row: int) -> None:
-        loss, norm = values["train/loss"], values["train/grad_norm"]
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        reason = "the loss is a spike" if finite else "they are not finite"
-        found = f"step {step} was skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {reason}"
-        if in_a_row <= self._run.config.guard.max_skipped_in_a_row:
-            total = values["train/skipped"]
-            self._run.progress.message(f"{found} ({total} skipped in all).")
-            return
-        self._run.writer.write(step, values)
-        last = self._run.checkpointer.latest_step()
-        raise ValueError(
-            f"{found}. {in_a_row} steps in a row are more than guard.max_skipped_in_a_row allows. "
-            f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
-            "Lower optimizer.learning_rate or raise schedule.warmup_steps."
-        )
