@@ -10,7 +10,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxmars.cluster import Membership, detect
+from maxmars.lost_peers import AbortWatch
 from maxmars.roll_call import roll_call
+
+_HEARTBEATS_S = 60  # a process that sends none for so long counts as lost
+_LEAVING_S = 60  # for the last to leave after the first
+
+_abort_watch: AbortWatch | None = None
 
 
 def initialize(
@@ -69,13 +75,27 @@ def _join(membership: Membership, timeout_s: float) -> None:
     coordinator, count = membership.coordinator, membership.num_processes
     roll_call(coordinator, count, membership.process_id, timeout_s)
     # CPU processes talk through gloo, which is JAX's default (jax_cpu_collectives_implementation).
-    jax.distributed.initialize(
-        coordinator,
-        num_processes=count,
-        process_id=membership.process_id,
-        local_device_ids=membership.local_device_ids,
-        cluster_detection_method="deactivate",  # it would take one device a process under SLURM
-    )
+    global _abort_watch
+    _abort_watch = AbortWatch(f"process {membership.process_id} of {count}")
+    failure = f"not all {count} processes came to {coordinator} within {timeout_s:g} s."
+    with _abort_watch.joining(failure):
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=count,
+            process_id=membership.process_id,
+            local_device_ids=membership.local_device_ids,
+            cluster_detection_method="deactivate",  # it would take one device a process in SLURM
+            initialization_timeout=int(timeout_s),
+            heartbeat_timeout_seconds=_HEARTBEATS_S,
+            shutdown_timeout_seconds=_LEAVING_S,
+        )
+
+
+def leaves_with_error() -> None:
+    """This process ends with an error of its own: JAX may end it before the others have left, and
+    its exit code is 1 all the same."""
+    if _abort_watch is not None:
+        _abort_watch.failed()
 
 
 def shutdown() -> None:

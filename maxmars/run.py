@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from maxmars.train_step import (
     make_hyperparams,
     make_train_step,
 )
+from maxmars.watchdog import Watchdog
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,7 @@ class Run:
     evaluate: Callable[[Any], float] | None
     hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
+    watchdog: Watchdog
     writer: MetricsWriter
     progress: ProgressLine
     state: TrainState
@@ -59,6 +62,7 @@ def open_run(
     workdir: Path,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
+    watchdog: Watchdog,
     stack: contextlib.ExitStack,
 ) -> Run:
     """Open a run to begin or to continue it; see `train.train`.
@@ -84,7 +88,7 @@ def open_run(
     check_origin(workdir, init_from, continues=stored is not None)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    evaluate = _make_evaluate(config, mesh, progress)
+    evaluate = _make_evaluate(config, mesh, watchdog, progress)
     wanted = config.eval.hellaswag_every is not None
     hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
@@ -96,9 +100,10 @@ def open_run(
     progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
-    state, step, position = _restore_or_init(
-        config, workdir, train_step, checkpointer, initial, progress
-    )
+    with watchdog.watching("reading the checkpoint"):
+        state, step, position = _restore_or_init(
+            config, workdir, train_step, checkpointer, initial, progress
+        )
     if stored is not None:
         record_changes(workdir, step, stored, config)
     batches = TrainBatches(tokens, config, mesh, position=position)
@@ -112,6 +117,7 @@ def open_run(
         evaluate=evaluate,
         hellaswag=hellaswag,
         checkpointer=checkpointer,
+        watchdog=watchdog,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
         state=state,
@@ -120,7 +126,7 @@ def open_run(
 
 
 def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, progress: ProgressLine
+    config: TrainConfig, mesh: Mesh, watchdog: Watchdog, progress: ProgressLine
 ) -> Callable[[Any], float] | None:
     if config.eval.every is None:
         return None
@@ -141,7 +147,8 @@ def _make_evaluate(
             f"eval.num_windows={config.eval.num_windows}; all are scored."
         )
     eval_step = make_eval_step(config.model, mesh)
-    return lambda params: validation_loss(eval_step, params, batches).loss
+    watched = functools.partial(watchdog.over, batches, "batch of the evaluation")
+    return lambda params: validation_loss(eval_step, params, watched()).loss
 
 
 def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:

@@ -15,6 +15,7 @@ usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
 
 Train a model as a config file says. Run the same command again to continue.
 SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
+Several processes exit with 75 as well where one of them is killed, fails or hangs.
 
 CONFIG is a Python file, with its choices if it has any:
   maxmars train configs/quickstart.py
