@@ -70,6 +70,7 @@ def test_what_a_run_leaves_behind(finished):
         "checkpoints",
         "config.json",
         "environment.json",
+        "logs",
         "metrics.jsonl",
         "tokenizer",
     }
