@@ -173,10 +173,18 @@ class EvalConfig:
     """Number of sequences of max_seq_len tokens to score."""
     batch_size: int | None = None
     """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
+    hellaswag_every: int | None = None
+    """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
+    hellaswag_path: str | None = None
+    """File of HellaSwag's questions, hellaswag_val.jsonl; None downloads it once into the cache
+    directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+    hellaswag_questions: int | None = None
+    """Score this number of questions only, the first ones; None scores all (10,042)."""
 
     def __post_init__(self) -> None:
         """Reject empty evaluations."""
         require_positive(self, "every", "num_windows", "batch_size")
+        require_positive(self, "hellaswag_every", "hellaswag_questions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +278,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hang_timeout_s: float | None = 600.0
+    """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
+    this and than ten times the one before it. The first of each, which compiles, and checkpoints
+    may take ten times this. None waits for ever."""
 
     def __post_init__(self) -> None:
         """Reject fields that do not fit together."""
@@ -282,6 +294,7 @@ class TrainConfig:
             "num_microbatches",
             "gradient_clip_norm",
             "gradient_multiplier",
+            "hang_timeout_s",
         )
         require(
             self.global_batch_size % self.num_microbatches == 0,

@@ -104,15 +104,25 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         layer_index: Int[Array, ""],
         documents: Int[Array, "B T"] | None,
+        branches: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Attend within each sequence of x, and there within each document where they are given;
-        `layer_index` counts from 0."""
+        """Attend within each sequence of x, and there within each document and branch where they
+        are given; `layer_index` counts from 0."""
+        q, k, v = self.qkv(x)
+        scale = self.scale(layer_index, x.dtype)
+        return self.c_proj(causal_attention(q, k, v, scale, documents, branches))
+
+    def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
+        """Queries, keys and values."""
         qkv = self.c_attn(x)
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        scale = jnp.asarray(self.config.head_dim, _at_least_float32(x.dtype)) ** -0.5
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+
+    def scale(self, layer_index: Int[Array, ""], dtype: Any) -> Float[Array, ""]:
+        """Factor of the attention logits, in float32 at least."""
+        scale = jnp.asarray(self.config.head_dim, _at_least_float32(dtype)) ** -0.5
         if self.config.scale_attn_by_inverse_layer_idx:
             scale = scale / (layer_index + 1)
-        return self.c_proj(causal_attention(q, k, v, scale, documents))
+        return scale
 
 
 class MLP(nnx.Module):
@@ -144,10 +154,11 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         layer_index: Int[Array, ""],
         documents: Int[Array, "B T"] | None,
+        branches: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Add attention and MLP to the residual stream x."""
         x = constrain(x, "batch", "length", None)
-        x = x + self.attn(self.ln_1(x), layer_index, documents)
+        x = x + self.attn(self.ln_1(x), layer_index, documents, branches)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -199,10 +210,26 @@ class GPT2(nnx.Module):
         """
         return self.logits(self.hidden(tokens))
 
-    def hidden(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The residual stream after the last LayerNorm."""
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        branches: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The residual stream after the last LayerNorm.
+
+        Args:
+          tokens: token ids.
+          positions: place of each token in its text, below `max_seq_len`; None counts from 0 in
+            each row.
+          branches: where one row holds several continuations of a text: a token sees those before
+            it that are of branch 0 or of its own. None is one text a row.
+
+        Raises:
+          ValueError: a row without `positions` is longer than `max_seq_len`.
+        """
         config, length = self.config, tokens.shape[1]
-        if length > config.max_seq_len:
+        if positions is None and length > config.max_seq_len:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than model.max_seq_len="
                 f"{config.max_seq_len}."
@@ -211,12 +238,17 @@ class GPT2(nnx.Module):
         # activations split the same way and reshuffle them.
         table = constrain(self.wte.embedding[...].astype(config.compute_dtype), "vocab", None)
         x = constrain(table[tokens], "batch", "length", None)
-        x = x + self.wpe.embedding[...][:length].astype(config.compute_dtype)
+        places = self.wpe.embedding[...]
+        if positions is None:
+            places = places[:length]
+        else:
+            places = constrain(places, "positions", None)[positions]  # gathered, as above
+        x = x + places.astype(config.compute_dtype)
 
         documents = document_numbers(tokens, config.document_end_id)
 
         def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            return layer[0](x, layer[1], documents), None
+            return layer[0](x, layer[1], documents, branches), None
 
         layers = (self.h, jnp.arange(config.num_layers))
         x, _ = jax.lax.scan(_remat(block, config), x, layers, unroll=_unroll(config))
@@ -255,16 +287,21 @@ def causal_attention(
     v: Float[Array, "B T H K"],
     scale: Float[Array, ""],
     documents: Int[Array, "B T"] | None = None,
+    branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """softmax(scale q kᵀ + mask) v, with logits and softmax in float32 at least.
 
-    The mask is causal and, where the `documents` of the tokens are given, keeps each in its own.
+    The mask is causal. Where the `documents` of the tokens are given, it keeps each in its own;
+    where their `branches` are, it shows each only those of branch 0 and of its own.
     """
     wide = _at_least_float32(q.dtype)
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale
     mask = jnp.tri(q.shape[1], dtype=bool)
     if documents is not None:
         mask &= (documents[:, :, None] == documents[:, None, :])[:, None]
+    if branches is not None:
+        seen = branches[:, None, :]
+        mask &= ((seen == 0) | (seen == branches[:, :, None]))[:, None]
     logits = jnp.where(mask, logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", weights, v)

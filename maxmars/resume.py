@@ -38,6 +38,7 @@ _MAY_CHANGE = (
     "checkpoint.",
     "log.",
     "guard.max_skipped_in_a_row",
+    "hang_timeout_s",
 )
 
 Row = tuple[str, Any, Any]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from maxmars import distributed, sharding
@@ -17,6 +19,8 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.hellaswag import HellaSwagInLoop
+from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
@@ -29,6 +33,7 @@ from maxmars.train_step import (
     make_hyperparams,
     make_train_step,
 )
+from maxmars.watchdog import Watchdog
 
 
 @dataclass(kw_only=True)
@@ -41,7 +46,9 @@ class Run:
     train_step: TrainStep
     batches: TrainBatches
     evaluate: Callable[[Any], float] | None
+    hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
+    watchdog: Watchdog
     writer: MetricsWriter
     progress: ProgressLine
     state: TrainState
@@ -55,6 +62,7 @@ def open_run(
     workdir: Path,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
+    watchdog: Watchdog,
     stack: contextlib.ExitStack,
 ) -> Run:
     """Open a run to begin or to continue it; see `train.train`.
@@ -80,18 +88,22 @@ def open_run(
     check_origin(workdir, init_from, continues=stored is not None)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    evaluate = _make_evaluate(config, mesh, progress)
+    evaluate = _make_evaluate(config, mesh, watchdog, progress)
+    wanted = config.eval.hellaswag_every is not None
+    hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
     if stored is None and init_from is not None:
         initial = load_initial(config, mesh, init_from)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
+    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
-    state, step, position = _restore_or_init(
-        config, workdir, train_step, checkpointer, initial, progress
-    )
+    with watchdog.watching("reading the checkpoint"):
+        state, step, position = _restore_or_init(
+            config, workdir, train_step, checkpointer, initial, progress
+        )
     if stored is not None:
         record_changes(workdir, step, stored, config)
     batches = TrainBatches(tokens, config, mesh, position=position)
@@ -103,7 +115,9 @@ def open_run(
         train_step=train_step,
         batches=batches,
         evaluate=evaluate,
+        hellaswag=hellaswag,
         checkpointer=checkpointer,
+        watchdog=watchdog,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
         state=state,
@@ -112,7 +126,7 @@ def open_run(
 
 
 def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, progress: ProgressLine
+    config: TrainConfig, mesh: Mesh, watchdog: Watchdog, progress: ProgressLine
 ) -> Callable[[Any], float] | None:
     if config.eval.every is None:
         return None
@@ -120,14 +134,21 @@ def _make_evaluate(
     for stream in tokens.streams:
         if stream.split != "val":
             progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
-    batches = ValidationBatches(tokens, config, mesh)
+    batches = ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )
     if batches.num_windows < config.eval.num_windows:
         progress.message(
             f"the validation split has {batches.num_windows} windows, fewer than "
             f"eval.num_windows={config.eval.num_windows}; all are scored."
         )
     eval_step = make_eval_step(config.model, mesh)
-    return lambda params: validation_loss(eval_step, params, batches).loss
+    watched = functools.partial(watchdog.over, batches, "batch of the evaluation")
+    return lambda params: validation_loss(eval_step, params, watched()).loss
 
 
 def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:

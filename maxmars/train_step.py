@@ -171,10 +171,15 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self.jitted(state, tokens)
 
+    def trace(self) -> jax.stages.Traced:
+        """The step traced ahead of time, from shapes alone."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.trace(self.abstract_state, self.abstract_tokens)
+
     def lower(self) -> jax.stages.Lowered:
         """The step lowered ahead of time, from shapes alone."""
         with jax.set_mesh(self.mesh):
-            return self.jitted.lower(self.abstract_state, self.abstract_tokens)
+            return self.trace().lower()
 
 
 def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:

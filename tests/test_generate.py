@@ -1,100 +1,163 @@
+import dataclasses
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
-from tiny import MODEL, tiny_config
+from tiny import MODEL, random_params, tiny_config
 
+from maxmars import sharding
+from maxmars.config import MeshConfig
 from maxmars.data.prepare import prepare
-from maxmars.data.tokenizer import load_tokenizer, saved_tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, load_tokenizer, saved_tokenizer
 from maxmars.data_config import TokenShardsConfig
-from maxmars.generate import generate_text, sample
-from maxmars.model import graph_and_abstract_params, init_params
+from maxmars.generate import bucket_length, generate_texts, generate_tokens
+from maxmars.model import graph_and_abstract_params, logical_axes
+from maxmars.sampling import GREEDY, Sampling
 from maxmars.train import train
+from maxmars.trained_model import TrainedModel, open_trained_model
 
-ALL = {"max_new_tokens": 24, "temperature": 1.0, "top_k": None, "seed": 0, "num_tokens": 257}
-
-
-@pytest.fixture(scope="module")
-def params():
-    # Larger weights than at initialisation, so that the distribution is far from uniform.
-    return jax.tree.map(lambda x: 8 * x, init_params(MODEL, 0))
+ALL = Sampling(temperature=1.0, top_k=None)
+RNG = np.random.default_rng(0)
+# One of them is longer than the context of 16 tokens.
+PROMPTS = [RNG.integers(0, 257, n).astype(np.int32) for n in (3, 7, 1, 40)]
 
 
-@pytest.fixture(scope="module")
-def greedy(params):
-    """The likeliest token after some tokens, by a full forward pass."""
-    graph, _ = graph_and_abstract_params(MODEL)
-    logits = jax.jit(lambda tokens: nnx.merge(graph, params)(tokens))
-
-    def greedy(tokens):
-        filled = np.zeros((1, MODEL.max_seq_len), np.int32)
-        filled[0, : len(tokens)] = tokens  # causal: what follows does not matter
-        return int(np.argmax(logits(filled)[0, len(tokens) - 1, :257]))
-
-    return greedy
+def one_device():
+    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 
 
-def test_greedy_sampling_takes_the_likeliest_token_also_beyond_the_context(params, greedy):
-    prompt = np.array([5, 6, 7], np.int32)
-    options = ALL | {"temperature": 0.0}
-    new = sample(MODEL, params, prompt, stop=-1, **options)
-    assert len(new) == 24
-    tokens = prompt.tolist()
-    for token in new:
-        assert token == greedy(tokens[-MODEL.max_seq_len :])
-        tokens.append(int(token))
-
-
-def test_top_1_is_greedy_and_a_seed_repeats_itself(params):
-    prompt = np.array([5], np.int32)
-    expected = sample(MODEL, params, prompt, stop=-1, **(ALL | {"temperature": 0.0}))
-    np.testing.assert_array_equal(
-        sample(MODEL, params, prompt, stop=-1, **(ALL | {"top_k": 1})), expected
+def model_on(mesh):
+    shardings = sharding.tree_shardings(mesh, logical_axes(MODEL))
+    params = jax.device_put(random_params(MODEL), shardings)
+    return TrainedModel(
+        config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
     )
-    first = sample(MODEL, params, prompt, stop=-1, **ALL)
-    np.testing.assert_array_equal(sample(MODEL, params, prompt, stop=-1, **ALL), first)
-    other = sample(MODEL, params, prompt, stop=-1, **(ALL | {"seed": 1}))
-    assert not np.array_equal(first, other)
 
 
-def test_stop_and_unknown_tokens(params):
-    prompt = np.array([5], np.int32)
-    tokens = sample(MODEL, params, prompt, stop=-1, **ALL)
-    stopped = sample(MODEL, params, prompt, stop=int(tokens[3]), **ALL)
-    np.testing.assert_array_equal(stopped, tokens[: tokens.tolist().index(tokens[3])])
-    few = sample(MODEL, params, prompt, stop=-1, **(ALL | {"num_tokens": 10}))
-    assert few.max() < 10
+def generate(model, prompts=PROMPTS, sampling=ALL, **options):
+    return generate_tokens(model, prompts, **({"max_new_tokens": 24} | options), sampling=sampling)
 
 
-def test_text_from_a_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
-    train(tiny_config(num_steps=2), tmp_path / "run")
-    text = generate_text(tmp_path / "run", "def ", max_new_tokens=5)
-    assert isinstance(text, str)
-    assert text
-    assert text == generate_text(tmp_path / "run", "def ", max_new_tokens=5)
-    assert generate_text(tmp_path / "run", "", max_new_tokens=5)
+@pytest.fixture(scope="module")
+def model():
+    return model_on(one_device())
+
+
+@pytest.fixture(scope="module")
+def sampled(model):
+    return generate(model)
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def uncached(model, prompt, count):
+    """Plain reference: the likeliest tokens, each by a full forward pass over what is seen."""
+    graph, _ = graph_and_abstract_params(MODEL)
+    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens))
+    longest = MODEL.max_seq_len
+    tokens, start = prompt.tolist(), max(0, len(prompt) - longest)
+    for _ in range(count):
+        if len(tokens) - start > longest:
+            start = len(tokens) - longest // 2
+        seen = tokens[start:]
+        filled = jnp.array([seen + [0] * (longest - len(seen))])  # causal: the rest is not seen
+        tokens.append(int(jnp.argmax(logits(model.params, filled)[0, len(seen) - 1, :257])))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
+    found = generate(model, sampling=GREEDY)
+    assert_equal(found, [uncached(model, prompt, 24) for prompt in PROMPTS])
+    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_a_prompt_gets_does_not_depend_on_the_others(model, sampled, batch_size):
+    assert_equal(generate(model, batch_size=batch_size), sampled)
+    assert_equal(generate(model, PROMPTS[2:0:-1]), sampled[2:0:-1])
+
+
+def test_what_a_prompt_gets_does_not_depend_on_the_mesh(sampled):
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert_equal(generate(model_on(mesh)), sampled)
+
+
+def test_a_seed_repeats_itself_and_a_prompt_that_is_repeated_gets_another_sample(model, sampled):
+    first, second, other = generate(model, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
+    assert_equal([first, other], sampled[:2])
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, generate(model, PROMPTS[:1], seed=1)[0])
+
+
+def test_stopping(model, sampled):
+    stop = int(sampled[0][20])
+    expected = [t[: t.tolist().index(stop)] if stop in t else t for t in sampled]
+    assert len(expected[0]) <= 20
+    assert_equal(generate(model, stop=stop), expected)
+
+    def is_complete(tokens):
+        return stop in tokens
+
+    found = generate(model, is_complete=is_complete)
+    assert_equal(found, [whole[: len(part)] for part, whole in zip(found, sampled, strict=True)])
+    assert all(stop in part or len(part) == 24 for part in found)
+    assert len(found[0]) < 24
+    assert generate(model, []) == []
+
+
+def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn(model):
+    class FewBytes(ByteTokenizer):
+        vocab_size = 10
+
+    for tokens in generate(dataclasses.replace(model, tokenizer=FewBytes())):
+        assert tokens.max() < 10
+
+
+def test_few_lengths_are_compiled_for():
+    lengths = [bucket_length(n, 1000) for n in range(1, 1001)]
+    assert sorted(set(lengths)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
+    assert all(n <= found <= max(16, 1.5 * n) for n, found in enumerate(lengths, 1))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"top_k": 0}, "top_k=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_bad_arguments(tmp_path, options, message):
+def test_bad_arguments(model, options, message):
     with pytest.raises(ValueError, match=message):
-        generate_text(tmp_path, "x", **options)
+        generate_texts(model, ["x"], **options)
 
 
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="checkpoint"):
-        generate_text(tmp_path, "x")
+@pytest.mark.peers
+def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    directory = reference_dir / "reference" / "hf_gpt2_tiny"
+    model = open_trained_model(directory, mesh=one_device())
+    prompts = [RNG.integers(0, 50257, n).astype(np.int32) for n in (3, 40, 1000)]
+    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        whole = theirs.generate(
+            torch.tensor(prompt[None].astype(np.int64)),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=50256,
+            eos_token_id=-1,
+        )
+        np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
 
 
 def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
@@ -116,8 +179,10 @@ def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
     train(config, tmp_path / "run")
     shutil.rmtree(tokens)
     shutil.rmtree(tmp_path / "local")
-    found = generate_text(tmp_path / "run", "To be", max_new_tokens=5, temperature=0.0)
-    assert isinstance(found, str)
+    model = open_trained_model(tmp_path / "run", mesh=one_device())
+    found = generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
+    assert all(isinstance(text, str) and text for text in found)
+    assert found == generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
     saved = saved_tokenizer(tmp_path / "run" / "tokenizer")
     assert saved.digest == tokenizer.digest
     assert saved.decode(saved.encode("not to be")) == "not to be"

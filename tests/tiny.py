@@ -1,7 +1,8 @@
-"""A tiny training config that tests share."""
+"""A tiny model and training config that tests share."""
 
 import dataclasses
 
+import jax
 import numpy as np
 from token_directories import write_shards
 
@@ -14,7 +15,9 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data.pipeline import ValidationBatches
 from maxmars.data_config import PythonSourcesConfig, TokenShardsConfig
+from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
 MODEL = GPT2Config(
@@ -26,6 +29,19 @@ MODEL = GPT2Config(
     vocab_pad_multiple=8,
     compute_dtype="float32",
 )
+
+
+def random_params(config: GPT2Config, seed: int = 0):
+    """Weights larger than initial ones, so that predictions are far from uniform."""
+    rng, (_, abstract) = np.random.default_rng(seed), graph_and_abstract_params(config)
+
+    def draw(axes, leaf):
+        mean, std = (1.0, 0.1) if axes[-1] == "norm" else (0.0, 0.2)
+        return rng.normal(mean, std, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(
+        draw, logical_axes(config), abstract, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def tiny_config(**changes) -> TrainConfig:
@@ -65,3 +81,14 @@ def short_config(tokens, **changes) -> TrainConfig:
         optimizer=ADAMW,
     )
     return dataclasses.replace(config, **changes)
+
+
+def validation_batches(tokens, config, mesh) -> ValidationBatches:
+    """The windows that a run of a config scores."""
+    return ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )

@@ -30,12 +30,15 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("maxmars.cli.train", "train a model as a config file says, or continue"),
+    "eval": Command("maxmars.cli.eval", "score a trained model, or compare two"),
     "generate": Command("maxmars.cli.generate", "continue a prompt with a trained model"),
     "export": Command("maxmars.cli.export", "write a model as a Hugging Face directory"),
     "import": Command("maxmars.cli.import_", "make a Hugging Face model a checkpoint"),
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
+    "plan": Command("maxmars.cli.plan", "memory, traffic and time of a run, before you pay"),
+    "launch": Command("maxmars.cli.launch", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 
@@ -45,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
       SystemExit: 0 or no exit after success, 1 after an error of the run, 2 after wrong usage, 75
-        where `train` was asked to stop and has saved, 130 after Ctrl-C elsewhere. Errors that are
-        not the user's pass through with their traceback.
+        where `train` was asked to stop and has saved, hangs or lost a process of the run, 130 after
+        Ctrl-C elsewhere. Errors that are not the user's pass through with their traceback.
     """
     try:
         try:

@@ -12,6 +12,7 @@ import maxmars
 from maxmars import cli, distributed
 from maxmars.config import GPT2Config
 from maxmars.data.sources import read_metadata
+from maxmars.sampling import Sampling
 
 pytestmark = pytest.mark.smoke
 
@@ -57,7 +58,7 @@ def calls(monkeypatch):
 
     stub = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "maxmars.train", stub)
-    monkeypatch.setattr(distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
     return calls
 
 
@@ -214,6 +215,29 @@ def test_train_takes_a_workdir_and_processes(calls, config_file):
     assert workdir == Path("elsewhere")
 
 
+def test_a_start_that_misses_hosts_ends_and_counts_them(config_file, capsys):
+    processes = ["--coordinator", "localhost:47611", "--num-processes", "3", "--process-id", "0"]
+    assert exit_code(cli.main, ["train", config_file, *processes, "--start-timeout-s", "0.3"]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 3 processes came to localhost:47611 within 0.3 s; missing: 1-2" in error
+
+
+def test_train_finds_its_place_in_a_cluster(monkeypatch):
+    """Both the flags and the cluster lead to the same call of JAX."""
+    joined = []
+    monkeypatch.setattr(distributed, "roll_call", lambda *arguments: joined.append(arguments))
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *a, **k: joined.append(k))
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "a1", "NTASKS": "2", "PROCID": "1", "LOCALID": "1"}
+    for name, value in (slurm | {"STEP_TASKS_PER_NODE": "2"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    distributed.initialize(None, 1, None)
+    assert joined == []  # alone, whatever the cluster says
+    distributed.initialize(None, None, None, timeout_s=7.0)
+    assert joined[0] == ("a1:61441", 2, 1, 7.0)
+    assert joined[1]["local_device_ids"] == (1,)
+    assert joined[1]["cluster_detection_method"] == "deactivate"
+
+
 def test_a_run_that_was_stopped_asks_to_be_started_again(calls, config_file, monkeypatch):
     monkeypatch.setattr(sys.modules["maxmars.train"], "train", lambda *_, **__: False)
     assert exit_code(cli.main, ["train", config_file]) == 75
@@ -237,24 +261,76 @@ def test_train_rejects_wrong_values_in_one_line(calls, config_file, capsys):
     assert error.count("\n") == 1
 
 
-def test_generate_prints_the_prompt_and_what_follows(monkeypatch, capsys):
+@pytest.fixture
+def generator(monkeypatch):
+    """Stands for the model; holds what it was called with."""
     seen = {}
 
-    def generate_text(workdir, prompt, **options):
-        seen.update(options, workdir=workdir)
-        return "f(x):"
+    def open_trained_model(target, mesh):
+        seen.update(target=target, mesh=dict(mesh.shape))
+        return "a model"
 
-    stub = types.SimpleNamespace(generate_text=generate_text)
-    monkeypatch.setitem(sys.modules, "maxmars.generate", stub)
-    cli.main(["generate", "runs/tiny", "--prompt", "def ", "--top-k", "None", "--seed", "3"])
-    assert capsys.readouterr().out == "def f(x):\n"
-    assert seen == {
-        "workdir": Path("runs/tiny"),
+    def generate_texts(model, prompts, **options):
+        assert model == "a model"
+        seen.update(options, prompts=prompts)
+        return [prompt.upper() for prompt in prompts]
+
+    for name, function in [("trained_model", open_trained_model), ("generate", generate_texts)]:
+        stub = types.SimpleNamespace(**{function.__name__: function})
+        monkeypatch.setitem(sys.modules, f"maxmars.{name}", stub)
+    return seen
+
+
+def test_generate_prints_the_prompt_and_what_follows(generator, capsys):
+    arguments = ["--prompt", "def ", "--top-k", "None", "--seed", "3", "--mesh.tensor", "2"]
+    cli.main(["generate", "runs/tiny", *arguments])
+    assert capsys.readouterr().out == "def DEF \n"
+    assert generator == {
+        "target": Path("runs/tiny"),
+        "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+        "prompts": ["def "],
         "max_new_tokens": 200,
-        "temperature": 0.8,
-        "top_k": None,
+        "sampling": Sampling(temperature=0.8, top_k=None),
         "seed": 3,
+        "batch_size": 16,
     }
+
+
+def test_generate_continues_many_prompts(generator, tmp_path, capsys):
+    cli.main(["generate", "x", "--prompt", "ab", "--prompt", "c"])
+    assert capsys.readouterr().out == "abAB\n---------------\ncC\n"
+    (tmp_path / "prompts").write_text("ä b\r\n\n c\n", encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    cli.main(["generate", "x", "--prompt-file", str(tmp_path / "prompts"), "--output", str(output)])
+    assert output.read_text(encoding="utf-8") == (
+        '{"prompt": "ä b", "continuation": "Ä B"}\n{"prompt": " c", "continuation": " C"}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--prompt TEXT"),
+        (["--prompt", "a", "--prompt-file", "FILE"], "either by --prompt"),
+        (["--prompt-file", "EMPTY"], "has no prompt"),
+        (["--prompt-file", "BINARY"], "not UTF-8"),
+        (["--prompt-file", "MISSING"], "No such file"),
+        (["--prompt", "a", "--output", "MISSING/out.jsonl"], "does not exist"),
+        (["--prompt", "a", "--top-p", "2"], "top_p=2"),
+    ],
+    ids=str,
+)
+def test_generate_rejects_wrong_arguments_in_one_line(
+    generator, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BINARY").write_bytes(b"ab\xff\xfe")
+    assert exit_code(cli.main, ["generate", "x", *arguments]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not generator
 
 
 def test_data_prepare_writes_token_shards(tmp_path, capsys):
@@ -309,3 +385,10 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert exit_code(cli.main, ["data", name, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in words)
+
+
+def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
+    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
+    assert not (tmp_path / "gs:").exists()
