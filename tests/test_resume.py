@@ -58,7 +58,6 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(two_steps, short_config,
     config = short_config(
         num_steps=4,
         global_batch_size=8,
-        num_microbatches=1,
         optimizer=dataclasses.replace(ADAMW, learning_rate=1e-2),
         schedule=ScheduleConfig(warmup_steps=0, decay_steps=10**6),
         eval=EvalConfig(every=None),

@@ -73,6 +73,7 @@ def short_config(tokens, **changes) -> TrainConfig:
         write_shards(tokens, stream, stream[:400], vocab_size=257)
     config = tiny_config(
         num_steps=2,
+        num_microbatches=1,
         data=TokenShardsConfig(path=str(tokens)),
         schedule=ScheduleConfig(warmup_steps=0),
         eval=EvalConfig(every=2, num_windows=16, batch_size=16),
