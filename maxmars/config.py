@@ -173,10 +173,18 @@ class EvalConfig:
     """Number of sequences of max_seq_len tokens to score."""
     batch_size: int | None = None
     """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
+    hellaswag_every: int | None = None
+    """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
+    hellaswag_path: str | None = None
+    """File of HellaSwag's questions, hellaswag_val.jsonl; None downloads it once into the cache
+    directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+    hellaswag_questions: int | None = None
+    """Score this number of questions only, the first ones; None scores all (10,042)."""
 
     def __post_init__(self) -> None:
         """Reject empty evaluations."""
         require_positive(self, "every", "num_windows", "batch_size")
+        require_positive(self, "hellaswag_every", "hellaswag_questions")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import (
     MetricsWriter,
@@ -70,8 +71,10 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
             return True
         started = time.monotonic()
         stops = stack.enter_context(StopRequests())
-        if _evaluation_is_missing(run):
+        if _is_missing(run, run.config.eval.every, "eval/loss"):
             _evaluate(run)
+        if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
+            _score_hellaswag(run)
         if not _loop(run, _hooks(run), stops):
             _save(run, wait=True)
             run.progress.message(
@@ -80,6 +83,7 @@ def train(config: TrainConfig, workdir: Path | str, *, init_from: InitFrom | Non
             )
             return False
         _evaluate(run)
+        _score_hellaswag(run)
         _save(run, wait=True)
         run.progress.message(_summary(run, time.monotonic() - started))
         return True
@@ -95,6 +99,7 @@ class _Run:
     train_step: TrainStep
     batches: TrainBatches
     evaluate: Callable[[Any], float] | None
+    hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
     writer: MetricsWriter
     progress: ProgressLine
@@ -120,6 +125,8 @@ def _open_run(
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     evaluate = _make_evaluate(config, mesh, progress)
+    wanted = config.eval.hellaswag_every is not None
+    hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
     if stored is None and init_from is not None:
         initial = load_initial(config, mesh, init_from)
@@ -140,6 +147,7 @@ def _open_run(
         train_step=train_step,
         batches=batches,
         evaluate=evaluate,
+        hellaswag=hellaswag,
         checkpointer=checkpointer,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
@@ -157,7 +165,13 @@ def _make_evaluate(
     for stream in tokens.streams:
         if stream.split != "val":
             progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
-    batches = ValidationBatches(tokens, config, mesh)
+    batches = ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )
     if batches.num_windows < config.eval.num_windows:
         progress.message(
             f"the validation split has {batches.num_windows} windows, fewer than "
@@ -208,7 +222,12 @@ Hooks = Sequence[tuple[int | None, Callable[[_Run], None]]]
 
 
 def _hooks(run: _Run) -> Hooks:
-    return [(run.config.eval.every, _evaluate), (run.config.checkpoint.every, _save)]
+    config = run.config
+    return [
+        (config.eval.every, _evaluate),
+        (config.eval.hellaswag_every, _score_hellaswag),
+        (config.checkpoint.every, _save),
+    ]
 
 
 def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
@@ -241,14 +260,13 @@ def _loop(run: _Run, hooks: Hooks, stops: StopRequests) -> bool:
     return True
 
 
-def _evaluation_is_missing(run: _Run) -> bool:
+def _is_missing(run: _Run, every: int | None, key: str) -> bool:
     """Whether the step to start from is one to evaluate at, and it never was: at step 0, or after
     a run that was stopped before it could."""
-    every = run.config.eval.every
     if every is None or run.step % every:
         return False
     primary = distributed.is_primary()  # the one that has the file
-    known = not primary or run.step in recorded_steps(run.workdir, "eval/loss")
+    known = not primary or run.step in recorded_steps(run.workdir, key)
     return not distributed.everywhere(known)
 
 
@@ -258,6 +276,13 @@ def _evaluate(run: _Run) -> None:
     run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
     run.writer.write(run.step, {"eval/loss": run.eval_loss})
     run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
+
+
+def _score_hellaswag(run: _Run) -> None:
+    if run.hellaswag is not None:
+        found = run.hellaswag(run.state.params)
+        run.writer.write(run.step, found.metrics)
+        run.progress.message(f"step {run.step}: {found.text}")
 
 
 def _save(run: _Run, *, wait: bool = False) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars import distributed, hf, sharding
-from maxmars.checkpoint import list_steps, load_model
+from maxmars.checkpoint import find, load_model
 from maxmars.config import GPT2Config
 from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
 from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.train_step import check_mesh_divides_model
 
-_CHECKPOINTS, _TOKENIZER = "checkpoints", "tokenizer"
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RunTarget:
           FileNotFoundError: the run's directory has none.
           ValueError, ImportError: see `saved_tokenizer`.
         """
-        directory = self.workdir / _TOKENIZER
+        directory = self.workdir / TOKENIZER
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{directory} is missing: beside its checkpoints a run keeps its tokenizer, "
@@ -111,7 +111,8 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
             # Its vocabulary is what it is: padded so that `tensor` divides it, nothing changes.
             multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
             config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-            tokenizer, name = found.tokenizer(config), directory.name  # cheap, so before the rest
+            hf.open_weights(directory, config)  # what is wrong is found before anything is loaded
+            tokenizer, name = found.tokenizer(config), directory.name
             params = hf.load_params(directory, config, abstract_params(config))
         case RunTarget() as found:
             tokenizer = found.tokenizer()
@@ -119,7 +120,7 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
             config, params, name = model.config, model.params, found.name(model.step)
             if tokenizer.vocab_size > config.vocab_size:
                 raise ValueError(
-                    f"the tokenizer in {found.workdir / _TOKENIZER} has {tokenizer.vocab_size} "
+                    f"the tokenizer in {found.workdir / TOKENIZER} has {tokenizer.vocab_size} "
                     f"tokens, but the model only {config.vocab_size}; it is that of another run."
                 )
     return TrainedModel(config=config, params=params, tokenizer=tokenizer, name=name, mesh=mesh)
@@ -138,23 +139,20 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
             f"{target} does not exist; name the working directory of a run, such as "
             "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
         )
-    if (path / _CHECKPOINTS).is_dir():
-        checkpoints, step, workdir = path / _CHECKPOINTS, None, path
-    elif path.name.isdecimal() and (path / "meta").is_dir():
-        checkpoints, step, workdir = path.parent, int(path.name), path.parent.parent
-    elif path.name == _CHECKPOINTS or list_steps(path):
-        checkpoints, step, workdir = path, None, path.parent
-    elif hf.is_hf_directory(path):
+    found = find(path)
+    if found is not None:
+        directory, step = found
+        checkpoints = Path(directory)
+        return RunTarget(workdir=checkpoints.parent, checkpoints=checkpoints, step=step)
+    if hf.is_hf_directory(path):
         return HFTarget(directory=path)
-    else:
-        raise ValueError(
-            f"{target} is neither a run (it has no directory {_CHECKPOINTS}, and is none and no "
-            "step in one) nor a Hugging Face directory (it has no model.safetensors, and no "
-            "config.json with a model_type)."
-        )
-    if not list_steps(checkpoints):
+    if (path / CHECKPOINTS).is_dir() or path.name == CHECKPOINTS:
         raise FileNotFoundError(
-            f"{checkpoints} holds no checkpoint yet; a run writes the first after checkpoint.every "
+            f"{target} holds no checkpoint yet; a run writes the first after checkpoint.every "
             "steps and one at its end."
         )
-    return RunTarget(workdir=workdir, checkpoints=checkpoints, step=step)
+    raise ValueError(
+        f"{target} is neither a run (it has no directory {CHECKPOINTS}, and is none and no step in "
+        "one) nor a Hugging Face directory (it has no model.safetensors, and no config.json with a "
+        "model_type)."
+    )

@@ -33,9 +33,9 @@ from jax.experimental import multihost_utils
 from maxmars import distributed
 from maxmars.config import EvalConfig, MeshConfig
 from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
-from maxmars.data.pipeline import TrainBatches, ValidationBatches, open_data
+from maxmars.data.pipeline import TrainBatches, open_data
 from maxmars.sharding import make_mesh
-from tiny import tiny_config
+from tiny import tiny_config, validation_batches
 
 processes, process, port = map(int, sys.argv[1:])
 if processes > 1:
@@ -52,7 +52,7 @@ for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
         config = tiny_config(data=data, eval=EvalConfig(num_windows=11))
         tokens = open_data(data, "train", model=config.model)
         batches = TrainBatches(tokens, config, mesh, position=7)
-        val = ValidationBatches(open_data(data, "val", model=config.model), config, mesh)
+        val = validation_batches(open_data(data, "val", model=config.model), config, mesh)
         sha, val_sha = hashlib.sha256(), hashlib.sha256()
         for _ in range(4):
             batch = multihost_utils.process_allgather(next(batches), tiled=True)

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from tiny import ADAMW, tiny_config
+from tiny import ADAMW, tiny_config, validation_batches
 from token_directories import write_nanogpt, write_tfds
 
 from maxmars.checkpoint import load_config, load_params
@@ -99,7 +99,7 @@ def test_what_a_run_leaves_behind(finished):
 
 def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
     from maxmars import sharding
-    from maxmars.data.pipeline import ValidationBatches, open_data
+    from maxmars.data.pipeline import open_data
 
     config = tiny_config()
     params = params_of(finished, config)
@@ -115,7 +115,7 @@ def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, 
         changed = dataclasses.replace(config, eval=evaluation, mesh=mesh_config)
         devices = jax.devices()[:1] if mesh_config.data == 1 else None
         mesh = sharding.make_mesh(mesh_config, devices)
-        batches = ValidationBatches(tokens, changed, mesh)
+        batches = validation_batches(tokens, changed, mesh)
         result = validation_loss(make_eval_step(config.model, mesh), params, batches)
         assert result.num_tokens == 20 * config.model.max_seq_len
         losses.append(result.loss)

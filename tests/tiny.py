@@ -14,6 +14,7 @@ from maxmars.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxmars.data.pipeline import ValidationBatches
 from maxmars.data_config import PythonSourcesConfig
 from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
@@ -62,3 +63,14 @@ def tiny_config(**changes) -> TrainConfig:
 
 
 ADAMW = AdamWConfig()
+
+
+def validation_batches(tokens, config, mesh) -> ValidationBatches:
+    """The windows that a run of a config scores."""
+    return ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )

@@ -16,13 +16,18 @@ other functions) change nothing in it.
 
 from maxmars.checkpoint.checkpointer import Checkpointer
 from maxmars.checkpoint.directory import find, list_steps
-from maxmars.checkpoint.restore import (
+from maxmars.checkpoint.parameters import (
     LoadedModel,
+    StoredModel,
+    load_model,
+    save_params,
+    stream_model,
+)
+from maxmars.checkpoint.restore import (
     Restored,
     Saved,
     load_config,
     load_digests,
-    load_model,
     load_params,
     load_parts,
 )
@@ -32,6 +37,7 @@ __all__ = [
     "LoadedModel",
     "Restored",
     "Saved",
+    "StoredModel",
     "find",
     "list_steps",
     "load_config",
@@ -39,4 +45,6 @@ __all__ = [
     "load_model",
     "load_params",
     "load_parts",
+    "save_params",
+    "stream_model",
 ]

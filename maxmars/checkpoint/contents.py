@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import maxmars
-from maxmars.config import TrainConfig, differences, from_dict, to_dict
+from maxmars.config import GPT2Config, TrainConfig, differences, from_dict, to_dict
 from maxmars.digest import combine, leaf_types
 from maxmars.orbax_io import root_cause
 
@@ -37,17 +37,19 @@ def make_meta(
     digests: dict[str, str],
     *,
     data_position: int,
-    config: TrainConfig,
+    config: TrainConfig | GPT2Config,
     metrics: dict[str, float],
     environment: dict[str, Any],
 ) -> dict[str, Any]:
-    """The contents of `meta/data.json`, JSON-ready."""
+    """The contents of `meta/data.json`, JSON-ready. `config` is of the run, or of the model alone
+    where the parameters come from elsewhere."""
     types = leaf_types(state)
+    seed = config.seed if isinstance(config, TrainConfig) else None
     meta = {
         "format_version": FORMAT_VERSION,
         "step": step,
         "data_position": data_position,
-        "rng": {"seed": config.seed, "step": step, "derivation": _RANDOMNESS},
+        "rng": {"seed": seed, "step": step, "derivation": _RANDOMNESS},
         "metrics": metrics,
         "config": to_dict(config),
         "environment": environment,

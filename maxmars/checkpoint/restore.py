@@ -37,42 +37,6 @@ class Restored:
     skipped: Skipped
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """What `load_model` found: the model, its parameters, and the checkpoint's step."""
-
-    config: GPT2Config
-    params: Any
-    step: int
-
-
-def load_model(
-    directory: Directory,
-    abstract_params_of: Callable[[GPT2Config], Any],
-    step: int | None = None,
-) -> LoadedModel:
-    """The model of the newest checkpoint whose parameters' digests agree, or of that of `step`.
-
-    Args:
-      directory: of the checkpoints, as the `Checkpointer` got it.
-      abstract_params_of: tree of `jax.ShapeDtypeStruct` for the model of a checkpoint; those
-        without a sharding come to the first of this process's devices.
-      step: take this checkpoint and no other.
-
-    Raises:
-      FileNotFoundError: there is no checkpoint, or none of `step`.
-      ValueError: every checkpoint (or that of `step`) is damaged, or of another version of maxmars.
-    """
-
-    def load(path: Any) -> LoadedModel:
-        meta = _together(lambda: read_meta(path))
-        config = from_dict(meta["config"]).model
-        params = _read_params(path, meta, abstract_params_of(config))
-        return LoadedModel(config=config, params=params, step=meta["step"])
-
-    return first_sound(resolve(directory), step, load)[0]
-
-
 def load_params(directory: Directory, abstract_params: Any, step: int | None = None) -> Any:
     """The parameters alone, of the newest checkpoint whose parameters' digests agree, or of `step`.
 
@@ -88,7 +52,7 @@ def load_params(directory: Directory, abstract_params: Any, step: int | None = N
     """
 
     def load(path: Any) -> Any:
-        return _read_params(path, _together(lambda: read_meta(path)), abstract_params)
+        return read_params(path, read_meta_together(path), abstract_params)
 
     return first_sound(resolve(directory), step, load)[0]
 
@@ -98,11 +62,16 @@ def load_config(directory: Directory, step: int | None = None) -> TrainConfig:
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of `step`.
-      ValueError: none can be read, or another version of maxmars wrote it.
+      ValueError: none can be read, another version of maxmars wrote it, or it has parameters alone.
     """
-    load = lambda path: _together(lambda: read_meta(path))  # noqa: E731
-    meta, _ = first_sound(resolve(directory), step, load)
-    return from_dict(meta["config"])
+    meta, _ = first_sound(resolve(directory), step, read_meta_together)
+    config = from_dict(meta["config"])
+    if not isinstance(config, TrainConfig):
+        raise ValueError(
+            f"{directory} holds the parameters of an imported model and no run that could be "
+            "continued; start a run from them, in a directory of its own, by --init-from."
+        )
+    return config
 
 
 def load_digests(directory: Directory, step: int | None = None) -> dict[str, str]:
@@ -112,8 +81,7 @@ def load_digests(directory: Directory, step: int | None = None) -> dict[str, str
       FileNotFoundError: there is no checkpoint, or none of `step`.
       ValueError: none can be read.
     """
-    load = lambda path: _together(lambda: read_meta(path))  # noqa: E731
-    meta, _ = first_sound(resolve(directory), step, load)
+    meta, _ = first_sound(resolve(directory), step, read_meta_together)
     return {path: leaf["digest"] for path, leaf in meta["leaves"].items()}
 
 
@@ -126,7 +94,7 @@ def load_state(path: Any, abstract: Any, config: TrainConfig) -> Restored:
       DamagedError: it does not.
       ValueError: it has leaves of other names, shapes or types than `abstract`.
     """
-    meta = _together(lambda: read_meta(path))
+    meta = read_meta_together(path)
     check_leaves(path, meta, leaf_types(abstract), config)
     state = _read_leaves(path, meta, abstract, partial=False)
     return Restored(state, meta["data_position"], meta["step"], meta["digest"], ())
@@ -163,7 +131,7 @@ def load_parts(
     """
 
     def load(path: Any) -> tuple[dict[str, Any], Saved]:
-        meta = _together(lambda: read_meta(path))
+        meta = read_meta_together(path)
         types = {name: leaf["type"] for name, leaf in meta["leaves"].items()}
         saved = Saved(path, from_dict(meta["config"]), types)
         parts = choose(saved)
@@ -223,13 +191,31 @@ def _candidates(directory: Any, step: int | None) -> list[int]:
     return steps[::-1] if step is None else [step]
 
 
-def _read_params(path: Any, meta: dict[str, Any], abstract_params: Any) -> Any:
+def read_params(path: Any, meta: dict[str, Any], abstract_params: Any, prefix: str = "") -> Any:
+    """Parameters of the checkpoint at a path, with the contents `meta`.
+
+    Args:
+      path: of the checkpoint.
+      meta: see `read_meta_together`.
+      abstract_params: all those whose path begins with `prefix`; see `load_params`.
+      prefix: a path below `params`; empty for all.
+
+    Raises:
+      DamagedError: they do not agree with their digests.
+      ValueError: they have other names, shapes or types.
+    """
     first_device = SingleDeviceSharding(jax.local_devices()[0])
     abstract = {"params": with_shardings(abstract_params, first_device)}
-    leaves = {name: leaf for name, leaf in meta["leaves"].items() if name.startswith("params/")}
+    wanted = f"params/{prefix}"
+    leaves = {name: leaf for name, leaf in meta["leaves"].items() if name.startswith(wanted)}
     meta = meta | {"leaves": leaves}
     check_leaves(path, meta, leaf_types(abstract), None)
     return _read_leaves(path, meta, abstract, partial=True)["params"]
+
+
+def read_meta_together(path: Any) -> dict[str, Any]:
+    """See `read_meta`; every process calls, and DamagedError comes in all of them or in none."""
+    return _together(lambda: read_meta(path))
 
 
 def _read_leaves(path: Any, meta: dict[str, Any], abstract: Any, *, partial: bool) -> Any:

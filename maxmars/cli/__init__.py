@@ -30,7 +30,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("maxmars.cli.train", "train a model as a config file says, or continue"),
+    "eval": Command("maxmars.cli.eval", "score a trained model, or compare two"),
     "generate": Command("maxmars.cli.generate", "continue a prompt with a trained model"),
+    "export": Command("maxmars.cli.export", "write a model as a Hugging Face directory"),
+    "import": Command("maxmars.cli.import_", "make a Hugging Face model a checkpoint"),
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),

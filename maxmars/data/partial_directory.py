@@ -77,9 +77,7 @@ class PartialDirectory:
             return
         if (self.path / "lock").exists() and not self.content.exists():
             shutil.rmtree(self.path, ignore_errors=True)  # what publishing leaves behind
-        raise FileExistsError(
-            f"{self._out} exists; delete it or choose another name to prepare tokens into."
-        )
+        raise FileExistsError(f"{self._out} exists; delete it or choose another name.")
 
     def _try_lock(self) -> bool:
         """Whether the lock is ours now."""
@@ -103,8 +101,8 @@ class PartialDirectory:
         except OSError as error:
             file.close()
             raise OSError(
-                f"the file system of {self.path} cannot lock files ({error.strerror}); prepare in "
-                "a directory on a local disk and move it here."
+                f"the file system of {self.path} cannot lock files ({error.strerror}); write to "
+                "a local disk and move the result here."
             ) from error
         # The owner before us may have removed the file that we have locked.
         with contextlib.suppress(FileNotFoundError):
@@ -162,7 +160,7 @@ class PartialDirectory:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        sync_directory(self.path)
+        sync(self.path)
 
     def publish(self, directory: Path) -> None:
         """Give a directory in here its name, and remove the rest.
@@ -170,13 +168,11 @@ class PartialDirectory:
         Raises:
           FileExistsError: `out` has appeared.
         """
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(directory)
+        for path in (*directory.rglob("*"), directory):
+            sync(path)
         self._refuse_if_out_exists()
         directory.rename(self._out)
-        sync_directory(self._out.absolute().parent)
+        sync(self._out.absolute().parent)
         self.discard()
 
     def discard(self) -> None:
@@ -197,8 +193,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk."""
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

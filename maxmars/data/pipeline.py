@@ -282,32 +282,35 @@ def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
 
 
 class ValidationBatches:
-    """The first `eval.num_windows` windows of the validation split, in order, on the mesh.
+    """The first windows of the validation split, in order, on the mesh.
 
-    Each iteration yields pairs of tokens, int32 [1, rows, max_seq_len + 1], and a mask, float32
+    Each iteration yields pairs of tokens, int32 [1, rows, length + 1], and a mask, float32
     [1, rows], which is 0 for the rows that only fill up the last batch. The windows are the same
     on each mesh; only the filling differs.
 
     Args:
       tokens: the validation tokens; see `ValidationWindows` for those of a mixture.
-      config: takes the eval group, eval_batch_size and max_seq_len from it.
       mesh: where the batches go.
+      length: tokens of a window that are predicted.
+      num_windows: number of windows to take.
+      batch_size: rows of a batch, rounded up to what the mesh divides.
 
     Attributes:
-      num_windows: windows scored: `eval.num_windows`, or all where the split has fewer.
+      num_windows: windows scored: those asked for, or all where the split has fewer.
 
     Raises:
       ValueError: there are too few tokens for one window.
     """
 
-    def __init__(self, tokens: SplitTokens, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, tokens: SplitTokens, mesh: Mesh, *, length: int, num_windows: int, batch_size: int
+    ) -> None:
         """Find out how many windows and rows there are; read none."""
-        length = config.model.max_seq_len
         self._windows = ValidationWindows(tokens.streams, tokens.weights, length)
         self._mesh = mesh
-        self.num_windows = min(config.eval.num_windows, len(self._windows))
+        self.num_windows = min(num_windows, len(self._windows))
         parts = batch_shards(mesh)
-        self._rows = -(-config.eval_batch_size // parts) * parts
+        self._rows = -(-batch_size // parts) * parts
 
     def __len__(self) -> int:
         """Number of batches."""

@@ -80,7 +80,7 @@ class ByteTokenizer:
     @property
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
-        return _digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
+        return vocabulary_digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
 
     def find_cut(self, text: str, start: int, end: int) -> int | None:
         """Anywhere; see `Tokenizer.find_cut`."""
@@ -126,7 +126,11 @@ class GPT2Tokenizer:
     @property
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
-        return _digest(map(self._encoding.decode_single_token_bytes, range(self.vocab_size)))
+        return vocabulary_digest([*self.token_bytes(), END_OF_TEXT.encode()])
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every token but the last, which ends a document, in order of ids."""
+        return [self._encoding.decode_single_token_bytes(token) for token in range(self.eot)]
 
     def find_cut(self, text: str, start: int, end: int) -> int | None:
         """Before a space or line feed that follows a character; see `Tokenizer.find_cut`."""
@@ -203,7 +207,7 @@ class JsonTokenizer:
     @property
     def digest(self) -> str:
         """SHA-256 over the file and the end-of-text token, in hex."""
-        return _digest([self.content, self.eot_token.encode()])
+        return vocabulary_digest([self.content, self.eot_token.encode()])
 
     def find_cut(self, text: str, start: int, end: int) -> int | None:
         """Never: a tokenizer.json may look at any context; see `Tokenizer.find_cut`."""
@@ -267,6 +271,15 @@ def tokenizer_in(directory: str | Path, name: str, eot_token: str | None) -> Tok
     return load_tokenizer(Path(directory) / name, eot_token=eot_token)
 
 
+def tokenizer_of(source: Path, name: str) -> Tokenizer:
+    """The tokenizer of tokens on disk: what `saved_tokenizer` would load after `save_tokenizer`.
+
+    Raises:
+      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
+    """
+    return tokenizer_in(source, name, _saved_fields(source, name).get("eot_token"))
+
+
 def save_tokenizer(source: Path, name: str, target: Path) -> None:
     """Write into `target` what `saved_tokenizer` needs to load the tokenizer of tokens on disk.
 
@@ -275,11 +288,26 @@ def save_tokenizer(source: Path, name: str, target: Path) -> None:
       name: name of the tokenizer.
       target: directory to make.
     """
-    fields = {"name": name}
     target.mkdir(parents=True, exist_ok=True)
     if name == JsonTokenizer.name:
-        fields["eot_token"] = json.loads((source / "meta.json").read_text())["eot_token"]
         shutil.copyfile(source / name, target / name)
+    (target / _SAVED).write_text(json.dumps(_saved_fields(source, name)) + "\n")
+
+
+def _saved_fields(source: Path, name: str) -> dict[str, str]:
+    if name != JsonTokenizer.name:
+        return {"name": name}
+    eot_token = json.loads((source / "meta.json").read_text())["eot_token"]
+    return {"name": name, "eot_token": eot_token}
+
+
+def store_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
+    """Write a tokenizer that is open, as `save_tokenizer` does."""
+    fields = {"name": tokenizer.name}
+    target.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, JsonTokenizer):
+        fields["eot_token"] = tokenizer.eot_token
+        (target / tokenizer.name).write_bytes(tokenizer.content)
     (target / _SAVED).write_text(json.dumps(fields) + "\n")
 
 
@@ -293,7 +321,8 @@ def saved_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer_in(directory, fields["name"], fields.get("eot_token"))
 
 
-def _digest(vocabulary: Iterable[bytes]) -> str:
+def vocabulary_digest(vocabulary: Iterable[bytes]) -> str:
+    """SHA-256 over the bytes of every token in order of ids, in hex."""
     sha = hashlib.sha256()
     for token in vocabulary:
         sha.update(len(token).to_bytes(4, "little") + token)
@@ -332,6 +361,11 @@ def _load_gpt2_encoding() -> Any:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # OSError: every error of the network and of the disk
         raise FileNotFoundError(_no_vocabulary(error)) from error
+
+
+def gpt2_vocabulary_is_on_disk() -> bool:
+    """Whether `GPT2Tokenizer` can be made without network."""
+    return all((_gpt2_cache() / _cached_name(file)).exists() for file in _GPT2_FILES)
 
 
 def _download_gpt2_vocabulary() -> None:

@@ -8,6 +8,7 @@ encoded apart, and `acc_norm` goes by the mean loss of an ending's tokens. GPT-2
 """
 
 from maxmars.hellaswag.comparison import PairedDifference, compare
+from maxmars.hellaswag.in_loop import HellaSwagInLoop
 from maxmars.hellaswag.protocols import PROTOCOLS, Protocol
 from maxmars.hellaswag.questions import Question, load_questions
 from maxmars.hellaswag.scores import HellaSwag, Scores, write_questions
@@ -15,6 +16,7 @@ from maxmars.hellaswag.scores import HellaSwag, Scores, write_questions
 __all__ = [
     "PROTOCOLS",
     "HellaSwag",
+    "HellaSwagInLoop",
     "PairedDifference",
     "Protocol",
     "Question",

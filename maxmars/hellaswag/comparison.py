@@ -30,7 +30,7 @@ class PairedDifference:
 
 def compare(
     first: Bool[np.ndarray, " questions"],
-    second: Bool[np.ndarray, " questions"],
+    second: Bool[np.ndarray, " other"],
     *,
     seed: int = 0,
 ) -> PairedDifference:

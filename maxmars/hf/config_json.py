@@ -20,6 +20,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "activation_function": _GELU_TANH,
     "scale_attn_weights": (True,),
     "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
     "quantization_config": (None,),
 }
 
@@ -49,7 +50,7 @@ def load_config(directory: str | Path) -> GPT2Config:
       ValueError: it is malformed, or describes a model that `maxmars.model.GPT2` is not.
     """
     path = Path(directory) / CONFIG
-    fields = read_config_json(path)
+    fields = read_json_object(path)
     for name, allowed in _FIXED.items():
         value = fields.get(name, allowed[0])
         if value not in allowed:
@@ -82,7 +83,7 @@ def load_config(directory: str | Path) -> GPT2Config:
         raise ValueError(f"{path} describes no GPT-2: {error}") from error
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The fields of a JSON object in a file.
 
     Raises:
@@ -90,7 +91,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
       ValueError: it is no JSON object.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}, which describes the model.")
+        raise FileNotFoundError(f"{path.parent} has no {path.name}, which a model needs there.")
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -98,6 +99,43 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(fields).__name__}.")
     return fields
+
+
+def write_json_object(path: Path, fields: dict[str, Any]) -> None:
+    """Write a JSON object into a file."""
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """What `config.json` says of a model of ours; `load_config` reads it back.
+
+    Args:
+      config: the model.
+      dtype: type of its weights in the files, such as float32.
+      end_of_text: id of the token that ends a document.
+    """
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": _GELU_TANH[0],
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.embed_dim,
+        "n_inner": None,
+        "n_positions": config.max_seq_len,
+        "vocab_size": config.vocab_size,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": True,
+        **dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": dtype,
+        OURS: {name: getattr(config, name) for name in OUR_FIELDS},
+    }
 
 
 def _context(path: Path, fields: dict[str, Any]) -> int:

@@ -99,8 +99,8 @@ def _check_tied(head: StoredArray, embedding: StoredArray) -> None:
 def _check_zero(bias: StoredArray) -> None:
     if bias.read().any():
         raise ValueError(
-            f"{bias.name} in {bias.path} is not zero, but the model has no biases; set "
-            "model.use_bias to True."
+            f"{bias.name} in {bias.path} is not zero, but the model has no biases; set use_bias to "
+            "true, in the configuration or the `maxmars` part of its config.json."
         )
 
 

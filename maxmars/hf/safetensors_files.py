@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 WEIGHTS = "model.safetensors"
@@ -27,7 +27,7 @@ DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(jnp.bfloat16),
 }
 _OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 _OTHER_BYTES |= {"I64": 8, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}

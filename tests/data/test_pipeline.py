@@ -8,7 +8,7 @@ import grain
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, validation_batches
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.config import EvalConfig, MeshConfig
@@ -18,7 +18,6 @@ from maxmars.data.pipeline import (
     SplitTokens,
     TrainBatches,
     TrainRows,
-    ValidationBatches,
     open_data,
 )
 from maxmars.data.prepare import prepare
@@ -174,7 +173,7 @@ def test_a_mixture_through_the_mesh(directory, tmp_path):
     assert tokens.num_tokens == sum(stream.num_tokens for stream in tokens.streams)
 
     val = open_data(config.data, "val", model=config.model)
-    scored_windows, _ = scored(ValidationBatches(val, config, mesh_of(2, 2, 2)))
+    scored_windows, _ = scored(validation_batches(val, config, mesh_of(2, 2, 2)))
     expected = ValidationWindows(val.streams, val.weights, LENGTH)
     assert np.array_equal(scored_windows, [expected[i] for i in range(20)])
 
@@ -356,7 +355,7 @@ def scored(batches):
 @pytest.mark.parametrize("batch_size", [1, 7, 8, 64])
 def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size):
     evaluation = EvalConfig(num_windows=20, batch_size=batch_size)
-    batches = ValidationBatches(
+    batches = validation_batches(
         split_of(val), config_of(val.directory, eval=evaluation), mesh_of(*sizes)
     )
     expected = windows_of(val)[:20]
@@ -372,7 +371,7 @@ def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size):
 
 def test_validation_takes_what_is_there(val):
     config = config_of(val.directory, eval=EvalConfig(num_windows=10_000))
-    batches = ValidationBatches(split_of(val), config, mesh_of())
+    batches = validation_batches(split_of(val), config, mesh_of())
     assert batches.num_windows == len(windows_of(val)) < 10_000
     assert np.array_equal(scored(batches)[0], windows_of(val))
 
@@ -380,5 +379,5 @@ def test_validation_takes_what_is_there(val):
 def test_validation_in_order_whatever_the_shuffle(val):
     config = config_of(val.directory, seed=5)
     assert np.array_equal(
-        scored(ValidationBatches(split_of(val), config, mesh_of()))[0], windows_of(val)[:20]
+        scored(validation_batches(split_of(val), config, mesh_of()))[0], windows_of(val)[:20]
     )
