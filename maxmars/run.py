@@ -93,7 +93,8 @@ def open_run(
     hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
     if stored is None and init_from is not None:
-        initial = load_initial(config, mesh, init_from)
+        with watchdog.watching("reading the weights to start from"):
+            initial = load_initial(config, mesh, init_from)
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -331,6 +332,57 @@ def test_generate_rejects_wrong_arguments_in_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert not generator
+
+
+def test_eval_runs_tasks_of_the_harness(monkeypatch, tmp_path, capsys):
+    seen = {}
+
+    def run_lm_eval(model, tasks, **options):
+        seen.update(options, tasks=tasks)
+        return {
+            "results": {"piqa": {"acc": 0.5, "acc_stderr": 0.25}},
+            "num_fewshot": {"piqa": 2},
+            "harness": "lm-eval 0",
+        }
+
+    monkeypatch.setitem(
+        sys.modules, "maxmars.lm_eval_adapter", types.SimpleNamespace(run_lm_eval=run_lm_eval)
+    )
+    model = types.SimpleNamespace(name="run, step 3")
+    monkeypatch.setattr("maxmars.trained_model.open_trained_model", lambda target, mesh: model)
+    arguments = ["--tasks", "piqa, boolq", "--backend", "lm-eval", "--lm-eval.num-fewshot", "2"]
+    cli.main(["eval", "runs/x", *arguments, "--output", str(tmp_path / "found.json")])
+    assert seen == {
+        "tasks": ["piqa", "boolq"],
+        "limit": None,
+        "num_fewshot": 2,
+        "include_path": None,
+        "batch_size": None,
+        "seed": 1234,
+    }
+    printed = capsys.readouterr().out
+    assert "0.5000 ± 0.2500" in printed
+    assert "run, step 3" in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["target"] == "runs/x"
+    assert found["results"] == {"piqa": {"acc": 0.5, "acc_stderr": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "lm-eval"], "needs --tasks"),
+        (["--backend", "lm-eval", "--tasks", "a", "--against", "y"], "--against belongs to"),
+        (["--lm-eval.limit", "3"], "belongs to --backend lm-eval, not to native"),
+        (["--tasks", "piqa"], "there is no task 'piqa'"),
+    ],
+    ids=str,
+)
+def test_eval_rejects_options_of_the_other_backend(capsys, arguments, message):
+    assert exit_code(cli.main, ["eval", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_data_prepare_writes_token_shards(tmp_path, capsys):
