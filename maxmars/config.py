@@ -226,7 +226,8 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """Steps to skip: their update is not applied, and the run goes on with the next batch. Losses
-    and gradients that are not finite always are."""
+    and gradients that are not finite always are. `<workdir>/skipped_steps/STEP.json` tells their
+    examples."""
 
     loss_spike_threshold: float | None = None
     """Also skip a step whose loss exceeds the running mean by this many running standard
@@ -277,6 +278,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hang_timeout_s: float | None = 600.0
+    """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
+    this and than ten times the one before it. The first of each, which compiles, and checkpoints
+    may take ten times this. None waits for ever."""
 
     def __post_init__(self) -> None:
         """Reject fields that do not fit together."""
@@ -289,6 +294,7 @@ class TrainConfig:
             "num_microbatches",
             "gradient_clip_norm",
             "gradient_multiplier",
+            "hang_timeout_s",
         )
         require(
             self.global_batch_size % self.num_microbatches == 0,

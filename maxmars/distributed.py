@@ -9,24 +9,48 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxmars.cluster import Membership, detect
+from maxmars.lost_peers import AbortWatch
+from maxmars.roll_call import roll_call
 
-def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+_HEARTBEATS_S = 60  # a process that sends none for so long counts as lost
+_LEAVING_S = 60  # for the last to leave after the first
+
+_abort_watch: AbortWatch | None = None
+
+
+def initialize(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    *,
+    timeout_s: float = 300.0,
+) -> None:
     """Join the processes of one run; call it before anything else asks JAX for its devices.
 
     Args:
       coordinator: `host:port` of process 0, reachable from every process.
       num_processes: number of processes of the run.
       process_id: this process's number, in [0, num_processes).
+      timeout_s: seconds to wait for all processes.
 
-    With all three None nothing happens: the run is this process alone.
+    With all three None the cluster is asked (see `cluster.detect`); where there is none, and with
+    `num_processes` 1 alone, the run is this process alone.
 
     Raises:
-      ValueError: some are given and others are not, or `process_id` is out of range.
+      ValueError: some are given and others are not, `process_id` is out of range, or the processes
+        contradict each other.
+      TimeoutError: not all processes came; says how many did, and which are missing.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
+    if num_processes == 1 and len(missing) == 2:
+        return
     if num_processes is None or process_id is None or coordinator is None:
         if len(missing) == len(given):
+            membership = detect()
+            if membership is not None:
+                _join(membership, timeout_s)
             return
         present = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
         raise ValueError(
@@ -38,8 +62,40 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
             f"process_id={process_id} must lie in [0, {num_processes}): "
             f"the {num_processes} processes are numbered from 0."
         )
+    membership = Membership(
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        found_by="the command line",
+    )
+    _join(membership, timeout_s)
+
+
+def _join(membership: Membership, timeout_s: float) -> None:
+    coordinator, count = membership.coordinator, membership.num_processes
+    roll_call(coordinator, count, membership.process_id, timeout_s)
     # CPU processes talk through gloo, which is JAX's default (jax_cpu_collectives_implementation).
-    jax.distributed.initialize(coordinator, num_processes=num_processes, process_id=process_id)
+    global _abort_watch
+    _abort_watch = AbortWatch(f"process {membership.process_id} of {count}")
+    failure = f"not all {count} processes came to {coordinator} within {timeout_s:g} s."
+    with _abort_watch.joining(failure):
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=count,
+            process_id=membership.process_id,
+            local_device_ids=membership.local_device_ids,
+            cluster_detection_method="deactivate",  # it would take one device a process in SLURM
+            initialization_timeout=int(timeout_s),
+            heartbeat_timeout_seconds=_HEARTBEATS_S,
+            shutdown_timeout_seconds=_LEAVING_S,
+        )
+
+
+def leaves_with_error() -> None:
+    """This process ends with an error of its own: JAX may end it before the others have left, and
+    its exit code is 1 all the same."""
+    if _abort_watch is not None:
+        _abort_watch.failed()
 
 
 def shutdown() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -71,6 +72,23 @@ def print_report(report: Report) -> None:
         console.print(
             f"{len(report.questions):,} HellaSwag questions; ± is one standard error", markup=False
         )
+
+
+def print_harness_scores(name: str, found: Mapping[str, Any]) -> None:
+    """Print what `run_lm_eval` found for a model of this name."""
+    table = Table("task", "few-shot", "metric", name)
+    table.columns[-1].justify = "right"
+    for task, metrics in found["results"].items():
+        for metric, value in metrics.items():
+            if "_stderr" in metric:
+                continue
+            metric_name, comma, its_filter = metric.partition(",")
+            error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
+            text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+            table.add_row(task, str(found["num_fewshot"].get(task, "")), metric, text)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"{found['harness']}; ± is one standard error", markup=False)
 
 
 def _rows(report: Report) -> Iterator[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from maxmars import sharding
 from maxmars.config import GPT2Config
 from maxmars.model import graph_and_abstract_params, logical_axes, token_losses
 
-EvalStep = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationLoss:
@@ -29,11 +27,40 @@ class ValidationLoss:
     """Tokens scored."""
 
 
-def make_eval_step(config: GPT2Config, mesh: Mesh) -> EvalStep:
-    """A jitted function of (params, tokens [1, rows, T + 1], mask [1, rows]).
+@dataclass(frozen=True)
+class EvalStep:
+    """The jitted evaluation of one batch on its mesh."""
 
-    It returns the sum of nats over the rows whose mask is 1, and how many tokens these are.
-    """
+    mesh: Mesh
+    jitted: Any
+    """`jax.jit` function of (params, tokens, mask)."""
+
+    def __call__(
+        self, params: Any, tokens: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Score a batch.
+
+        Args:
+          params: the parameters, in the mesh's shardings.
+          tokens: int32 [1, rows, T + 1].
+          mask: float32 [1, rows], 1 for the rows that count.
+
+        Returns:
+          The sum of nats over the rows that count, and how many tokens these are.
+        """
+        with jax.set_mesh(self.mesh):
+            return self.jitted(params, tokens, mask)
+
+    def lower(self, abstract_params: Any, rows: int, window: int) -> jax.stages.Lowered:
+        """The step lowered ahead of time for `rows` sequences of `window` tokens (T + 1)."""
+        tokens = jax.ShapeDtypeStruct((1, rows, window), jnp.int32)
+        mask = jax.ShapeDtypeStruct((1, rows), jnp.float32)
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(abstract_params, tokens, mask)
+
+
+def make_eval_step(config: GPT2Config, mesh: Mesh) -> EvalStep:
+    """The evaluation step of a model on a mesh."""
     graph, _ = graph_and_abstract_params(config)
 
     def step(
@@ -53,12 +80,7 @@ def make_eval_step(config: GPT2Config, mesh: Mesh) -> EvalStep:
         ),
         out_shardings=sharding.replicated(mesh),
     )
-
-    def eval_step(params: Any, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with jax.set_mesh(mesh):
-            return jitted(params, tokens, mask)
-
-    return eval_step
+    return EvalStep(mesh, jitted)
 
 
 def validation_loss(

@@ -30,6 +30,7 @@ from maxmars.config import GPT2Config, TrainConfig, differences
 from maxmars.digest import combine, digest, leaf_types
 from maxmars.metrics import write_json
 from maxmars.train_step import TrainState, abstract_train_state, init_train_state
+from maxmars.trained_model import HFTarget, find_target
 
 _RECORD = "init_from.json"
 
@@ -108,45 +109,59 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
     return Initial(state=init_train_state(config, mesh, parts), origin=origin)
 
 
-def check_origin(workdir: Path, source: InitFrom | None) -> None:
-    """Check that the run in `workdir`, which is about to continue, did start from `source`.
+def check_origin(workdir: Path, source: InitFrom | None, *, continues: bool) -> None:
+    """Check that a run that started before in `workdir` did so from `source`.
+
+    One that continues need not name its source again. One that has saved nothing must, since it
+    starts anew; from another source it may.
 
     Raises:
-      ValueError: it started from something else; every process of the run raises.
+      ValueError: it did not, or must; every process of the run raises.
     """
-    if source is None:
-        return
-    problem = _other_origin(workdir, source) if distributed.is_primary() else None
+    problem = None
+    if distributed.is_primary():
+        problem = _other_origin(workdir, source) if continues else _forgotten(workdir, source)
     if not distributed.everywhere(problem is None):
-        raise ValueError(
-            f"the run in {workdir} {problem or 'started from something else'}. Leave --init-from "
-            "and --init-optimizer-state out to continue it, or choose another --workdir."
-        )
+        raise ValueError(problem or "process 0 refuses --init-from; it says why.")
 
 
-def record_origin(workdir: Path, initial: Initial | None) -> None:
-    """Write `init_from.json` into the directory of a new run; of one with weights of its own,
-    remove what an earlier attempt may have left. Only the primary process does."""
-    if not distributed.is_primary():
-        return
-    if initial is None:
-        (workdir / _RECORD).unlink(missing_ok=True)
-    else:
+def record_origin(workdir: Path, initial: Initial) -> None:
+    """Write `init_from.json` into the directory of a new run; only the primary process does."""
+    if distributed.is_primary():
         write_json(workdir / _RECORD, initial.origin)
 
 
-def _other_origin(workdir: Path, source: InitFrom) -> str | None:
-    """What a run started from, in words, if it is not `source`."""
+def _forgotten(workdir: Path, source: InitFrom | None) -> str | None:
+    """What is wrong with starting from random weights where another start was recorded."""
     record = workdir / _RECORD
-    if not record.is_file():
-        return f"started from random weights, not from {source.path}"
-    origin = json.loads(record.read_text())
-    if origin["path"] != str(resolve(source.path)):
-        return f"started from {origin['path']}, not from {source.path}"
-    if origin["optimizer_state"] != source.optimizer_state:
-        how = "with" if origin["optimizer_state"] else "without"
-        return f"started from {source.path} {how} its optimizer state"
-    return None
+    if source is not None or not record.is_file():
+        return None
+    return (
+        f"the run in {workdir} was to start from {json.loads(record.read_text())['path']} and has "
+        "saved nothing yet: give the same --init-from again. To start from random weights, delete "
+        f"{record}, or choose another --workdir."
+    )
+
+
+def _other_origin(workdir: Path, source: InitFrom | None) -> str | None:
+    """What is wrong with continuing a run as one that started from `source`."""
+    if source is None:
+        return None
+    record = workdir / _RECORD
+    origin = json.loads(record.read_text()) if record.is_file() else None
+    if origin is None:
+        how = f"random weights, not from {source.path}"
+    elif origin["path"] != str(resolve(source.path)):
+        how = f"{origin['path']}, not from {source.path}"
+    elif origin["optimizer_state"] != source.optimizer_state:
+        preposition = "with" if origin["optimizer_state"] else "without"
+        how = f"{origin['path']} {preposition} its optimizer state"
+    else:
+        return None
+    return (
+        f"the run in {workdir} started from {how}. Leave --init-from and --init-optimizer-state "
+        "out to continue it, or choose another --workdir."
+    )
 
 
 def _choose(
@@ -168,15 +183,11 @@ def _choose(
 def _load_hugging_face(
     path: Any, source: InitFrom, config: TrainConfig, abstract: TrainState
 ) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"--init-from {path}: there is no such directory; check the path.")
-    directory = Path(path)
-    if is_remote(path) or not hf.is_hf_directory(directory):
-        raise FileNotFoundError(
-            f"--init-from {path}: there are no weights. Name a run's directory that holds "
-            "checkpoints, its checkpoints/, one of these, or a local directory with a Hugging Face "
-            "GPT-2 (config.json and model.safetensors)."
-        )
+    if is_remote(path):
+        raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
+    target = find_target(source.path)
+    assert isinstance(target, HFTarget), "a run would have been found before"
+    directory = target.directory
     if source.optimizer_state:
         raise _no_optimizer_state(path)
     model = hf.load_config(directory)

@@ -91,7 +91,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line; values are numbers or arrays of one element."""
         if self._file is not None:
-            line = {"step": step} | {key: _json_number(value) for key, value in metrics.items()}
+            line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -149,7 +149,7 @@ def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
 class ProgressLine:
     """Progress of a run: one live line on a terminal, otherwise one line for each update.
 
-    Only the primary process prints.
+    Only the primary process prints; see `copy_to` for the others.
     """
 
     def __init__(
@@ -165,24 +165,31 @@ class ProgressLine:
         self._clock = clock
         self._first: tuple[int, float] | None = None  # step and time of the first update
         self._enabled = _is_primary()
+        self._copy: Callable[[str], None] | None = None
         self._live: rich.live.Live | None = None
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = rich.live.Live(console=self._console, auto_refresh=False)
             self._live.start()
 
+    def copy_to(self, write: Callable[[str], None]) -> None:
+        """From now on, in every process, give each line to `write` as well."""
+        self._copy = write
+
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show metrics after `step` steps: `train/loss`, and `perf/...` as far as it is there."""
-        if not self._enabled:
-            return
         line = self._line(step, metrics)
         if self._live is None:
             self.message(line)
         else:
+            if self._copy is not None:
+                self._copy(line)
             text = rich.text.Text(line, no_wrap=True, overflow="ellipsis")
             self._live.update(text, refresh=True)
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal, above the live line."""
+        if self._copy is not None:
+            self._copy(text)
         if self._enabled:
             self._console.print(text, markup=False, soft_wrap=True)
             self._console.file.flush()
@@ -234,7 +241,8 @@ def _kept_lines(text: str, resume_step: int) -> str:
     return "".join(kept)
 
 
-def _json_number(value: Any) -> int | float | str:
+def json_number(value: Any) -> int | float | str:
+    """A number for JSON, which has no non-finite ones: these as strings."""
     number = value if isinstance(value, int) else float(value)
     if math.isfinite(number):
         return number

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
@@ -22,6 +22,13 @@ EXIT_CODE = 75
 
 _KILLED_BY_INTERRUPT = 128 + signal.SIGINT
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process with this exit code, whatever its threads do."""
+    if sys.stderr.isatty():
+        os.write(2, _SHOW_CURSOR.encode())  # the progress line hides it
+    os._exit(code)
 
 
 class StopRequests:
@@ -68,9 +75,7 @@ class StopRequests:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
-            if sys.stderr.isatty():
-                os.write(2, _SHOW_CURSOR.encode())  # the progress line hides it
-            os._exit(_KILLED_BY_INTERRUPT)
+            leave_at_once(_KILLED_BY_INTERRUPT)
         self._asked = True
         os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
         if jax.distributed.is_initialized():

@@ -8,12 +8,13 @@ they go.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxmars.config import MeshConfig
@@ -48,8 +49,12 @@ RULES = ShardingRules()
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
 
+    On several TPU slices only `data` crosses the network between them: its first factor is the
+    slices, so that everything over `fsdp` and `tensor` stays within one.
+
     Raises:
-      ValueError: the axis sizes do not multiply to the number of devices.
+      ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
+        of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     count, rest = len(devices), config.fsdp * config.tensor
@@ -63,9 +68,38 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh.tensor must be one of {sizes}, and their product must be {count}."
         )
     types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(
-        (data, config.fsdp, config.tensor), AXES, axis_types=types, devices=devices
-    )
+    shape = (data, config.fsdp, config.tensor)
+    slices = num_slices(devices)
+    if data % slices:
+        raise ValueError(
+            f"mesh.data={data} must be a multiple of the {slices} slices that the {count} devices "
+            f"lie in: only `data` may cross the network between slices. With mesh.data={slices}, "
+            f"mesh.fsdp x mesh.tensor is {count // slices}."
+        )
+    if slices > 1:
+        inside = (data // slices, *shape[1:])
+        grid = _on_torus(mesh_utils.create_hybrid_device_mesh, inside, (slices, 1, 1), devices)
+        return Mesh(grid, AXES, axis_types=types)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # no product of whole axes of the torus is the size of an axis
+        grid = _on_torus(mesh_utils.create_device_mesh, shape, devices)
+        return Mesh(grid, AXES, axis_types=types)
+
+
+def _on_torus(arrange: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
+    """Devices arranged along whole axes of the torus, or along parts of them where that fails."""
+    try:
+        return arrange(*arguments)
+    except NotImplementedError:
+        return arrange(*arguments, allow_split_physical_axes=True)
+
+
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """Number of TPU slices that devices lie in; 1 on platforms without slices."""
+    if devices[0].platform != "tpu":
+        return 1  # GPUs number their hosts so, over which `fsdp` may well go
+    return len({getattr(device, "slice_index", None) for device in devices})
 
 
 def tree_shardings(mesh: Mesh, logical_axes: Any, rules: ShardingRules = RULES) -> Any:

@@ -139,6 +139,12 @@ def init_train_state(
     return TrainState(**given, **created)
 
 
+def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    """`TrainState.hyperparams` as the config says."""
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda: _hyperparams(config), out_shardings=sharding.replicated(mesh))()
+
+
 @dataclass(frozen=True)
 class TrainStep:
     """The jitted step on its mesh. Calling it donates (uses up) the state."""
@@ -165,10 +171,15 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self.jitted(state, tokens)
 
+    def trace(self) -> jax.stages.Traced:
+        """The step traced ahead of time, from shapes alone."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.trace(self.abstract_state, self.abstract_tokens)
+
     def lower(self) -> jax.stages.Lowered:
         """The step lowered ahead of time, from shapes alone."""
         with jax.set_mesh(self.mesh):
-            return self.jitted.lower(self.abstract_state, self.abstract_tokens)
+            return self.trace().lower()
 
 
 def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
@@ -212,17 +223,20 @@ def _optimizer(
     )
 
 
+def _hyperparams(config: TrainConfig) -> dict[str, jax.Array]:
+    return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, config.model.param_dtype)}
+
+
 def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
     params = init_params(config.model, seed)
-    learning_rate = config.optimizer.learning_rate
-    tx = _optimizer(config, learning_rate, mesh)
+    tx = _optimizer(config, config.optimizer.learning_rate, mesh)
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
         opt_state=tx.init(params),
         # Never read: the first step's last gradient is zero by definition.
         prev_params=jax.tree.map(jnp.zeros_like, params) if _is_exact(config) else None,
-        hyperparams={"learning_rate": jnp.asarray(learning_rate, config.model.param_dtype)},
+        hyperparams=_hyperparams(config),
         guard=new_guard(),
     )
 

@@ -409,7 +409,7 @@ def test_a_program_in_the_manner_of_libtpu():
         axes=("data", "fsdp"),
         group_size=8,
         name="gather.1",
-        scope="model",
+        scopes=frozenset({"model"}),
     )
     # Devices 0 4 1 5 2 6 3 7 in pairs: those that differ in `data`.
     assert scatter == hlo.Collective(
@@ -419,7 +419,7 @@ def test_a_program_in_the_manner_of_libtpu():
         axes=("data",),
         group_size=2,
         name="all-reduce.9",
-        scope="clip",
+        scopes=frozenset({"clip"}),
     )
 
 
@@ -490,3 +490,42 @@ def test_wire_bytes_and_table():
     assert hlo.total_bytes(twice, axes=("data",)) == 2 * p
     # The permute has no path of its own; what uses it has.
     assert hlo.total_bytes(twice, scope="mixed") == 2 * p
+
+
+# Two slices of four devices: one slice's program, which sends what it has reduced to the other.
+SLICES = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %r = f32[8,128]{1,0:T(8,128)} all-reduce(%p), channel_id=9, replica_groups={{0,1,2,3}}, to_apply=%sum, metadata={op_name="jit(step)/model/grad"}
+  %b = f32[8,128]{1,0:T(8,128)} bitcast(%r)
+  %after = token[] after-all()
+  %send = (f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}, token[]) send(%b, %after), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}, token[]) recv(%after), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=4, is_host_transfer=true
+  %got = (f32[8,128]{1,0:T(8,128)}, token[]) recv-done(%recv), channel_id=3, is_host_transfer=true
+  ROOT %out = f32[8,128]{1,0:T(8,128)} get-tuple-element(%got), index=0
+}
+"""  # noqa: E501
+
+
+def test_exchanges_between_slices_are_the_sends_to_the_runtime():
+    mesh = AbstractMesh((2, 4, 1), AXES)
+    inside, between = hlo.collectives(SLICES, mesh, num_slices=2)
+    assert (inside.op, inside.axes, inside.between_slices) == ("all-reduce", ("fsdp",), False)
+    assert between == hlo.Collective(
+        op="all-reduce",
+        bytes=8 * 128 * 4,
+        count=1,
+        axes=("data",),
+        group_size=2,
+        name="send",
+        scopes=frozenset({"model"}),
+        between_slices=True,
+    )

@@ -1,20 +1,20 @@
 """New runs from the weights of others."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from tiny import ADAMW, MODEL, tiny_config
-from token_directories import write_shards
+import tiny
+from tiny import ADAMW, MODEL
 
 from maxmars import hf, sharding
-from maxmars.checkpoint import find, load_parts
-from maxmars.config import CheckpointConfig, EvalConfig, GPT2Config, MeshConfig, ScheduleConfig
-from maxmars.data_config import TokenShardsConfig
-from maxmars.init_from import InitFrom, load_initial, record_origin
+from maxmars.checkpoint import find, load_parts, save_params
+from maxmars.config import GPT2Config, MeshConfig
+from maxmars.init_from import InitFrom, check_origin, load_initial, record_origin
 from maxmars.model import graph_and_abstract_params
 from maxmars.optimizer_config import AdoptConfig, MarsConfig
 from maxmars.train import train
@@ -23,23 +23,8 @@ from maxmars.train_step import abstract_train_state, make_train_step
 
 @pytest.fixture(scope="module")
 def short_config(tmp_path_factory):
-    """Makes configs of two steps on a few random tokens."""
-    path = tmp_path_factory.mktemp("tokens") / "tokens"
-    stream = np.random.default_rng(0).integers(0, 200, 2000)
-    write_shards(path, stream, stream[:400], vocab_size=257)
-
-    def short_config(**changes):
-        defaults = {
-            "num_steps": 2,
-            "data": TokenShardsConfig(path=str(path)),
-            "schedule": ScheduleConfig(warmup_steps=0),
-            "eval": EvalConfig(every=2, num_windows=16, batch_size=16),
-            "checkpoint": CheckpointConfig(every=1, keep_last=9),
-            "optimizer": ADAMW,
-        }
-        return tiny_config(**defaults | changes)
-
-    return short_config
+    """Makes configs of two steps."""
+    return functools.partial(tiny.short_config, tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +37,8 @@ def source(tmp_path_factory, short_config):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, short_config, source):
-    """A run under MARS from its weights, on another mesh and with another padding; its config."""
-    config = short_config(
-        optimizer=MarsConfig(), mesh=MeshConfig(fsdp=2, tensor=4), model=model(vocab_pad_multiple=4)
-    )
+    """A run from its weights, and its config."""
+    config = short_config(seed=1)
     workdir = tmp_path_factory.mktemp("started") / "run"
     train(config, workdir, init_from=InitFrom(path=str(source)))
     return workdir, config
@@ -119,9 +102,14 @@ def test_the_same_command_continues_and_another_source_is_refused(source, starte
 def test_a_run_from_random_weights_does_not_continue_from_others(source, short_config, tmp_path):
     with pytest.raises(ValueError, match=r"started from random weights, not from .*elsewhere"):
         train(short_config(), source, init_from=InitFrom(path=str(tmp_path / "elsewhere")))
-    (tmp_path / "init_from.json").write_text("{}")  # of an attempt that saved nothing
-    record_origin(tmp_path, None)
-    assert not (tmp_path / "init_from.json").exists()
+
+
+def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_config, tmp_path):
+    record_origin(tmp_path, loaded(source, short_config()))
+    with pytest.raises(ValueError, match=rf"was to start from {source} and has saved nothing yet"):
+        train(short_config(), tmp_path)
+    for path in (str(source), "/elsewhere"):
+        check_origin(tmp_path, InitFrom(path=path), continues=False)
 
 
 def test_weights_alone_begin_everything_anew(source, short_config):
@@ -211,24 +199,31 @@ def test_what_does_not_fit_is_named(source, short_config):
     loaded(source, short_config(model=model(remat="full", document_end_id=256)))
 
 
-def test_an_optimizer_state_that_does_not_fit_is_named(source, started, short_config):
+def test_an_optimizer_state_that_does_not_fit_is_named(source, short_config):
     # Adopt's state has the same arrays as AdamW's.
     with pytest.raises(ValueError, match=r"is of AdamWConfig, but optimizer is AdoptConfig here; "):
         loaded(source, short_config(optimizer=AdoptConfig()), optimizer_state=True)
     padded = short_config(model=model(vocab_pad_multiple=1))
     with pytest.raises(ValueError, match=r"does not fit: .*model\.vocab_pad_multiple is 8 there"):
         loaded(source, padded, optimizer_state=True)
-    workdir, config = started
-    exact = dataclasses.replace(config, optimizer=MarsConfig(exact=True))
-    with pytest.raises(ValueError, match=r"optimizer\.exact is False there and True here\)\. Take"):
-        loaded(workdir, exact, optimizer_state=True)
 
 
 def test_no_weights(tmp_path, short_config):
-    with pytest.raises(FileNotFoundError, match="there is no such directory"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; name the working"):
         loaded(tmp_path / "nowhere", short_config())
-    with pytest.raises(FileNotFoundError, match=r"there are no weights\. Name a run's directory"):
+    with pytest.raises(ValueError, match=r"is neither a run .* nor a Hugging Face"):
         loaded(tmp_path, short_config())
+
+
+def test_an_imported_model_has_weights_alone(source, short_config, tmp_path):
+    config = short_config()
+    params = saved(source, config)["params"]
+    save_params(tmp_path / "checkpoints", config.model, params, mesh=mesh_of(config))
+    initial = loaded(tmp_path, config)
+    assert initial.origin["weights"].endswith("/checkpoints/0")
+    assert_equal(initial.state.params, params)
+    with pytest.raises(ValueError, match=r"checkpoints/0 has weights alone and no optimizer state"):
+        loaded(tmp_path, config, optimizer_state=True)
 
 
 def test_a_hugging_face_model(reference_dir, short_config):
@@ -252,3 +247,17 @@ def test_a_hugging_face_model(reference_dir, short_config):
         loaded(directory, short_config(model=dataclasses.replace(shape, max_seq_len=512)))
     with pytest.raises(ValueError, match="has weights alone and no optimizer state; leave out"):
         loaded(directory, config, optimizer_state=True)
+
+
+@pytest.mark.slow
+def test_another_optimizer_mesh_and_padding_at_once(source, short_config, tmp_path):
+    config = short_config(
+        optimizer=MarsConfig(), mesh=MeshConfig(fsdp=2, tensor=4), model=model(vocab_pad_multiple=4)
+    )
+    train(config, tmp_path, init_from=InitFrom(path=str(source)))
+    losses = rows_of(tmp_path, "eval/loss")
+    assert losses[0] == pytest.approx(rows_of(source, "eval/loss")[2], abs=1e-5)
+    assert losses[2] < losses[0]
+    exact = dataclasses.replace(config, optimizer=MarsConfig(exact=True))
+    with pytest.raises(ValueError, match=r"optimizer\.exact is False there and True here\)\. Take"):
+        loaded(tmp_path, exact, optimizer_state=True)

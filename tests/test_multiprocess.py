@@ -152,6 +152,10 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path):
     outputs = [finish(process) for process in processes]
     assert "done: 4 steps" in outputs[0]
     assert "done:" not in outputs[1]  # only the primary speaks
+    logs = [(two / "logs" / f"host_00{i}.log").read_text() for i in range(2)]
+    for log in logs:  # and every one writes
+        assert "done: 4 steps" in log
+        assert log.count(" step 4/4  loss ") == 1
     environment = json.loads((two / "environment.json").read_text())
     assert environment["num_processes"] == 2
     assert environment["num_devices"] == 8

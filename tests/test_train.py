@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 
 import jax
@@ -19,10 +20,13 @@ from maxmars.config import (
     MeshConfig,
     ScheduleConfig,
 )
-from maxmars.data.pipeline import TrainRows
+from maxmars.data.formats import open_split
+from maxmars.data.pipeline import TrainBatches, TrainRows, open_data
+from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.model import graph_and_abstract_params
+from maxmars.sharding import make_mesh
 from maxmars.train import train
 
 
@@ -66,6 +70,7 @@ def test_what_a_run_leaves_behind(finished):
         "checkpoints",
         "config.json",
         "environment.json",
+        "logs",
         "metrics.jsonl",
         "tokenizer",
     }
@@ -235,11 +240,29 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
         schedule=ScheduleConfig(warmup_steps=0),
         guard=GuardConfig(max_skipped_in_a_row=1),
     )
-    message = r"step \d was skipped: .* not finite\. 2 steps in a row.* last checkpoint is of step"
-    with pytest.raises(ValueError, match=message):
+    message = r"step (\d) was skipped \(not finite\): .* 2 in a row.* last checkpoint is of step"
+    with pytest.raises(ValueError, match=message) as error:
         train(config, tmp_path)
-    assert "(1 skipped in all)" in " ".join(capsys.readouterr().out.split())
-    assert metrics_of(tmp_path)[-1]["train/skipped"] == 2
+    assert "1 skipped in all" in " ".join(capsys.readouterr().out.split())
+    last = metrics_of(tmp_path)[-1]
+    assert last["train/skipped"] == 2
+
+    # The files say what the step was made of.
+    step = int(re.search(message, str(error.value))[1])
+    folder = tmp_path / "skipped_steps"
+    assert str(folder / f"{step}.json") in str(error.value)
+    assert {path.name for path in folder.iterdir()} == {f"{step - 1}.json", f"{step}.json"}
+    found = json.loads((folder / f"{step}.json").read_text())
+    assert (found["reason"], found["train/loss"]) == ("not finite", last["train/loss"])
+    assert found["first_example"] == (step - 1) * 16
+    tokens = open_data(config.data, "train", model=config.model)
+    mesh = make_mesh(config.mesh)
+    batches = TrainBatches(tokens, config, mesh, position=(step - 1) * 16, prefetch_steps=0)
+    for row, expected in zip(found["rows"], np.concatenate(next(batches)), strict=True):
+        stream = open_split(row["directory"], row["split"])
+        assert np.array_equal(stream.read(row["start"], found["num_tokens"]), expected)
+        assert row["text"] == ByteTokenizer().decode(expected)
+        assert row["microbatch"] == row["row"] // 8
 
 
 def test_checkpoints_by_the_clock(tmp_path):

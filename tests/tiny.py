@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+from token_directories import write_shards
 
 from maxmars.config import (
     CheckpointConfig,
@@ -15,7 +16,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.data.pipeline import ValidationBatches
-from maxmars.data_config import PythonSourcesConfig
+from maxmars.data_config import PythonSourcesConfig, TokenShardsConfig
 from maxmars.model import graph_and_abstract_params, logical_axes
 from maxmars.optimizer_config import AdamWConfig, MarsConfig
 
@@ -63,6 +64,23 @@ def tiny_config(**changes) -> TrainConfig:
 
 
 ADAMW = AdamWConfig()
+
+
+def short_config(tokens, **changes) -> TrainConfig:
+    """Two steps under AdamW on random tokens, which are written into `tokens` if it is missing."""
+    if not tokens.exists():
+        stream = np.random.default_rng(0).integers(0, 200, 2000)
+        write_shards(tokens, stream, stream[:400], vocab_size=257)
+    config = tiny_config(
+        num_steps=2,
+        num_microbatches=1,
+        data=TokenShardsConfig(path=str(tokens)),
+        schedule=ScheduleConfig(warmup_steps=0),
+        eval=EvalConfig(every=2, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=1, keep_last=9),
+        optimizer=ADAMW,
+    )
+    return dataclasses.replace(config, **changes)
 
 
 def validation_batches(tokens, config, mesh) -> ValidationBatches:

@@ -28,6 +28,7 @@ from maxmars.checkpoint.restore import (
     Saved,
     load_config,
     load_digests,
+    load_leaf_types,
     load_params,
     load_parts,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "list_steps",
     "load_config",
     "load_digests",
+    "load_leaf_types",
     "load_model",
     "load_params",
     "load_parts",

@@ -85,6 +85,17 @@ def load_digests(directory: Directory, step: int | None = None) -> dict[str, str
     return {path: leaf["digest"] for path, leaf in meta["leaves"].items()}
 
 
+def load_leaf_types(directory: Directory) -> dict[str, str]:
+    """The type of each array of the newest checkpoint, like `float32[12,768]`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      ValueError: none can be read.
+    """
+    meta, _ = first_sound(resolve(directory), None, read_meta_together)
+    return {path: leaf["type"] for path, leaf in meta["leaves"].items()}
+
+
 def load_state(path: Any, abstract: Any, config: TrainConfig) -> Restored:
     """The checkpoint at a path, if it agrees with its digests.
 

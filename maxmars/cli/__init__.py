@@ -37,6 +37,8 @@ COMMANDS = {
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
+    "plan": Command("maxmars.cli.plan", "memory, traffic and time of a run, before you pay"),
+    "launch": Command("maxmars.cli.launch", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("maxmars.cli.data", "prepare text for training"),
 }
 
@@ -46,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
       SystemExit: 0 or no exit after success, 1 after an error of the run, 2 after wrong usage, 75
-        where `train` was asked to stop and has saved, 130 after Ctrl-C elsewhere. Errors that are
-        not the user's pass through with their traceback.
+        where `train` was asked to stop and has saved, hangs or lost a process of the run, 130 after
+        Ctrl-C elsewhere. Errors that are not the user's pass through with their traceback.
     """
     try:
         try:

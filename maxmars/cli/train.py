@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from maxmars.cli.config_file import ConfigArguments, UsageError, parse_arguments
-
-_USAGE = """\
-usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
-
-Train a model as a config file says. Run the same command again to continue.
-SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
-
-CONFIG is a Python file, with its choices if it has any:
-  maxmars train configs/quickstart.py
-  maxmars train configs/gpt2.py:size=small,optimizer=mars
-
-Any field of the config can be changed on the command line:
-  maxmars train configs/quickstart.py --num-steps 100 --optimizer.learning-rate 3e-3
-
-Start a new run from the weights of another, or from a Hugging Face GPT-2:
-  maxmars train configs/quickstart.py --init-from runs/quickstart --workdir runs/more
-
-`maxmars train CONFIG --help` lists the fields of that config and their values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(ConfigArguments):
-    """Train a model as a config file says. Run the same command again to continue."""
-
-    workdir: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
-    ] = None
-    """Directory of the run's metrics and checkpoints."""
-    init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
-    its checkpoints/STEP, also on gs://, or a directory with a Hugging Face GPT-2. Step, data,
-    schedule and optimizer start anew, and the optimizer may be another one."""
-    init_optimizer_state: bool = False
-    """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of process 0, where several processes train together; goes with the next two."""
-    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Number of processes of the run."""
-    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
-    """Number of this process, from 0."""
+from maxmars.cli.config_file import UsageError, parse_arguments
+from maxmars.cli.train_arguments import USAGE, TrainArguments
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`."""
-    arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_USAGE)
+    arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=USAGE)
     # Imported late: both load JAX, which --help and wrong arguments need not wait for.
     from maxmars import distributed
     from maxmars.init_from import InitFrom
@@ -67,7 +24,18 @@ def run(argv: list[str]) -> int:
         )
     elif arguments.init_optimizer_state:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
-    distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    distributed.initialize(
+        arguments.coordinator,
+        arguments.num_processes,
+        arguments.process_id,
+        timeout_s=arguments.start_timeout_s,
+    )
     workdir = arguments.workdir or Path("runs") / arguments.config.name
-    done = train(arguments.config, workdir, init_from=init_from)
+    overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
+    done = train(
+        arguments.config,
+        workdir,
+        init_from=init_from,
+        resume_overrides=[name.strip() for name in overrides if name.strip()],
+    )
     return 0 if done else EXIT_CODE

@@ -6,9 +6,11 @@ up, so that a run may begin anywhere, and any process may read any row.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 import numpy as np
@@ -18,13 +20,33 @@ from maxmars.data.streams import TokenStream
 from maxmars.data_config import Order
 
 
-@runtime_checkable
-class Examples(Protocol):
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of an example are: `length` of them, from token `start` of a stream on."""
+
+    stream: TokenStream
+    start: int
+    length: int
+
+    def read(self) -> Int32[np.ndarray, " length"]:
+        """The tokens.
+
+        Raises:
+          ValueError: some of them lie outside the vocabulary.
+        """
+        return self.stream.read(self.start, self.length)
+
+
+class Examples(abc.ABC):
     """An endless sequence of windows."""
 
+    @abc.abstractmethod
+    def place(self, index: int) -> Place:
+        """Where example `index`, from 0 on, is."""
+
     def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
-        """Example `index`, from 0 on."""
-        ...
+        """Example `index`."""
+        return self.place(index).read()
 
 
 class TokenWindows:
@@ -51,12 +73,37 @@ class TokenWindows:
         """Number of windows."""
         return (self._stream.num_tokens - 1) // self._length
 
+    def place(self, index: int) -> Place:
+        """Where window `index`, which must lie in [0, len), is."""
+        return Place(self._stream, index * self._length, self._length + 1)
+
     def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
         """Window `index`, which must lie in [0, len)."""
-        return self._stream.read(index * self._length, self._length + 1)
+        return self.place(index).read()
 
 
-class RandomWindows:
+class OrderedWindows(Examples):
+    """Each window once an epoch, in the order of the stream or in a new one each time."""
+
+    def __init__(self, stream: TokenStream, length: int, *, shuffle_seed: int | None) -> None:
+        """Windows of `length` + 1 tokens over `stream`; without a seed, in its order.
+
+        Raises:
+          ValueError: the stream is too short for one window.
+        """
+        self._windows = TokenWindows(stream, length)
+        numbers = grain.MapDataset.range(len(self._windows))
+        if shuffle_seed is not None:
+            # Not shuffle(seed=seed): epoch e of seed s would then be epoch 0 of seed s + e.
+            numbers = numbers.seed(shuffle_seed).shuffle()
+        self._numbers: Any = numbers.repeat()
+
+    def place(self, index: int) -> Place:
+        """Where example `index` is."""
+        return self._windows.place(int(self._numbers[index]))
+
+
+class RandomWindows(Examples):
     """Windows that start at uniformly random tokens, with replacement, as in nanoGPT.
 
     The start of window i is the first 64 bits of Philox4x64 with key `seed` and counter i, scaled
@@ -70,11 +117,11 @@ class RandomWindows:
         self._length = length
         self._seed = seed
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
-        """Window `index`, any integer from 0 on."""
+    def place(self, index: int) -> Place:
+        """Where window `index`, any integer from 0 on, is."""
         bits = np.random.Philox(key=self._seed, counter=index).random_raw()
         start = bits * (self._stream.num_tokens - self._length) >> 64
-        return self._stream.read(start, self._length + 1)
+        return Place(self._stream, start, self._length + 1)
 
 
 class Interleaving:
@@ -114,7 +161,7 @@ def _rounded(number: int, numerator: int, denominator: int) -> int:
     return (2 * number * numerator + denominator) // (2 * denominator)
 
 
-class Mixture:
+class Mixture(Examples):
     """Examples of several sources, interleaved; each part's are its own examples 0, 1, 2, ..."""
 
     def __init__(self, parts: Sequence[Examples], weights: Sequence[float]) -> None:
@@ -122,10 +169,10 @@ class Mixture:
         self._parts = parts
         self._interleaving = Interleaving(weights)
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " window"]:
-        """Example `index`."""
+    def place(self, index: int) -> Place:
+        """Where example `index` is."""
         part, position = self._interleaving.locate(index)
-        return self._parts[part][position]
+        return self._parts[part].place(position)
 
 
 def training_examples(
@@ -158,16 +205,13 @@ def _seed_of_part(seed: int, part: int) -> int:
 
 
 def _ordered(stream: TokenStream, length: int, seed: int, order: Order) -> Examples:
-    windows = TokenWindows(stream, length)
-    dataset: Any = grain.MapDataset.source(windows)
     match order:
         case "random_windows":
             return RandomWindows(stream, length, seed)
         case "sequential":
-            return dataset.repeat()
+            return OrderedWindows(stream, length, shuffle_seed=None)
         case "shuffled":
-            # Not shuffle(seed=seed): epoch e of seed s would then be epoch 0 of seed s + e.
-            return dataset.seed(seed).shuffle().repeat()
+            return OrderedWindows(stream, length, shuffle_seed=seed)
 
 
 class ValidationWindows:

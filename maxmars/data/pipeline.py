@@ -20,7 +20,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float32, Int32, Integer
 
 from maxmars.config import GPT2Config, TrainConfig
-from maxmars.data.examples import Examples, Interleaving, ValidationWindows, training_examples
+from maxmars.data.examples import (
+    Examples,
+    Interleaving,
+    Place,
+    ValidationWindows,
+    training_examples,
+)
 from maxmars.data.formats import open_split
 from maxmars.data.local_copy import local_copy
 from maxmars.data.prepare import prepare_python_sources
@@ -225,7 +231,7 @@ class TrainBatches:
         _check_batch(tokens, config)
         self._global_batch_size = config.global_batch_size
         self._position = position
-        examples = training_examples(
+        self._examples = training_examples(
             tokens.streams,
             tokens.weights,
             length=config.model.max_seq_len,
@@ -233,7 +239,7 @@ class TrainBatches:
             order=config.data.order,
         )
         rows = TrainRows(
-            examples,
+            self._examples,
             local_rows(mesh, (config.num_microbatches, config.microbatch_size)),
             global_batch_size=config.global_batch_size,
             position=position,
@@ -249,6 +255,10 @@ class TrainBatches:
     def position(self) -> int:
         """Index of the next batch's first example: the state to save in a checkpoint."""
         return self._position
+
+    def place(self, example: int) -> Place:
+        """Where the tokens of an example, of any step, are."""
+        return self._examples.place(example)
 
     def __iter__(self) -> Iterator[jax.Array]:
         """Itself."""
@@ -281,6 +291,12 @@ def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
             )
 
 
+def validation_rows(batch_size: int, mesh: Mesh) -> int:
+    """Sequences in a batch of the evaluation: `batch_size`, rounded up to divide over a mesh."""
+    parts = batch_shards(mesh)
+    return -(-batch_size // parts) * parts
+
+
 class ValidationBatches:
     """The first windows of the validation split, in order, on the mesh.
 
@@ -309,8 +325,7 @@ class ValidationBatches:
         self._windows = ValidationWindows(tokens.streams, tokens.weights, length)
         self._mesh = mesh
         self.num_windows = min(num_windows, len(self._windows))
-        parts = batch_shards(mesh)
-        self._rows = -(-batch_size // parts) * parts
+        self._rows = validation_rows(batch_size, mesh)
 
     def __len__(self) -> int:
         """Number of batches."""

@@ -51,6 +51,10 @@ class TokenStream(Protocol):
         """
         ...
 
+    def locate(self, token: int) -> dict[str, str | int]:
+        """Where a token is on disk, JSON-ready: the file or record, and the place in it."""
+        ...
+
     def verify(self) -> None:
         """Read everything and compare it with its checksums; where there are none, check that every
         token is one of the vocabulary.
@@ -185,6 +189,13 @@ class TokenFiles:
             index += 1
         check_ids(self, self.directory, tokens)
         return tokens
+
+    def locate(self, token: int) -> dict[str, str | int]:
+        """The file that holds a token, and its first byte in there."""
+        index = bisect.bisect_right(self._starts, token) - 1
+        file, number = self._files[index], token - self._starts[index]
+        byte = file.header_bytes + number * self._dtype.itemsize
+        return {"file": str(file.path), "byte_in_file": byte}
 
     def _map(self, index: int) -> np.ndarray:
         tokens = self._maps.get(index)

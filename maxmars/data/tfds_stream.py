@@ -86,6 +86,11 @@ class TfdsTokens:
             index += 1
         return tokens
 
+    def locate(self, token: int) -> dict[str, str | int]:
+        """The record that holds a token, and the token's number in it."""
+        record = self._index.find(token)
+        return {"record": record, "token_in_record": token - self._index.bounds(record)[0]}
+
     def _record(self, index: int) -> np.ndarray:
         record = self._read_record(index)
         start, end = self._index.bounds(index)

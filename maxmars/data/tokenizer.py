@@ -6,12 +6,8 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
-import tempfile
-import urllib.request
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,12 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt16
 
+from maxmars.data import gpt2_vocabulary
+
 _SAVED = "description.json"
 END_OF_TEXT = "<|endoftext|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
-_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_GPT2_FILES = ("vocab.bpe", "encoder.json")
-_TIMEOUT_S = 20.0
 # GPT-2's pattern never joins a character that is no space to a space after it.
 _BEFORE_SPACE = re.compile(r"[!-~](?=[ \n])")
 
@@ -357,48 +352,7 @@ def _load_gpt2_encoding() -> Any:
             "the gpt2 tokenizer needs tiktoken; install it with `pip install 'maxmars[hf]'`."
         ) from error
     try:
-        _download_gpt2_vocabulary()
+        gpt2_vocabulary.download()
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # OSError: every error of the network and of the disk
-        raise FileNotFoundError(_no_vocabulary(error)) from error
-
-
-def gpt2_vocabulary_is_on_disk() -> bool:
-    """Whether `GPT2Tokenizer` can be made without network."""
-    return all((_gpt2_cache() / _cached_name(file)).exists() for file in _GPT2_FILES)
-
-
-def _download_gpt2_vocabulary() -> None:
-    """Put the files where tiktoken looks for them; its own download has no timeout."""
-    for file in _GPT2_FILES:
-        path = _gpt2_cache() / _cached_name(file)
-        if not path.exists():
-            with urllib.request.urlopen(_GPT2_URL + file, timeout=_TIMEOUT_S) as response:
-                content = response.read()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-            temporary.write_bytes(content)
-            temporary.rename(path)
-
-
-def _gpt2_cache() -> Path:
-    """The directory that tiktoken uses."""
-    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable])
-    return Path(tempfile.gettempdir()) / "data-gym-cache"
-
-
-def _cached_name(file: str) -> str:
-    return hashlib.sha1((_GPT2_URL + file).encode()).hexdigest()
-
-
-def _no_vocabulary(error: Exception) -> str:
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR")
-    place = f"in TIKTOKEN_CACHE_DIR={cache}" if cache else "on disk (TIKTOKEN_CACHE_DIR is not set)"
-    names = " and ".join(f"{file} as {_cached_name(file)}" for file in _GPT2_FILES)
-    return (
-        f"the vocabulary of the gpt2 tokenizer is not {place} and could not be downloaded "
-        f"({type(error).__name__}: {error}). Without network, download {names} from {_GPT2_URL} on "
-        "another machine, copy both into a directory here and set TIKTOKEN_CACHE_DIR to it."
-    )
+        raise FileNotFoundError(gpt2_vocabulary.missing(error)) from error

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from maxmars.config import GPT2Config
+from maxmars.data import gpt2_vocabulary
 from maxmars.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     GPT2Tokenizer,
     JsonTokenizer,
     Tokenizer,
-    gpt2_vocabulary_is_on_disk,
     vocabulary_digest,
 )
 from maxmars.hf.bpe import as_bytes, as_characters, bpe_tokenizer_json, merges_of
@@ -141,7 +141,7 @@ def _one_of_ours(content: bytes) -> Tokenizer | None:
         return None
     if len(tokens) == ByteTokenizer.vocab_size:
         ours: Tokenizer = ByteTokenizer()
-    elif len(tokens) == GPT2Tokenizer.vocab_size and gpt2_vocabulary_is_on_disk():
+    elif len(tokens) == GPT2Tokenizer.vocab_size and gpt2_vocabulary.is_on_disk():
         try:
             ours = GPT2Tokenizer()
         except ImportError:

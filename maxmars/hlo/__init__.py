@@ -9,7 +9,10 @@ loop's condition and body. libtpu also spreads one asynchronous collective over 
 which each repeat it under one `chain_id`, and writes a reduce-scatter as a fusion
 `all-reduce-scatter` that holds an all-reduce. And replica groups come in three notations.
 
-What is not seen: `send`/`recv` pairs and custom calls that communicate on their own.
+For several slices libtpu writes the program of one slice, in which each exchange between slices is
+a `send` to its runtime ("MegaScale") whose attributes name the collective.
+
+What is not seen: other `send`/`recv` pairs and custom calls that communicate on their own.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ OPS = (
     "collective-permute",
     "collective-broadcast",
 )
+_LEAVES = ("constant", "parameter")  # what their parentheses hold are no operands
 SCOPES = ("model", "clip", "optimizer")
 """Names that the train step gives its parts with `jax.named_scope`."""
 
@@ -56,8 +60,15 @@ class Collective:
     """Devices that take part in one exchange; 2 for a permute."""
     name: str
     """Name of the instruction."""
-    scope: str | None
-    """`model`, `clip`, `optimizer`; `mixed` where the compiler merged several, None outside."""
+    scopes: frozenset[str]
+    """Those of `SCOPES` that it serves: several where the compiler merged, none outside of all."""
+    between_slices: bool = False
+    """Whether it goes from slice to slice, over the data center's network."""
+
+    @property
+    def scope(self) -> str | None:
+        """Its one scope; `mixed` for several, None for none."""
+        return "mixed" if len(self.scopes) > 1 else next(iter(self.scopes), None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def memory(compiled: Any) -> Memory:
 
 
 def collectives(
-    compiled_or_text: Any, mesh: Mesh | AbstractMesh | None = None
+    compiled_or_text: Any, mesh: Mesh | AbstractMesh | None = None, *, num_slices: int = 1
 ) -> tuple[Collective, ...]:
     """The collectives of a compiled program, in the order in which it lists them.
 
@@ -109,6 +120,8 @@ def collectives(
       compiled_or_text: a `jax.stages.Compiled`, or its `as_text()`.
       mesh: the mesh that the program was compiled for. Replica groups number the devices in the
         order of `mesh.devices.flat`, whatever their ids.
+      num_slices: TPU slices that the mesh's first axis goes over. Each exchange between them counts
+        with the bytes that it sends, padding to tiles included.
 
     Raises:
       ValueError: the text is not HLO, or the trip count of a loop with collectives is not known and
@@ -116,7 +129,16 @@ def collectives(
     """
     text = compiled_or_text if isinstance(compiled_or_text, str) else compiled_or_text.as_text()
     module = parse(text)
-    return tuple(_visit(Frame(module, module.computations[module.entry]), mesh, set()))
+    if mesh is None or num_slices == 1:
+        return tuple(_visit(Frame(module, module.computations[module.entry]), mesh, set()))
+    first, *rest = mesh.axis_names
+    shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
+    of_slice = AbstractMesh(shape, mesh.axis_names)
+    found = _visit(Frame(module, module.computations[module.entry]), of_slice, set())
+    return tuple(
+        dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
+        for c in found
+    )
 
 
 def total_bytes(
@@ -171,6 +193,8 @@ def _visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Co
         if instruction.opcode.removesuffix("-start") in OPS:
             if _first_of_chain(instruction, chains):
                 yield _collective(frame, instruction, mesh)
+        elif instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
+            yield _collective_between_slices(frame, instruction)
         elif instruction.opcode == "while":
             yield from _visit_while(frame, instruction, mesh)
         elif instruction.opcode == "conditional":
@@ -227,11 +251,32 @@ def _collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective
         groups = replica_groups(text, frame.module.num_devices)
         group_size = max(map(len, groups))
         axes = None if mesh is None else axes_of_groups(groups, mesh)
-    return Collective(op, size, 1, axes, group_size, instruction.name, _scope(frame, instruction))
+    scopes = _scopes(frame, instruction)
+    return Collective(op, size, 1, axes, group_size, instruction.name, scopes)
 
 
-def _scope(frame: Frame, instruction: Instruction) -> str | None:
-    """The scope in an instruction's path; if it has none, those of its users or of its caller.
+def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
+    attributes = send.attributes.get("frontend_attributes", "")
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
+    op = match[1].lower().replace("_", "-") if match else "collective-permute"
+    size = shape_bytes(tuple_elements(send.shape)[0])
+    # Named after nothing itself, it belongs to what made its operand.
+    found, todo, seen = set(), [send.operands[0]], set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            current = frame.computation.instructions[name]
+            path = _path(current)
+            found |= _scopes_of(path)
+            todo += [] if path or current.opcode in _LEAVES else current.operands
+    if not found and frame.outer is not None:
+        found = _scopes(*frame.outer)
+    return Collective(op, size, 1, None, 0, send.name, frozenset(found), between_slices=True)
+
+
+def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
+    """The scopes in an instruction's path; if it has none, those of its users or of its caller.
 
     Instructions without a path were made by the compiler, or named after a program's argument.
     """
@@ -244,8 +289,8 @@ def _scope(frame: Frame, instruction: Instruction) -> str | None:
             found |= _scopes_of(path)
             todo += [] if path else frame.computation.users[current.name]
     if not found and not _path(instruction) and frame.outer is not None:
-        return _scope(*frame.outer)
-    return found.pop() if len(found) == 1 else "mixed" if found else None
+        return _scopes(*frame.outer)
+    return frozenset(found)
 
 
 def _path(instruction: Instruction) -> str:

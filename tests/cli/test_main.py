@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def calls(monkeypatch):
 
     stub = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "maxmars.train", stub)
-    monkeypatch.setattr(distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
     return calls
 
 
@@ -189,7 +190,7 @@ def test_train_loads_the_config_and_trains(calls, config_file):
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
     assert workdir == Path("runs/tiny")
-    assert options == {"init_from": None}
+    assert options == {"init_from": None, "resume_overrides": []}
 
 
 def test_train_starts_from_weights(calls, config_file, capsys):
@@ -202,12 +203,40 @@ def test_train_starts_from_weights(calls, config_file, capsys):
     assert "--init-optimizer-state needs --init-from PATH" in capsys.readouterr().err
 
 
+def test_train_changes_fields_on_purpose(calls, config_file):
+    cli.main(["train", config_file, "--resume-overrides", "optimizer.learning-rate, schedule,"])
+    assert calls[1][2]["resume_overrides"] == ["optimizer.learning_rate", "schedule"]
+
+
 def test_train_takes_a_workdir_and_processes(calls, config_file):
     processes = ["--coordinator", "localhost:1234", "--num-processes", "2", "--process-id", "1"]
     cli.main(["train", config_file, "--workdir", "elsewhere", *processes])
     (initialized, (_, workdir, _)) = calls
     assert initialized == ("localhost:1234", 2, 1)
     assert workdir == Path("elsewhere")
+
+
+def test_a_start_that_misses_hosts_ends_and_counts_them(config_file, capsys):
+    processes = ["--coordinator", "localhost:47611", "--num-processes", "3", "--process-id", "0"]
+    assert exit_code(cli.main, ["train", config_file, *processes, "--start-timeout-s", "0.3"]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 3 processes came to localhost:47611 within 0.3 s; missing: 1-2" in error
+
+
+def test_train_finds_its_place_in_a_cluster(monkeypatch):
+    """Both the flags and the cluster lead to the same call of JAX."""
+    joined = []
+    monkeypatch.setattr(distributed, "roll_call", lambda *arguments: joined.append(arguments))
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *a, **k: joined.append(k))
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "a1", "NTASKS": "2", "PROCID": "1", "LOCALID": "1"}
+    for name, value in (slurm | {"STEP_TASKS_PER_NODE": "2"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    distributed.initialize(None, 1, None)
+    assert joined == []  # alone, whatever the cluster says
+    distributed.initialize(None, None, None, timeout_s=7.0)
+    assert joined[0] == ("a1:61441", 2, 1, 7.0)
+    assert joined[1]["local_device_ids"] == (1,)
+    assert joined[1]["cluster_detection_method"] == "deactivate"
 
 
 def test_a_run_that_was_stopped_asks_to_be_started_again(calls, config_file, monkeypatch):
@@ -305,6 +334,57 @@ def test_generate_rejects_wrong_arguments_in_one_line(
     assert not generator
 
 
+def test_eval_runs_tasks_of_the_harness(monkeypatch, tmp_path, capsys):
+    seen = {}
+
+    def run_lm_eval(model, tasks, **options):
+        seen.update(options, tasks=tasks)
+        return {
+            "results": {"piqa": {"acc": 0.5, "acc_stderr": 0.25}},
+            "num_fewshot": {"piqa": 2},
+            "harness": "lm-eval 0",
+        }
+
+    monkeypatch.setitem(
+        sys.modules, "maxmars.lm_eval_adapter", types.SimpleNamespace(run_lm_eval=run_lm_eval)
+    )
+    model = types.SimpleNamespace(name="run, step 3")
+    monkeypatch.setattr("maxmars.trained_model.open_trained_model", lambda target, mesh: model)
+    arguments = ["--tasks", "piqa, boolq", "--backend", "lm-eval", "--lm-eval.num-fewshot", "2"]
+    cli.main(["eval", "runs/x", *arguments, "--output", str(tmp_path / "found.json")])
+    assert seen == {
+        "tasks": ["piqa", "boolq"],
+        "limit": None,
+        "num_fewshot": 2,
+        "include_path": None,
+        "batch_size": None,
+        "seed": 1234,
+    }
+    printed = capsys.readouterr().out
+    assert "0.5000 ± 0.2500" in printed
+    assert "run, step 3" in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["target"] == "runs/x"
+    assert found["results"] == {"piqa": {"acc": 0.5, "acc_stderr": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "lm-eval"], "needs --tasks"),
+        (["--backend", "lm-eval", "--tasks", "a", "--against", "y"], "--against belongs to"),
+        (["--lm-eval.limit", "3"], "belongs to --backend lm-eval, not to native"),
+        (["--tasks", "piqa"], "there is no task 'piqa'"),
+    ],
+    ids=str,
+)
+def test_eval_rejects_options_of_the_other_backend(capsys, arguments, message):
+    assert exit_code(cli.main, ["eval", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_data_prepare_writes_token_shards(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one line of text\n" * 100)
     out = tmp_path / "tokens"
@@ -357,3 +437,10 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert exit_code(cli.main, ["data", name, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in words)
+
+
+def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
+    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
+    assert not (tmp_path / "gs:").exists()

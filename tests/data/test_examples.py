@@ -49,12 +49,28 @@ def test_too_few_tokens_for_a_window(stream):
 # The starts of seed 7's first windows of 9 tokens among 100, and of one far away.
 STARTS = [79, 7, 1, 40, 11]
 
+# The first two epochs of 11 windows, by seed.
+SHUFFLED = {
+    0: [1, 2, 4, 5, 9, 7, 10, 6, 0, 3, 8, 9, 10, 1, 8, 2, 0, 3, 5, 4, 7, 6],
+    7: [7, 9, 0, 8, 4, 2, 5, 6, 10, 1, 3, 6, 0, 4, 2, 7, 9, 1, 10, 8, 3, 5],
+}
+
 
 def test_random_windows_are_pinned(stream):
     windows = RandomWindows(stream, 9, seed=7)
     starts = [int(windows[i][0]) - 1000 for i in (0, 1, 2, 3, 10**12)]
     assert starts == STARTS
     assert np.array_equal(windows[0], STREAM[starts[0] : starts[0] + 10])
+
+
+def test_shuffled_windows_are_pinned(stream):
+    options = {"length": 9, "order": "shuffled"}
+    for seed, expected in SHUFFLED.items():
+        examples = training_examples([stream], [1.0], seed=seed, **options)
+        numbers = [examples.place(i).start // 9 for i in range(22)]
+        assert numbers == expected
+        assert np.array_equal(examples[3], examples.place(3).read())
+        assert sorted(numbers[:11]) == sorted(numbers[11:]) == list(range(11))
 
 
 def test_random_windows_are_uniform_over_every_start(stream):

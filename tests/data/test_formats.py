@@ -84,6 +84,19 @@ def test_every_format_gives_the_same_stream(root, name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_every_token_is_found_on_disk(root, name):
+    stream = open_split(directory_of(root, name), "train")
+    width = "<u4" if name == "llama" else "<u2"
+    for token in (0, 299, 300, 400, 401, 999):
+        place = stream.locate(token)
+        if "file" in place:
+            (found,) = np.fromfile(place["file"], width, count=1, offset=place["byte_in_file"])
+        else:
+            found = stream._records[place["record"]]["tokens"][place["token_in_record"]]
+        assert found == STREAM[token]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_files_are_all_that_reading_takes(root, name, tmp_path):
     directory = directory_of(root, name)
     files = files_of(directory)

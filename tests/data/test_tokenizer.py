@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from maxmars.data import tokenizer as tokenizer_module
+from maxmars.data import gpt2_vocabulary
 from maxmars.data.tokenizer import (
     ByteTokenizer,
     GPT2Tokenizer,
@@ -100,9 +100,9 @@ def server(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
     server.stopped = threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(tokenizer_module, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(gpt2_vocabulary, "_TIMEOUT_S", 0.3)
     monkeypatch.setattr(
-        tokenizer_module, "_GPT2_URL", f"http://127.0.0.1:{server.server_port}/encodings/"
+        gpt2_vocabulary, "_URL", f"http://127.0.0.1:{server.server_port}/encodings/"
     )
     yield server
     server.stopped.set()
@@ -115,7 +115,7 @@ def test_gpt2_without_network(monkeypatch, tmp_path, server, network):
     pytest.importorskip("tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     if network == "refused":
-        monkeypatch.setattr(tokenizer_module, "_GPT2_URL", "http://127.0.0.1:1/encodings/")
+        monkeypatch.setattr(gpt2_vocabulary, "_URL", "http://127.0.0.1:1/encodings/")
     start = time.monotonic()
     with pytest.raises(FileNotFoundError, match="Without network") as raised:
         load_tokenizer("gpt2")
@@ -123,13 +123,13 @@ def test_gpt2_without_network(monkeypatch, tmp_path, server, network):
     message = str(raised.value)
     assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in message
     for file in ("vocab.bpe", "encoder.json"):
-        url = tokenizer_module._GPT2_URL + file
+        url = gpt2_vocabulary._URL + file
         assert f"{file} as {hashlib.sha1(url.encode()).hexdigest()}" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_gpt2_names_of_the_cache():
-    names = [tokenizer_module._cached_name(file) for file in ("vocab.bpe", "encoder.json")]
+    names = [gpt2_vocabulary.cached_name(file) for file in ("vocab.bpe", "encoder.json")]
     assert names == [
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
         "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -154,10 +154,10 @@ def test_gpt2_is_downloaded_once(monkeypatch, tmp_path, server, reference_dir):
         handler.wfile.write(data)
 
     monkeypatch.setattr(Silent, "do_GET", answer)
-    monkeypatch.setattr(tokenizer_module, "_TIMEOUT_S", 5)
+    monkeypatch.setattr(gpt2_vocabulary, "_TIMEOUT_S", 5)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     for _ in range(2):
-        tokenizer_module._download_gpt2_vocabulary()
+        gpt2_vocabulary.download()
     assert requests == ["vocab.bpe", "encoder.json"]
     assert len(list((tmp_path / "cache").iterdir())) == 2
 

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import random
 import re
 import shutil
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import tiny_config
+from training_runs import environment, free_port
 
 from maxmars.checkpoint import Checkpointer, list_steps
 from maxmars.config import CheckpointConfig, MeshConfig
@@ -49,15 +49,6 @@ def train_config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "faults.py"
     path.write_text(TRAIN_CONFIG.format(tests=str(TESTS)))
     return path
-
-
-def environment(cache, devices=1):
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
-        "MAXMARS_CACHE": str(cache),
-    }
 
 
 def train(config, workdir, cache, *arguments):
@@ -221,9 +212,7 @@ def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, c
 
 @pytest.mark.multiprocess
 def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(Path(__file__).parent / "checkpoint_worker.py"), "pair"]
     processes = [
         subprocess.Popen(

@@ -1,15 +1,11 @@
 """Signals to real training processes: they stop between two steps, and the run goes on unharmed."""
 
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from training_runs import finish, records, start, start_two, wait_for_steps
 
 from maxmars.preemption import EXIT_CODE
 
@@ -39,51 +35,6 @@ def folder(tmp_path_factory):
     assert finish(start(path, "undisturbed"))[0] == 0
     assert len(records(path / "undisturbed")) == 40 + 41
     return path
-
-
-def start(folder, name, *arguments, devices=2):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
-        "MAXMARS_CACHE": str(folder / "cache"),
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, "-m", "maxmars", "train", str(folder / "config.py")]
-    return subprocess.Popen(
-        [*command, "--workdir", str(folder / name), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process):
-    """Exit code and output."""
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
-def records(workdir):
-    """Losses by step and key."""
-    path = workdir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    keys = ("train/loss", "eval/loss")
-    return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
-
-
-def wait_for_steps(workdir, count, process):
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        path = workdir / "metrics.jsonl"
-        if path.exists() and path.read_text().count("train/loss") >= count:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"no {count} steps: {process.communicate()[0]}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -119,11 +70,7 @@ def test_a_second_interrupt_leaves_at_once(folder):
 
 
 def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    shared = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
-    processes = [start(folder, "two", *shared, str(i), devices=1) for i in range(2)]
+    processes = start_two(folder, "two")
     wait_for_steps(folder / "two", 5, processes[0])
     processes[1].send_signal(signal.SIGINT)
     results = [finish(process) for process in processes]

@@ -1,0 +1,123 @@
+"""`maxmars plan`: what a run needs on chips that are not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from maxmars.cli.config_file import ConfigArguments, UsageError, parse_arguments
+
+_USAGE = """\
+usage: maxmars plan CONFIG --topology NAME [--num-slices N] [--output plan.json] [--FIELD VALUE ...]
+
+Compile the train step and the evaluation step for chips that need not be there, and say what each
+chip holds in memory, what travels over which network, and how long a step takes at best.
+
+  maxmars plan configs/gpt2.py:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8
+  maxmars plan configs/gpt2.py:size=xl,optimizer=mars_shampoo --topology v5p:2x2x4 --mesh.fsdp 16 \\
+    --global-batch-size 512 --num-microbatches 4 --price 4.2 --output plan.json
+
+NAME is a TPU slice (v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8; extra `tpu`), GPUs, eight to a host
+(h100:8, h200:16; extra `cuda`), or fake CPU devices (cpu:8), whose compiler keeps more in float32.
+Several plans may run at once. No chip of this machine is used."""
+
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(ConfigArguments):
+    """Compile a run's programs for chips that need not be there, and say what they need."""
+
+    topology: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The chips: v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8, h100:8, h200:16 or cpu:8."""
+    num_slices: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """TPU slices of that shape, joined by the data center's network, which only `data` crosses."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the plan to this JSON file."""
+    price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
+    """Price of one chip for an hour; gives the cost to finish."""
+    max_memory: Annotated[str | None, tyro.conf.arg(metavar="[GB]")] = None
+    """Find the largest microbatch and the cheapest rematerialisation that fit: in so many GB a
+    chip, or in the chip's own memory when no number follows."""
+    save_executable: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the compiled train step, as `plan.load_executable` reads it."""
+
+
+def run(argv: list[str]) -> int:
+    """Run `maxmars plan`."""
+    words = _with_max_memory_value(argv)
+    arguments = parse_arguments(PlanArguments, words, prog="maxmars plan", usage=_USAGE)
+    if arguments.topology is None:
+        raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
+    _choose_devices(arguments.topology)
+    import rich.console
+
+    from maxmars.metrics import write_json
+    from maxmars.plan import make_plan, save_executable
+    from maxmars.plan.fit import Tried, find_fit
+    from maxmars.plan.tables import print_plan
+    from maxmars.plan.topology import get_topology
+
+    console = rich.console.Console(highlight=False)
+    topology = get_topology(arguments.topology, arguments.num_slices)
+    config = arguments.config
+    overrides: tuple[str, ...] = ()
+    if arguments.max_memory is not None:
+        chip = None if topology.chip is None else topology.chip.memory_bytes
+        limit = _max_bytes(arguments.max_memory, chip)
+
+        def report(tried: Tried) -> None:
+            peak = "no fit" if tried.peak_bytes is None else f"{tried.peak_bytes / GB:.3f} GB"
+            verdict = "fits" if tried.fits else "too much"
+            console.print(
+                f"remat {tried.remat}, {tried.num_microbatches} microbatches: {peak}, {verdict}"
+            )
+
+        fit = find_fit(config, topology, limit, report)
+        config, overrides = fit.config, fit.overrides
+    plan = make_plan(config, topology, price=arguments.price)
+    print_plan(plan, console)
+    if overrides:
+        console.print(f"use: {' '.join(overrides)}", soft_wrap=True)
+    if arguments.output is not None:
+        write_json(arguments.output, plan.to_json() | {"overrides": list(overrides)})
+    if arguments.save_executable is not None:
+        save_executable(plan, arguments.save_executable)
+    return 0
+
+
+def _choose_devices(topology: str) -> None:
+    """Keep JAX away from this machine's accelerators, and give it fake CPU devices if asked."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if match := re.fullmatch(r"cpu:(\d+)", topology):
+        flag = f"--xla_force_host_platform_device_count={match[1]}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def _with_max_memory_value(argv: list[str]) -> list[str]:
+    """The command line with a value for a `--max-memory` that has none."""
+    words = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        words.append(word)
+        if word.replace("_", "-") == "--max-memory" and not re.match(r"\.?\d", following):
+            words.append("chip")
+    return words
+
+
+def _max_bytes(text: str, chip_bytes: int | None) -> int:
+    if text == "chip":
+        if chip_bytes is None:
+            raise UsageError("--max-memory needs a number of GB: a fake CPU device has no memory.")
+        return chip_bytes
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not size > 0:
+        raise UsageError(f"--max-memory {text} must be a positive number of GB.")
+    return round(size * GB)

@@ -1,0 +1,168 @@
+"""Devices that need not be there: TPU slices, GPU hosts, fake CPU devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from maxmars.hlo import Collective
+from maxmars.plan.chips import CHIPS, Chip, Network
+
+GPUS_PER_HOST = 8
+_DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+
+# XLA's GPU compiler asks for the device's limits; the values are NVIDIA's for compute capability
+# 9.0 and the H100 SXM, whose arithmetic the H200 shares.
+_GPU_TARGET = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  memory_bandwidth: {memory_bandwidth:.0f}
+  device_memory_size: {memory_bytes}
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "NVIDIA {name}"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Chips to compile for, and how they hang together."""
+
+    name: str
+    """As the user wrote it, such as `v5e:4x4`."""
+    devices: Sequence[jax.Device]
+    num_slices: int
+    chip: Chip | None
+    """None for fake CPU devices, whose memory and speed mean nothing."""
+
+    def network(self, collective: Collective, mesh: Mesh) -> Network:
+        """The network that a collective of a program for `mesh` uses: the slowest on its way."""
+        if self.chip is None:
+            return "host"
+        if collective.between_slices:
+            return "DCN"
+        if self.chip.network == "NVLink":
+            hosts = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+            for index, axis in enumerate(mesh.axis_names):
+                apart = bool(np.any(hosts != hosts.take([0], axis=index)))
+                if apart and (collective.axes is None or axis in collective.axes):
+                    return "DCN"
+        return self.chip.network
+
+
+def get_topology(name: str, num_slices: int = 1) -> Topology:
+    """The devices that `name` describes.
+
+    Args:
+      name: `v4:2x2x4`, `v5p:4x4x8`, `v5e:4x4` or `v6e:8x16` (chips along the axes of a TPU slice),
+        `h100:8` or `h200:16` (GPUs, eight to a host) or `cpu:8` (fake devices).
+      num_slices: TPU slices of that shape, joined by the data center's network.
+
+    Raises:
+      ValueError: no such topology, or it cannot have slices.
+      ImportError: the compiler for it is not installed; the message names the extra.
+    """
+    kind, _, size = name.partition(":")
+    shape = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
+    if not shape or kind not in {*CHIPS, "cpu"} or len(shape) != _DIMENSIONS.get(kind, 1):
+        raise ValueError(
+            f"--topology {name} is unknown; write a TPU slice as v5e:4x4, v6e:4x4, v4:2x2x4 or "
+            "v5p:2x2x4, GPUs as h100:8 or h200:16, fake devices as cpu:8."
+        )
+    if num_slices < 1:
+        raise ValueError(f"--num-slices {num_slices} must be at least 1.")
+    if kind not in _DIMENSIONS and num_slices > 1:
+        raise ValueError(
+            f"--num-slices {num_slices} needs devices that come in slices, which {kind} devices do "
+            "not; leave it out, or take a TPU topology such as v5e:4x4."
+        )
+    match kind:
+        case "cpu":
+            devices = _cpu_devices(shape[0])
+        case "h100" | "h200":
+            devices = _gpu_devices(name, shape[0], CHIPS[kind])
+        case _:
+            devices = _tpu_devices(name, kind, num_slices)
+            assert len(devices) == num_slices * math.prod(shape)
+    return Topology(name=name, devices=devices, num_slices=num_slices, chip=CHIPS.get(kind))
+
+
+def _cpu_devices(count: int) -> list[jax.Device]:
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"--topology cpu:{count} needs {count} fake CPU devices, but this process has "
+            f"{len(devices)}; set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+    return devices[:count]
+
+
+def _tpu_devices(name: str, kind: str, num_slices: int) -> Sequence[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"--topology {name} needs the TPU compiler, libtpu; install the extra `tpu`: "
+            "pip install 'maxmars[tpu]'."
+        )
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this host need not have a TPU
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # keeps libtpu from guessing aloud
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once
+    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"  # one device a chip, as where TPU v4 trains
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"--topology {name} is no slice that libtpu knows; take one of those that Google Cloud "
+            f"lists for TPU {kind}. libtpu says: {str(error).splitlines()[0]}"
+        ) from error
+    return topology.devices
+
+
+def _gpu_devices(name: str, count: int, chip: Chip) -> Sequence[jax.Device]:
+    hosts = max(1, count // GPUS_PER_HOST)
+    if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+        raise ValueError(
+            f"--topology {name} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
+            f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
+        )
+    # Of a package inside another, find_spec raises where the outer one is missing.
+    names = ("jax_plugins", "jax_plugins.xla_cuda13")
+    if not all(importlib.util.find_spec(package) for package in names):
+        raise ImportError(
+            f"--topology {name} needs XLA's GPU compiler; install the extra `cuda`: pip install "
+            "'maxmars[cuda]' (of it, the wheels jax-cuda13-pjrt and jax-cuda13-plugin suffice)."
+        )
+    shape = f"1x{hosts}x{count // hosts}"
+    target = _GPU_TARGET.format(**vars(chip))
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=target
+    ).devices

@@ -1,0 +1,191 @@
+"""A run that is open: everything that the loop works with, restored or new."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from maxmars import distributed, sharding
+from maxmars.checkpoint import Checkpointer
+from maxmars.config import TrainConfig, to_dict
+from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
+from maxmars.data.tokenizer import save_tokenizer
+from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.hellaswag import HellaSwagInLoop
+from maxmars.host_log import HostLog
+from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
+from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
+from maxmars.model import num_parameters
+from maxmars.resume import continued_config, record_changes, stored_config
+from maxmars.train_step import (
+    TrainState,
+    TrainStep,
+    check_mesh,
+    init_train_state,
+    make_hyperparams,
+    make_train_step,
+)
+from maxmars.watchdog import Watchdog
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run that is open: what stays, and where it stands."""
+
+    config: TrainConfig
+    workdir: Path
+    mesh: Mesh
+    train_step: TrainStep
+    batches: TrainBatches
+    evaluate: Callable[[Any], float] | None
+    hellaswag: HellaSwagInLoop | None
+    checkpointer: Checkpointer
+    watchdog: Watchdog
+    writer: MetricsWriter
+    progress: ProgressLine
+    state: TrainState
+    step: int
+    eval_loss: float | None = None
+    eval_step: int | None = None
+
+
+def open_run(
+    config: TrainConfig,
+    workdir: Path,
+    init_from: InitFrom | None,
+    resume_overrides: Sequence[str],
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+) -> Run:
+    """Open a run to begin or to continue it; see `train.train`.
+
+    What must be closed goes on `stack`.
+    """
+    # Everything that can be wrong is found before anything is written.
+    mesh = sharding.make_mesh(config.mesh)
+    check_mesh(config, mesh)
+    checkpoints = workdir / "checkpoints"
+    progress = ProgressLine(config.num_steps)
+    stack.callback(progress.close)
+    stored = stored_config(checkpoints, resume_overrides)
+    if stored is not None:
+        config = continued_config(
+            stored,
+            config,
+            checkpoints,
+            mesh=mesh,
+            overrides=resume_overrides,
+            say=progress.message,
+        )
+    check_origin(workdir, init_from, continues=stored is not None)
+    tokens = open_data(config.data, "train", model=config.model)
+    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
+    evaluate = _make_evaluate(config, mesh, watchdog, progress)
+    wanted = config.eval.hellaswag_every is not None
+    hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
+    initial = None
+    if stored is None and init_from is not None:
+        with watchdog.watching("reading the weights to start from"):
+            initial = load_initial(config, mesh, init_from)
+
+    checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
+    _write_description(config, workdir, mesh, tokens)
+    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
+    progress.message(_description(config, mesh, tokens))
+    train_step = make_train_step(config, mesh)
+    with watchdog.watching("reading the checkpoint"):
+        state, step, position = _restore_or_init(
+            config, workdir, train_step, checkpointer, initial, progress
+        )
+    if stored is not None:
+        record_changes(workdir, step, stored, config)
+    batches = TrainBatches(tokens, config, mesh, position=position)
+    stack.callback(batches.close)
+    return Run(
+        config=config,
+        workdir=workdir,
+        mesh=mesh,
+        train_step=train_step,
+        batches=batches,
+        evaluate=evaluate,
+        hellaswag=hellaswag,
+        checkpointer=checkpointer,
+        watchdog=watchdog,
+        writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
+        progress=progress,
+        state=state,
+        step=step,
+    )
+
+
+def _make_evaluate(
+    config: TrainConfig, mesh: Mesh, watchdog: Watchdog, progress: ProgressLine
+) -> Callable[[Any], float] | None:
+    if config.eval.every is None:
+        return None
+    tokens = open_data(config.data, "val", model=config.model)
+    for stream in tokens.streams:
+        if stream.split != "val":
+            progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
+    batches = ValidationBatches(
+        tokens,
+        mesh,
+        length=config.model.max_seq_len,
+        num_windows=config.eval.num_windows,
+        batch_size=config.eval_batch_size,
+    )
+    if batches.num_windows < config.eval.num_windows:
+        progress.message(
+            f"the validation split has {batches.num_windows} windows, fewer than "
+            f"eval.num_windows={config.eval.num_windows}; all are scored."
+        )
+    eval_step = make_eval_step(config.model, mesh)
+    watched = functools.partial(watchdog.over, batches, "batch of the evaluation")
+    return lambda params: validation_loss(eval_step, params, watched()).loss
+
+
+def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
+    if distributed.is_primary():
+        write_json(workdir / "config.json", to_dict(config))
+        write_environment(workdir, mesh)
+        stream = tokens.streams[0]
+        save_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
+
+
+def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
+    axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return (
+        f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
+        f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
+    )
+
+
+def _restore_or_init(
+    config: TrainConfig,
+    workdir: Path,
+    train_step: TrainStep,
+    checkpointer: Checkpointer,
+    initial: Initial | None,
+    progress: ProgressLine,
+) -> tuple[TrainState, int, int]:
+    """State, step and data position to start from."""
+    if checkpointer.latest_step() is not None:
+        restored = checkpointer.restore(train_step.abstract_state)
+        progress.message(f"continuing from step {restored.step}")
+        hyperparams = make_hyperparams(config, train_step.mesh)  # they may have changed
+        state = dataclasses.replace(restored.state, hyperparams=hyperparams)
+        return state, restored.step, restored.data_position
+    if initial is None:
+        return init_train_state(config, train_step.mesh), 0, 0
+    record_origin(workdir, initial)
+    progress.message(initial.text)
+    return initial.state, 0, 0

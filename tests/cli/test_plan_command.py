@@ -1,0 +1,70 @@
+import json
+import os
+
+import pytest
+
+from maxmars.cli import main, plan
+
+CONFIG = """
+from maxmars.config import EvalConfig, GPT2Config, TrainConfig
+from maxmars.data_config import PythonSourcesConfig
+from maxmars.optimizer_config import MarsConfig
+
+def get_config():
+    return TrainConfig(
+        name="one-layer",
+        num_steps=10,
+        global_batch_size=16,
+        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=64),
+        optimizer=MarsConfig(variant="shampoo"),
+        data=PythonSourcesConfig(),
+        eval=EvalConfig(every=5),
+    )
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", os.environ["JAX_PLATFORMS"])
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    words = [config_file, "--topology", "cpu:8", "--mesh.fsdp", "8", "--max-memory", "1"]
+    main(["plan", *words, "--output", str(output)])
+    printed = capsys.readouterr().out
+    for part in ("one-layer", "parameters", "optimizer state: mu", "all-to-all", "with padding"):
+        assert part in printed
+    assert "use: --num-microbatches 1 --model.remat None" in printed
+    written = json.loads(output.read_text())
+    assert written["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert written["overrides"] == ["--num-microbatches", "1", "--model.remat", "None"]
+    assert written["eval"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "maxmars plan needs --topology NAME"),
+        (["--topology", "cpu:8", "--max-memory"], "a fake CPU device has no memory"),
+        (["--topology", "cpu:8", "--max-memory", "0"], "must be a positive number of GB"),
+        (["--topology", "cpu:8", "--num-slices", "2"], "devices that come in slices"),
+        (["--topology", "cpu:8", "--mesh.fsdp", "3"], "needs a multiple of 3 devices"),
+        (["--topology", "cpu:8", "--price", "-1"], "--price -1.0 must not be negative"),
+    ],
+)
+def test_what_cannot_be_planned(config_file, capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", config_file, *words])
+    assert stop.value.code in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_bare_max_memory_means_the_chips():
+    assert plan._with_max_memory_value(["a.py", "--max-memory"]) == ["a.py", "--max-memory", "chip"]
+    given = ["--max-memory", "15.5", "a.py"]
+    assert plan._with_max_memory_value(given) == given

@@ -1,0 +1,80 @@
+"""Folders and programs that stand for a cloud, for the tests of `maxmars launch`."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+# The hosts' Python: makes an environment whose Python "installs" at once, and "trains" by running
+# $FAKE_CLOUD/train, a bash script, with what a training process gets.
+HOST_PYTHON = """#!/bin/bash
+if [[ $1 == -c ]]; then exit 0; fi
+mkdir -p "$4/bin"
+cat >"$4/bin/python" <<'END'
+#!/bin/bash
+if [[ $2 == pip ]]; then
+  echo "pip $*"
+  [[ ! -f $FAKE_CLOUD/pip_fails_on_$FAKE_HOST ]]
+  exit
+fi
+. "$FAKE_CLOUD/train"
+END
+chmod +x "$4/bin/python"
+"""
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+class FakeCloud:
+    """A TPU of two hosts, at first not there, and `gcloud` on PATH."""
+
+    def __init__(self, folder, monkeypatch, hosts=2):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.write("hosts", hosts)
+        self.train('echo "trained on $FAKE_HOST"')
+        python = f"{sys.executable} -S -E"
+        program(
+            folder / "local" / "gcloud", f'#!/bin/sh\nexec {python} {HERE}/fake_gcloud.py "$@"\n'
+        )
+        program(folder / "bin" / "hostname", '#!/bin/sh\necho "tpu-w-$FAKE_HOST"\n')
+        program(folder / "bin" / f"python3.{sys.version_info.minor}", HOST_PYTHON)
+        monkeypatch.setenv("FAKE_CLOUD", str(folder))
+        monkeypatch.setenv("PATH", f"{folder / 'local'}{os.pathsep}{os.environ['PATH']}")
+
+    def train(self, script):
+        """What each host's process does."""
+        (self.folder / "train").write_text(script)
+
+    def write(self, name, value):
+        (self.folder / name).write_text(json.dumps(value))
+
+    def read(self, name):
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def calls(self):
+        """Command lines of gcloud so far, as text."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [" ".join(json.loads(line)[2:]) for line in lines]
+
+    def count(self, *words):
+        """Number of calls with all these words."""
+        return sum(all(word in call for word in words) for call in self.calls())
+
+    def host(self, number):
+        return self.folder / f"host{number}"
+
+    def switch_off(self):
+        """End what still runs on the hosts."""
+        for pid in self.folder.glob("host*/maxmars-*/pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)

@@ -1,0 +1,137 @@
+"""Stands for `gcloud` in tests: one TPU whose hosts are folders, its state in files.
+
+In the folder $FAKE_CLOUD: `queued` and `node` hold the states that `describe` tells one after the
+other (the last stays), while there is such a thing; `creations` what the next creations lead to;
+`ssh_failures` how often ssh fails; `hosts` their number; `calls` every command line.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+CLOUD = Path(os.environ["FAKE_CLOUD"])
+
+
+def read(name, default=None):
+    path = CLOUD / name
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def write(name, value):
+    part = CLOUD / f"{name}.part{os.getpid()}"
+    part.write_text(json.dumps(value))
+    part.rename(CLOUD / name)
+
+
+def fail(message, code=1):
+    print(f"ERROR: (gcloud.compute.tpus) {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def describe(name):
+    states = read(name)
+    if states is None:
+        fail(f"NOT_FOUND: Resource '{name}' was not found")
+    if len(states) > 1:
+        write(name, states[1:])
+    return states[0]
+
+
+def host(number):
+    return CLOUD / f"host{number}"
+
+
+def create(name):
+    creations = read("creations", [])
+    now = creations.pop(0) if creations else {"queued": ["ACTIVE"], "node": ["READY"]}
+    write("creations", creations)
+    if "error" in now:
+        fail(now["error"])
+    if name == "queued":
+        write("queued", now["queued"])
+    if now["node"]:
+        write("node", now["node"])
+    for number in range(read("hosts")):
+        host(number).mkdir()
+
+
+def delete(name):
+    if name == "queued":
+        (CLOUD / "queued").unlink()
+    (CLOUD / "node").unlink(missing_ok=True)
+    for path in CLOUD.glob("host[0-9]*"):
+        for pid in path.glob("maxmars-*/pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+        gone = CLOUD / f"gone-{os.getpid()}-{path.name}"  # as a process may still write there
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def workers(options):
+    if options["worker"] == "all":
+        return range(read("hosts"))
+    return [int(options["worker"])]
+
+
+def reach():
+    if read("node") is None or read("node")[0] != "READY":
+        fail("TPU is in an unusable state")
+    left = read("ssh_failures", 0)
+    if left:
+        write("ssh_failures", left - 1)
+        fail("ssh exited with 255", 255)
+
+
+def ssh(options):
+    reach()
+    running = []
+    for number in workers(options):
+        environment = os.environ | {
+            "HOME": str(host(number)),
+            "PATH": f"{CLOUD / 'bin'}:/usr/bin:/bin",
+            "FAKE_HOST": str(number),
+        }
+        command = ["bash", "-c", options["command"]]
+        running.append(subprocess.Popen(command, cwd=host(number), env=environment))
+    sys.exit(max(one.wait() for one in running))
+
+
+def copy(sources, options):
+    reach()
+    for number in workers(options):
+        for source in sources:
+            shutil.copy(source, host(number))
+
+
+def main():
+    with (CLOUD / "calls").open("a") as calls:
+        calls.write(json.dumps(sys.argv[1:]) + "\n")
+    assert sys.argv[1:3] == ["compute", "tpus"]
+    kind, verb, *rest = sys.argv[3:]
+    options = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
+    names = [word for word in rest if not word.startswith("--")]
+    assert options["zone"] == "us-east5-a"
+    thing = "queued" if kind == "queued-resources" else "node"
+    if verb == "describe":
+        state = describe(thing)
+        endpoints = [{"ipAddress": f"10.0.0.{i}"} for i in range(read("hosts"))]
+        node = {"state": state, "networkEndpoints": endpoints}
+        data = {"failedData": {"error": {"message": "no quota"}}} if state == "FAILED" else {}
+        print(json.dumps(node if thing == "node" else {"state": {"state": state} | data}))
+    elif verb == "create":
+        create(thing)
+    elif verb == "delete":
+        delete(thing)
+    elif verb == "ssh":
+        ssh(options)
+    elif verb == "scp":
+        copy(names[:-1], options)
+
+
+main()

@@ -1,0 +1,192 @@
+"""`maxmars launch gke`: the manifests, and what is asked of a `kubectl` that writes it down."""
+
+import base64
+import io
+import json
+import os
+import shlex
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_cloud import program
+
+from maxmars import cli
+from maxmars.launch import source
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
+START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
+TPU = [*START, "--topology", "v5p:4x4x4"]
+
+# Writes its words and, of `create`, the file; `get` finds what is named in the file `there`.
+KUBECTL = """#!/bin/bash
+printf '%s\\n' "$*" >>"$FAKE_CLOUD/calls"
+case $1 in
+  create) file="${2#--filename=}"; cp -p "$file" "$FAKE_CLOUD/$(basename "$file")" ;;
+  get) grep -qsx "$2" "$FAKE_CLOUD/there" || { echo "NotFound" >&2; exit 1; } ;;
+  logs) echo "step 1" ;;
+  delete) [[ ! -f $FAKE_CLOUD/forbidden ]] || { echo "ERROR: forbidden" >&2; exit 1; } ;;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(source, "_files", lambda root: [Path("configs/quickstart.py")])
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    program(tmp_path / "bin" / "kubectl", KUBECTL)
+    monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def launch(*arguments):
+    try:
+        cli.main(list(arguments))
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
+def manifest(capsys, *arguments):
+    """The JobSet of a dry run."""
+    assert launch(*arguments[:2], "--dry-run", *arguments[2:]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def pod_of(jobset):
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return job, job["template"]["spec"], job["template"]["spec"]["containers"][0]
+
+
+def test_a_tpu_slice(capsys):
+    jobset = manifest(capsys, *TPU, "--num-slices", "2", "--max-restarts", "3")
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert jobset["spec"]["replicatedJobs"][0]["replicas"] == 2
+    job, pod, container = pod_of(jobset)
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (16, 16, 0)
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+    }
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    assert "[tpu]" in container["command"][2]
+    # 1 and 2 fail the JobSet; 75, and nodes that go, restart it.
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == [1, 2]
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert "kueue.x-k8s.io/queue-name" not in jobset["metadata"]["labels"]
+
+
+def test_gpus_are_told_who_they_are(capsys):
+    job, pod, container = pod_of(manifest(capsys, *START, "--topology", "h200:16"))
+    assert job["completions"] == 2
+    assert container["resources"]["requests"] == {"nvidia.com/gpu": 8}
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    assert variables["JAX_COORDINATOR_ADDRESS"] == "run1-slice-job-0-0.run1:8476"
+    assert variables["NNODES"] == "2"
+    assert "[cuda]" in container["command"][2]
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
+
+
+def test_spot_xpk_claims_and_accounts(capsys):
+    options = ["--spot", "--xpk", "--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
+    jobset = manifest(capsys, *TPU, *options)
+    labels = jobset["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "multislice-queue"
+    assert labels["xpk.google.com/workload"] == "run1"
+    _, pod, container = pod_of(jobset)
+    assert pod["priorityClassName"] == "medium"
+    assert pod["serviceAccountName"] == "ksa"
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    claims = {v["name"]: v["persistentVolumeClaim"] for v in pod["volumes"][2:]}
+    paths = {m["mountPath"]: claims.get(m["name"]) for m in container["volumeMounts"]}
+    assert paths["/data"] == {"claimName": "tokens"}
+    assert paths["/b"] == {"claimName": "b"}
+
+
+def test_words_are_quoted_in_the_script(capsys, tmp_path):
+    word = "$(touch bad)\n'x': {y}"
+    setup = tmp_path / "setup.sh"
+    setup.write_text("true\n")
+    _, _, container = pod_of(manifest(capsys, *TPU, "--setup", str(setup), "--", "--name", word))
+    script = container["command"][2]
+    assert shlex.quote(word) in script
+    assert "bash launch-setup.sh" in script
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
+def test_what_is_created(cloud, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "it's: $hush")
+    assert launch(*TPU, "--env", "WANDB_API_KEY", "--namespace", "team") == 0
+    output = capsys.readouterr().out
+    calls = (cloud / "calls").read_text()
+    assert [line.split()[0] for line in calls.splitlines()] == ["get", "delete", *["create"] * 3]
+    assert "hush" not in output + calls
+    secret = cloud / "secret.yaml"
+    assert yaml.safe_load(secret.read_text())["stringData"] == {"WANDB_API_KEY": "it's: $hush"}
+    assert secret.stat().st_mode & 0o077 == 0
+    packed = yaml.safe_load((cloud / "configmap.yaml").read_text())
+    assert packed["metadata"] == {"name": "run1-source", "namespace": "team"}
+    archive = base64.b64decode(packed["binaryData"]["source.tar.gz"])
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        assert set(tar.getnames()) == {"configs/quickstart.py", "launch-constraints.txt"}
+    jobset = yaml.safe_load((cloud / "jobset.yaml").read_text())
+    _, _, container = pod_of(jobset)
+    assert container["envFrom"] == [{"secretRef": {"name": "run1-environment"}}]
+    assert "hush" not in json.dumps(jobset)
+    assert launch(*TPU, "--env", "WANDB_API_KEY", "--dry-run") == 0
+    assert "hush" not in capsys.readouterr().out
+
+
+def test_a_jobset_that_is_there(cloud, capsys):
+    (cloud / "there").write_text("jobset/run1\n")
+    assert launch(*TPU) == 1
+    assert "there is a JobSet run1 already; `maxmars launch gke delete" in capsys.readouterr().err
+    assert launch("launch", "gke", "status", "--name", "run1") == 1  # the fake has no pods
+    assert launch("launch", "gke", "logs", "--name", "run1") == 0
+    assert launch("launch", "gke", "delete", "--name", "run1") == 0
+    calls = (cloud / "calls").read_text()
+    assert "get pods --selector=jobset.sigs.k8s.io/jobset-name=run1" in calls
+    assert "delete configmap/run1-source secret/run1-environment" in calls
+    (cloud / "forbidden").touch()
+    assert launch("launch", "gke", "delete", "--name", "run1") == 1
+    assert "failed: ERROR: forbidden" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--topology", "v5p:4x4"], "--topology='v5p:4x4' must be a TPU slice"),
+        (["--topology", "h100:12"], "or a number of GPUs in whole nodes of 8"),
+        (["--topology", "v5e:3x3"], "--topology='v5e:3x3' must be"),
+        (["--claim", "a:b"], "--claim='a:b' does not look like datasets:/data"),
+        (["--namespace", "A"], "--namespace='A'"),
+        (["--name", "x" * 41], "at most 40"),
+    ],
+)
+def test_what_is_wrong_is_said(cloud, capsys, changed, message):
+    assert launch(*TPU, *changed) == 1
+    assert message in capsys.readouterr().err
+    assert not (cloud / "calls").exists()
+
+
+def test_without_kubectl(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch(*TPU) == 1
+    assert "there is no `kubectl` on PATH: install it" in capsys.readouterr().err
+
+
+def test_a_checkout_that_is_too_large(cloud, capsys, monkeypatch, tmp_path):
+    setup = tmp_path / "setup.sh"
+    setup.write_bytes(os.urandom(1_100_000))
+    assert launch(*TPU, "--setup", str(setup)) == 1
+    assert "a ConfigMap holds 1 MB" in capsys.readouterr().err

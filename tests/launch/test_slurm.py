@@ -1,0 +1,194 @@
+"""`maxmars launch slurm`: the script runs under programs that play SLURM."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_cloud import program
+
+from maxmars import cli
+from maxmars.cluster import detect
+from maxmars.launch import source
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
+
+SBATCH = '#!/bin/bash\nprintf "%s\\n" "$*" >>"$FAKE_CLOUD/calls"\n'
+SBATCH += '[[ ! -f $FAKE_CLOUD/refuse ]] || { echo "ERROR: Invalid partition" >&2; exit 1; }\n'
+SBATCH += 'echo "42;cluster"\n'
+SCONTROL = """#!/bin/bash
+printf '%s\\n' "$*" >>"$FAKE_CLOUD/calls"
+if [[ $1 == show ]]; then echo "JobId=42 JobState=$(cat "$FAKE_CLOUD/job_state")"; fi
+"""
+# One task of each of two nodes, with what a real one gives them.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+worst=0
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST='n[1-2]' \
+    SLURM_STEP_TASKS_PER_NODE='1(x2)' "$@" || worst=$?
+done
+exit $worst
+"""
+TASK = f"""#!/bin/bash
+exec {sys.executable} - "$@" <<'END'
+import json, os, sys
+names = [n for n in os.environ if n.startswith(("SLURM", "PYTHON")) or n == "WANDB_API_KEY"]
+seen = {{"cwd": os.getcwd(), "argv": sys.argv[1:], "env": {{n: os.environ[n] for n in names}}}}
+with open(os.environ["FAKE_CLOUD"] + "/tasks", "a") as file:
+    file.write(json.dumps(seen) + "\\n")
+sys.exit(int(open(os.environ["FAKE_CLOUD"] + "/code").read()))
+END
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(source, "_files", lambda root: [Path("configs/quickstart.py")])
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN}.items():
+        program(tmp_path / "bin" / name, text)
+    for name in ("squeue", "scancel"):
+        program(tmp_path / "bin" / name, f'#!/bin/sh\necho "{name} $*"\n')
+    program(tmp_path / "task", TASK)
+    (tmp_path / "job_state").write_text("RUNNING")
+    monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*arguments):
+    try:
+        cli.main(list(arguments))
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
+def start(*options):
+    return launch("launch", "slurm", CONFIG, "--name", "run1", "--workdir", "runs/run1", *options)
+
+
+def submit(cloud, capsys, *options):
+    """The script of a run, with the Python of the tasks in the place of this one."""
+    assert start("--nodes", "2", *options) == 0
+    assert "submitted job 42" in capsys.readouterr().out
+    path = cloud / "runs" / "run1" / "run1.sbatch"
+    assert f"--parsable {path}\n" in (cloud / "calls").read_text()
+    text = path.read_text()
+    assert f" {sys.executable} -m maxmars train" in text
+    path.write_text(text.replace(f" {sys.executable} ", f" {cloud / 'task'} "))
+    return path
+
+
+def run_job(cloud, path, code, restarts=0):
+    """Exit code of the job, and what scontrol was asked, if its tasks end with `code`."""
+    (cloud / "code").write_text(str(code))
+    (cloud / "calls").write_text("")
+    job = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(["bash", str(path)], env=os.environ | job, cwd="/", capture_output=True)
+    return done.returncode, (cloud / "calls").read_text().splitlines()
+
+
+def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
+    path = submit(cloud, capsys, "--gpus-per-node", "8", "--", "--name", "$(touch bad) 'x'")
+    options = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
+    for option in (
+        "--job-name=run1",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        f"--output={cloud}/runs/run1/slurm-%j.out",
+        "--open-mode=append",
+        "--signal=TERM@180",
+        "--requeue",
+    ):
+        assert f"#SBATCH {option}" in options
+    assert run_job(cloud, path, 0) == (0, [])
+    tasks = [json.loads(line) for line in (cloud / "tasks").read_text().splitlines()]
+    assert len(tasks) == 2
+    (copy,) = (cloud / "runs" / "run1").glob("source-*")
+    for number, task in enumerate(tasks):
+        assert task["cwd"] == str(cloud)  # relative paths begin where the user is
+        assert task["argv"][:3] == ["-m", "maxmars", "train"]
+        assert task["argv"][3:] == [
+            str(copy / "configs" / "quickstart.py"),
+            "--workdir",
+            str(cloud / "runs" / "run1"),
+            "--name",
+            "$(touch bad) 'x'",
+        ]
+        assert (copy / "configs" / "quickstart.py").exists()
+        assert task["env"]["PYTHONPATH"] == str(copy)
+        assert task["env"]["PYTHONSAFEPATH"] == "1"
+        place = detect(task["env"])
+        assert (place.num_processes, place.process_id) == (2, number)
+        assert place.local_device_ids is None  # all eight
+
+
+def test_a_run_that_saved_is_queued_again(cloud, capsys):
+    path = submit(cloud, capsys, "--max-restarts", "3")
+    show = "show job 42"
+    for code in (75, 137):
+        assert run_job(cloud, path, code) == (code, [show, "requeue 42"])
+    assert run_job(cloud, path, 1) == (1, [])  # an error would come again
+    assert run_job(cloud, path, 75, restarts=3) == (75, [])
+    (cloud / "job_state").write_text("CANCELLED")  # by scancel, which also makes the run save
+    assert run_job(cloud, path, 75) == (75, [show])
+
+
+def test_a_process_for_each_gpu(cloud, capsys):
+    assert start("--gpus-per-node", "4", "--process-per", "gpu", "--dry-run") == 0
+    assert "#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n" in capsys.readouterr().out
+    assert not (cloud / "runs").exists()
+
+
+def test_setup_and_environment(cloud, capsys, monkeypatch):
+    setup = cloud / "setup.sh"
+    setup.write_text('echo "$SLURM_PROCID" >>"$FAKE_CLOUD/set_up"\n')
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    path = submit(cloud, capsys, "--setup", str(setup), "--env", "WANDB_API_KEY")
+    assert "secret" not in path.read_text()
+    assert run_job(cloud, path, 0)[0] == 0
+    assert (cloud / "set_up").read_text().split() == ["0", "1"]
+    assert json.loads((cloud / "tasks").read_text().splitlines()[0])["env"]["WANDB_API_KEY"]
+
+
+def test_status_and_stop(cloud, capfd):
+    assert launch("launch", "slurm", "status", "--name", "run1") == 0
+    assert launch("launch", "slurm", "stop", "--name", "run1") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["squeue", "scancel"]
+    assert all(line.endswith("--name=run1") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--partition", "a\n#SBATCH --x"], "--partition='a\\n#SBATCH --x' does not look like one"),
+        (["--nodes", "0"], "--nodes=0 must be at least 1"),
+        (["--process-per", "gpu"], "--process-per gpu needs --gpus-per-node"),
+        (["--workdir", "a b"], "does not look like /shared/runs/run-1"),
+        (["--name", "a b"], "--name='a b' does not look like run-1"),
+    ],
+)
+def test_what_is_wrong_is_said(cloud, capsys, options, message):
+    assert start(*options) == 1
+    assert message in capsys.readouterr().err
+    assert not (cloud / "calls").exists()
+
+
+def test_sbatch_refuses_or_is_not_there(cloud, capsys, monkeypatch):
+    (cloud / "refuse").touch()
+    assert start() == 1
+    assert "`sbatch --parsable" in (error := capsys.readouterr().err)
+    assert "ERROR: Invalid partition" in error
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert start() == 1
+    assert "there is no `sbatch` on PATH: run this on a login node" in capsys.readouterr().err

@@ -1,0 +1,368 @@
+"""`maxmars launch tpu-vm` against a `gcloud` that plays a TPU with two hosts."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_cloud import FakeCloud
+
+from maxmars import cli
+from maxmars.launch import source, tpu_vm
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.py")
+WHERE = ["--name", "run1", "--zone", "us-east5-a"]
+START = ["launch", "tpu-vm", CONFIG, *WHERE, "--accelerator", "v5p-16", "--workdir", "/nfs/run1"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
+    monkeypatch.setattr(tpu_vm, "_SSH_RETRY_S", 0.01)
+    monkeypatch.setattr(source, "_files", lambda root: [Path("configs/quickstart.py")])
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    cloud = FakeCloud(tmp_path / "cloud", monkeypatch)
+    yield cloud
+    cloud.switch_off()
+
+
+def launch(*arguments):
+    """Exit code of a command."""
+    try:
+        cli.main(list(arguments))
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
+def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, tmp_path):
+    waiting = ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
+    cloud.write("creations", [{"queued": waiting, "node": [*["CREATING"] * 3, "READY"]}])
+    cloud.train('echo "$PWD|$*|$WANDB_API_KEY" >"$FAKE_CLOUD/seen$FAKE_HOST"; echo "step 1"')
+    monkeypatch.setenv("WANDB_API_KEY", "it's $ecret")
+    setup = tmp_path / "mount.sh"
+    setup.write_text('touch "$FAKE_CLOUD/mounted$FAKE_HOST"\n')
+    options = ["--spot", "--queued", "--delete-when-done", "--env", "WANDB_API_KEY"]
+    options += ["--setup", str(setup), "--project", "my-project"]
+    assert launch(*START, *options, "--", "--num-steps", "7", "--name", "o'hara") == 0
+    output = capsys.readouterr().out
+    told = [line for line in output.splitlines() if line.startswith("run1: ")]
+    assert (
+        told[1:]
+        == [
+            "run1: asking for a spot v5p-16",
+            "run1: queued resource WAITING_FOR_RESOURCES",
+            "run1: queued resource PROVISIONING",
+            "run1: TPU READY",
+        ]
+        or "run1: TPU CREATING" in told
+    )
+    assert "step 1\n" in output
+    assert "done: all steps; results are in /nfs/run1" in output
+    create = next(call for call in cloud.calls() if " create " in call)
+    for flag in (
+        "--node-id=run1",
+        "--accelerator-type=v5p-16",
+        "--runtime-version=v2-alpha-tpuv5",
+        "--spot",
+        "--project=my-project",
+    ):
+        assert flag in create.split()
+    assert cloud.count("queued-resources delete run1 --force") == 1
+    assert cloud.read("node") is None
+    for host in range(2):  # started on both, at the top of the source
+        directory, arguments, key = (cloud.folder / f"seen{host}").read_text().strip().split("|")
+        assert directory.endswith(f"host{host}/maxmars-run1/source")
+        words = "-m maxmars train configs/quickstart.py --workdir /nfs/run1"
+        assert arguments == f"{words} --num-steps 7 --name o'hara"
+        assert key == "it's $ecret"
+        assert (cloud.folder / f"mounted{host}").exists()
+    assert "ecret" not in output + (cloud.folder / "calls").read_text()
+
+
+def test_a_preempted_tpu_is_created_anew_and_the_run_continues(cloud, capsys):
+    cloud.train("""
+count=$(cat "$FAKE_CLOUD/attempts$FAKE_HOST" 2>/dev/null || echo 0)
+echo $((count + 1)) >"$FAKE_CLOUD/attempts$FAKE_HOST"
+if [[ $count == 1 ]]; then echo "continuing"; exit 0; fi
+echo "step 1 of host $FAKE_HOST"
+if [[ $FAKE_HOST == 0 ]]; then
+  sleep 0.3; echo '["SUSPENDING", "SUSPENDED"]' >"$FAKE_CLOUD/queued"
+  echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; exit 75
+fi
+exec -a maxmars sleep 60  # is killed with its host
+""")
+    assert launch(*START, "--queued", "--spot") == 0
+    output = capsys.readouterr().out
+    assert "the TPU was preempted (queued resource SUSPEND" in output
+    assert "restart 1 of at most 100" in output
+    assert output.index("step 1 of host 0") < output.index("continuing") < output.index("done:")
+    assert cloud.count(" create ") == 2
+    assert cloud.count(" scp ") == 2  # the new hosts knew nothing
+    assert "costs until `maxmars launch tpu-vm delete --name run1 --zone us-east5-a`" in output
+
+
+def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys, monkeypatch):
+    cloud.write("ssh_failures", 2)
+    cloud.train('for i in {1..12}; do echo "line $i"; sleep 0.05; done')
+    follows = []
+    ssh = tpu_vm.TpuVm.ssh
+
+    def breaking(self, command, *, worker="all"):
+        if " follow " in command:
+            follows.append(command.split()[-1])
+            if len(follows) == 1:
+                command = f"timeout 0.3 {command}"
+        return ssh(self, command, worker=worker)
+
+    monkeypatch.setattr(tpu_vm.TpuVm, "ssh", breaking)
+    assert launch(*START) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line ")]
+    assert lines == [f"line {i}" for i in range(1, 13)]
+    assert len(follows) == 2
+    assert 0 < int(follows[1]) < 12
+
+
+def test_a_run_that_fails_is_not_started_again(cloud, capsys):
+    cloud.train('echo "maxmars: error: no data"; [[ $FAKE_HOST == 1 ]] && exit 1; exit 75')
+    assert launch(*START) == 1
+    captured = capsys.readouterr()
+    assert "maxmars: error: no data" in captured.out
+    assert "the run failed (tpu-w-0 exited 75, tpu-w-1 exited 1)" in captured.err
+    assert "The TPU costs until" in captured.err
+    assert cloud.count("--command=bash maxmars-run1.sh start") == 1
+
+
+def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, capsys):
+    cloud.train("exit 75")
+    assert launch(*START, "--max-restarts", "1") == 1
+    captured = capsys.readouterr()
+    assert "the run ended early (tpu-w-0 exited 75, tpu-w-1 exited 75); restart 1" in captured.out
+    assert "--max-restarts 1 are used up; the same command continues" in captured.err
+    assert cloud.count(" create ") == 1
+    assert cloud.count(" start ") == 2
+    for number in range(2):  # the second start found everything installed
+        assert len((cloud.host(number) / "maxmars-run1" / "install.log").read_text().splitlines())
+
+
+TRAIN_UNTIL_STOPPED = """
+trap 'echo saving; exit 75' TERM
+echo "step 1"
+for _ in {1..200}; do sleep 0.05; done
+"""
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
+    cloud.train(TRAIN_UNTIL_STOPPED)
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    assert capsys.readouterr().out == "run1: not there\n"
+    codes = []
+    watchers = [threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True)]
+    watchers[0].start()
+    pids = [cloud.host(number) / "maxmars-run1" / "pid" for number in range(2)]
+    wait_until(lambda: all(pid.exists() for pid in pids))
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    shown = capsys.readouterr().out  # among the lines of the watcher
+    assert shown.count("run1: TPU READY\n") >= 2
+    assert "tpu-w-0: running\ntpu-w-1: running\n" in shown
+    watchers.append(threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True))
+    watchers[1].start()
+    wait_until(lambda: cloud.count(" follow ") == 2)
+    assert launch("launch", "tpu-vm", "stop", *WHERE) == 0
+    for watcher in watchers:
+        watcher.join(20)
+    output = capsys.readouterr().out
+    assert codes == [75, 75]
+    assert "tpu-w-0: stopped 75\ntpu-w-1: stopped 75\n" in output
+    assert "the run is already under way on 2 hosts" in output
+    assert output.count("the run was stopped and saved; the same command continues") == 2
+    assert cloud.count(" start ") == 1
+    assert launch("launch", "tpu-vm", "logs", *WHERE) == 0
+    assert capsys.readouterr().out == "step 1\nsaving\n"
+    assert launch("launch", "tpu-vm", "delete", *WHERE) == 0
+    assert launch("launch", "tpu-vm", "delete", *WHERE) == 0
+    assert capsys.readouterr().out == "run1: deleted\nrun1: there is none\n"
+
+
+def test_hosts_of_which_one_has_lost_its_process_start_together(cloud, capsys):
+    cloud.train('trap "exit 75" TERM; echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"; sleep 0.2')
+    assert launch(*START) == 0
+    cloud.train("exec -a maxmars sleep 60")
+    script = cloud.host(1) / "maxmars-run1.sh"
+    environment = os.environ | {"HOME": str(cloud.host(1)), "FAKE_HOST": "1"}
+    command = ["bash", str(script), "start"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    cloud.train('echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"')
+    before = (cloud.folder / "starts").read_text().split()
+    assert launch(*START) == 0
+    after = (cloud.folder / "starts").read_text().split()
+    assert sorted(after[len(before) :]) == ["0", "1"]
+
+
+def test_an_installation_that_fails_shows_its_end(cloud, capsys):
+    (cloud.folder / "pip_fails_on_1").touch()
+    assert launch(*START) == 1
+    captured = capsys.readouterr()
+    assert "could not install on tpu-w-1: see above" in captured.err
+    assert "launch-constraints.txt" in captured.out  # pip's output
+    assert cloud.count(" start ") == 0
+    (cloud.folder / "pip_fails_on_1").unlink()
+    assert launch(*START) == 0  # the same command goes on
+
+
+@pytest.mark.parametrize(
+    ("creation", "options", "message"),
+    [
+        ({"queued": ["FAILED"], "node": []}, ["--queued"], "run1 is of no use: queued resource FA"),
+        ({"queued": ["ACTIVE"], "node": ["STOPPED"]}, ["--queued"], "is of no use: TPU STOPPED"),
+        (
+            {"error": "There is no more capacity in the zone"},
+            [],
+            "no more capacity in the zone. --queued waits for capacity.",
+        ),
+        ({"error": "PERMISSION_DENIED"}, ["--queued"], "gcloud could not create run1: ERROR"),
+    ],
+)
+def test_a_tpu_that_cannot_be_had(cloud, capsys, creation, options, message):
+    cloud.write("creations", [creation])
+    assert launch(*START, *options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_after_a_preemption_capacity_is_waited_for(cloud, capsys):
+    short = {"error": "There is no more capacity in the zone"}
+    ready = {"node": ["READY"]}
+    cloud.write("creations", [ready, short, short, ready])
+    cloud.train("""
+[[ -f $FAKE_CLOUD/once ]] && exit 0
+sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; exit 75
+""")
+    assert launch(*START, "--spot") == 0
+    output = capsys.readouterr().out
+    assert "there is no capacity; restart 3" in output
+    assert cloud.count(" create ") == 4
+
+
+def test_without_gcloud(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for command in (START, ["launch", "tpu-vm", "status", *WHERE]):
+        assert launch(*command) == 1
+        error = capsys.readouterr().err
+        assert "there is no `gcloud` on PATH: install the Google Cloud CLI (https://" in error
+
+
+def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", f"/nowhere:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    options = ["--queued", "--env", "HF_TOKEN", "--dry-run"]
+    assert launch(*START, *options, "--", "--name", "$(touch bad); 'x'") == 0
+    text = capsys.readouterr().out
+    assert "hush" not in text
+    assert "HF_TOKEN='<redacted>'" in text
+    assert shlex.quote("$(touch bad); 'x'") in text
+    script = tmp_path / "script.sh"
+    script.write_text(text)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    commands = [line for line in text.splitlines() if line.startswith("gcloud ")]
+    verbs = [command.split()[3:5] for command in commands]
+    assert verbs[:3] == [
+        ["queued-resources", "create"],
+        ["queued-resources", "describe"],
+        ["tpu-vm", "scp"],
+    ]
+    assert [command.split(" maxmars-run1.sh ")[1].split("'")[0] for command in commands[3:]] == [
+        "install",
+        "start",
+        "follow 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--name", "Run_1"], "--name='Run_1' does not look like run-1"),
+        (["--name", "-x"], "--name"),
+        (["--zone", "us-east5-a;rm"], "--zone='us-east5-a;rm' does not look like us-east5-a"),
+        (["--project", "a b"], "--project='a b'"),
+        (["--accelerator", "h100-8"], "--accelerator='h100-8' must be one of v6e-N, v5p-N"),
+        (["--runtime-version", "v2 x"], "--runtime-version='v2 x'"),
+        (["--workdir", "runs/x"], "--workdir='runs/x' does not look like /mnt/runs/run1"),
+        (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket"),
+        (["--env", "A=B"], "--env='A=B' does not look like WANDB_API_KEY"),
+        (["--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: that variable must be set here"),
+        (["--max-restarts", "-1"], "--max-restarts=-1 must be at least 0"),
+        (["--", "--workdir", "x"], "--workdir goes before --"),
+        (["--", "--model.num-layer", "2"], "--model.num-layers"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_created(cloud, capsys, changed, message):
+    assert launch(*START, *changed) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (cloud.folder / "calls").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_hosts_train_are_preempted_and_continue(cloud, tmp_path, capsys):
+    """A real training of two processes, which end with their hosts, and continue on new ones."""
+    config = tmp_path / "tiny_config.py"
+    config.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig\n"
+        "from tiny import tiny_config\n\n"
+        "def get_config():\n"
+        "    return tiny_config(num_steps=150, mesh=MeshConfig(fsdp=2),\n"
+        "        eval=EvalConfig(every=None), checkpoint=CheckpointConfig(every=None))\n"
+    )
+    slurm = {"JOB_ID": os.getpid(), "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "LOCALID": 0}
+    variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
+    cloud.train(
+        f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
+        "export XLA_FLAGS='--xla_force_host_platform_device_count=1 "
+        "--xla_backend_optimization_level=0'\n"
+        f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
+        f'exec {sys.executable} "$@"\n'
+    )
+    workdir = tmp_path / "run"
+    start = ["launch", "tpu-vm", str(config), *WHERE, "--accelerator", "v5p-16", "--spot"]
+    codes = []
+    command = [*start, "--queued", "--workdir", str(workdir)]
+    watcher = threading.Thread(target=lambda: codes.append(launch(*command)), daemon=True)
+    watcher.start()
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 150
+    while not metrics.exists() or metrics.read_text().count("train/loss") < 8:
+        assert time.monotonic() < deadline
+        assert watcher.is_alive()
+        time.sleep(0.05)
+    cloud.write("queued", ["SUSPENDING", "SUSPENDED"])
+    cloud.write("node", ["PREEMPTED"])
+    for number in range(2):  # as a machine that is taken away does
+        os.kill(int((cloud.host(number) / "maxmars-run1" / "pid").read_text()), 15)
+    watcher.join(240)
+    assert codes == [0]
+    output = capsys.readouterr().out
+    assert "the TPU was preempted (queued resource" in output
+    continued = int(output.split("continuing from step ")[1].split()[0])
+    assert continued >= 8
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == list(range(1, 151))
+    assert cloud.count(" create ") == 2
+    assert "done: 150 steps" in (workdir / "logs" / "host_001.log").read_text()

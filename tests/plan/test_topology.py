@@ -1,0 +1,50 @@
+import importlib.util
+from unittest import mock
+
+import jax
+import pytest
+
+from maxmars import sharding
+from maxmars.config import MeshConfig
+from maxmars.plan.topology import get_topology
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e", "v5e:", "v5e:4x4x4", "v5p:4x4", "v9:4x4", "cpu:0", "cpu:2x2", "h100:x", "h100"]
+)
+def test_unknown_topologies_are_refused(name):
+    with pytest.raises(ValueError, match=rf"--topology {name} is unknown; write a TPU slice as"):
+        get_topology(name)
+
+
+def test_devices_without_slices():
+    with pytest.raises(ValueError, match="needs devices that come in slices, which cpu devices"):
+        get_topology("cpu:8", num_slices=2)
+    with pytest.raises(ValueError, match="--num-slices 0 must be at least 1"):
+        get_topology("cpu:8", num_slices=0)
+
+
+def test_too_few_fake_devices():
+    with pytest.raises(ValueError, match="needs 4096 fake CPU devices, but this process has"):
+        get_topology("cpu:4096")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:4x4", "tpu"), ("h100:8", "cuda")])
+def test_a_missing_compiler_names_the_extra(monkeypatch, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf"pip install 'maxmars\[{extra}\]'"):
+        get_topology(name)
+
+
+def test_gpus_come_in_hosts_of_eight():
+    with pytest.raises(
+        ValueError, match="--topology h200:12 must have up to 8 GPUs, or a multiple"
+    ):
+        get_topology("h200:12")
+
+
+def test_only_data_crosses_slices():
+    devices = [mock.Mock(spec=jax.Device, platform="tpu", slice_index=i // 4) for i in range(8)]
+    assert sharding.num_slices(devices) == 2
+    with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of the 2 slices"):
+        sharding.make_mesh(MeshConfig(data=1, fsdp=8), devices)

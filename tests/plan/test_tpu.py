@@ -1,0 +1,146 @@
+"""Plans for TPU slices that are not there; needs the compiler of the extra `tpu`."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import ADAMW, tiny_config
+
+from maxmars.config import MeshConfig
+from maxmars.optimizer_config import MarsConfig
+from maxmars.plan import make_plan
+from maxmars.plan.topology import get_topology
+from maxmars.sharding import make_mesh
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = ROOT / "tests" / "plan" / "traffic_tpu.json"
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "mars": MarsConfig(),
+    "shampoo": MarsConfig(variant="shampoo"),
+}
+SLICES = {"v5e:2x2": 2, "v5p:2x2x1": 1}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    found = {}
+    for topology, slices in SLICES.items():
+        mesh = MeshConfig(data=slices, fsdp=4)
+        for name, optimizer in OPTIMIZERS.items():
+            config = tiny_config(optimizer=optimizer, mesh=mesh)
+            found[f"{name} {topology} x {slices}"] = make_plan(
+                config, get_topology(topology, slices), evaluate=False
+            )
+    return found
+
+
+def test_each_slice_is_one_place_of_data(plans):
+    plan = plans["mars v5e:2x2 x 2"]
+    slices = [{d.slice_index for d in row.flat} for row in plan.mesh.devices]
+    assert slices == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of the 2 slices"):
+        make_plan(tiny_config(mesh=MeshConfig(data=1, fsdp=8)), plan.topology)
+
+
+@pytest.mark.parametrize(("slices", "data"), [(1, 2), (2, 4)])
+def test_axes_that_take_part_of_an_axis_of_the_torus(slices, data):
+    devices = get_topology("v5p:4x4x8", slices).devices  # 64 is no product of 4, 4 and 8
+    mesh = make_mesh(MeshConfig(data=data, fsdp=64), devices)
+    assert mesh.shape == {"data": data, "fsdp": 64, "tensor": 1}
+    per_slice = mesh.devices.reshape(slices, -1)
+    assert len({device.id for device in mesh.devices.flat}) == len(devices)
+    if slices == 2:
+        assert [{d.slice_index for d in row} for row in per_slice] == [{0}, {1}]
+
+
+def test_only_gradients_and_scalars_go_between_slices(plans):
+    for name, plan in plans.items():
+        between = [row for row in plan.collectives if row.network == "DCN"]
+        assert bool(between) == ("x 2" in name)
+        assert {row.axes for row in between} <= {("data",)}
+        optimizer = sum(row.bytes for row in between if row.phase != "model")
+        assert optimizer < 100_000, name  # scalars, each padded to a tile
+
+
+def test_optimizer_traffic(plans):
+    for name, plan in plans.items():
+        rows = [row for row in plan.collectives if row.phase == "optimizer"]
+        exchanged = sum(row.bytes for row in rows if row.op == "all-to-all")
+        assert plan.largest_mixed_bytes <= 10**6
+        assert sum(row.bytes for row in rows) - exchanged < 20_000, name
+        if "shampoo" in name:
+            assert 0 < exchanged <= 1.1 * 2 * 2 * plan.exchange.padded_elements / 4
+        else:
+            assert exchanged == 0
+
+
+def test_memory_is_the_compilers(plans):
+    for plan in plans.values():
+        stats = plan.train_step.executable.memory_analysis()
+        assert plan.memory.peak_bytes == stats.peak_memory_in_bytes
+        assert (
+            plan.memory.headroom_bytes == plan.topology.chip.memory_bytes - plan.memory.peak_bytes
+        )
+        assert plan.memory.padding_bytes > 0
+
+
+def test_traffic_stays_within_the_budgets(plans, request):
+    found = {
+        name: {
+            f"{row.phase} {row.op} {','.join(row.axes or '?')} {row.network}": row.bytes
+            for row in plan.collectives
+            if row.bytes >= 1000
+        }
+        for name, plan in plans.items()
+    }
+    if request.config.getoption("--update-goldens"):
+        BUDGETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    stored = json.loads(BUDGETS.read_text())
+    assert stored.keys() == found.keys()
+    for name, kinds in found.items():
+        for kind, size in kinds.items():
+            assert size <= 1.1 * stored[name].get(kind, 0), (name, kind)
+
+
+CONFIG = """
+from maxmars.config import GPT2Config, TrainConfig
+from maxmars.data_config import PythonSourcesConfig
+from maxmars.optimizer_config import MarsConfig
+
+def get_config():
+    return TrainConfig(
+        name="one-layer",
+        num_steps=10,
+        global_batch_size=16,
+        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=64),
+        optimizer=MarsConfig(),
+        data=PythonSourcesConfig(),
+    )
+"""
+
+
+def test_two_plans_at_once(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    command = [sys.executable, "-m", "maxmars", "plan", str(tmp_path / "config.py")]
+    command += ["--topology", "v5e:2x2", "--mesh.fsdp", "4", "--output"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    outputs = [tmp_path / f"{i}.json" for i in range(2)]
+    running = [
+        subprocess.Popen([*command, str(output)], env={**os.environ, "PYTHONPATH": path})
+        for output in outputs
+    ]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    first, second = (json.loads(output.read_text())["collectives"] for output in outputs)
+    assert first == second
