@@ -31,6 +31,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_one_of_two_is_killed_then_one_hangs_and_the_run_ends_as_if_undisturbed(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
     workdir = tmp_path / "run"
