@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ class Answers:
             list(rolling_windows(tokenizer.encode(t), tokenizer.eot, longest)) for t in texts
         ]
         scores = iter(self.score([window for text in windows for window in text]))
-        return [sum(next(scores)[0] for _ in text) for text in windows]
+        return [math.fsum(next(scores)[0] for _ in text) for text in windows]
 
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """As `log_likelihoods`, of token ids. Contexts that are too long are cut on the left."""
