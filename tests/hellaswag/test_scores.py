@@ -172,7 +172,7 @@ def test_the_peers_log_likelihoods_of_a_few_questions(reference_dir, reference, 
     check_reference(scores, reference[0], 8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh_config", "batch_size"),
     [(None, None), (MeshConfig(), 64), (MeshConfig(fsdp=4), 1)],
