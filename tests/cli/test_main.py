@@ -189,7 +189,7 @@ def test_train_loads_the_config_and_trains(calls, config_file):
     (initialized, (config, workdir, options)) = calls
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
-    assert workdir == Path("runs/tiny")
+    assert workdir == "runs/tiny"
     assert options == {"init_from": None, "resume_overrides": []}
 
 
@@ -439,8 +439,14 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert all(word in text for word in words)
 
 
-def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+def test_a_workdir_in_a_bucket_stays_what_it_is(calls, config_file):
+    cli.main(["train", config_file, "--workdir", "gs://bucket/run"])
+    assert calls[1][1] == "gs://bucket/run"
+
+
+@pytest.mark.parametrize("workdir", ["gs:/bucket/run", "gs:///run", "s3://bucket/run"])
+def test_what_is_no_workdir_is_no_local_folder(config_file, workdir, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
-    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
-    assert not (tmp_path / "gs:").exists()
+    assert exit_code(cli.main, ["train", config_file, "--workdir", workdir]) == 1
+    assert f"{workdir} must be a path on a disk, or gs://BUCKET/PATH" in capsys.readouterr().err
+    assert list(tmp_path.glob("*:")) == []
