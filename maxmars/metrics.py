@@ -102,11 +102,7 @@ class MetricsWriter:
             self._lines.write(json.dumps(line, allow_nan=False))
 
     def sync(self) -> None:
-        """Have all lines where a kill does not reach them.
-
-        Raises:
-          OSError: they cannot be written.
-        """
+        """Have all lines where a kill does not reach them; see `workdir.BucketLines.sync`."""
         if self._lines is not None:
             self._lines.sync()
 

@@ -28,6 +28,7 @@ Workdir = Path | epath.Path
 
 _EVERY_S = 30.0
 _PROBE_S = 30.0
+_REQUEST_S = 60.0  # gcsfs waits for ever
 _MAX_REASON = 300
 _ROLES = "Storage Object User and Storage Legacy Bucket Reader"
 _WAYS_OUT = (
@@ -75,12 +76,15 @@ def require_access(path: Any) -> None:
 @functools.cache
 def _require_bucket(bucket: str) -> None:
     name = f"gs://{bucket}"
-    if not any(map(importlib.util.find_spec, ("gcsfs", "tensorflow"))):
+    if importlib.util.find_spec("gcsfs") is None:
         raise ImportError(f"{name} needs the library gcsfs: `pip install 'maxmars[gcs]'`.")
+    import aiohttp  # comes with gcsfs
     import fsspec
 
+    options = fsspec.config.conf.setdefault("gcs", {})
     # Others write here as well: TensorStore, and the run's other processes.
-    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    options.setdefault("use_listings_cache", False)
+    options.setdefault("requests_timeout", aiohttp.ClientTimeout(total=_REQUEST_S))
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs it also raises
     with reporting(name):
         open_store(name).read("maxmars").result(timeout=_PROBE_S)
@@ -225,33 +229,27 @@ class BucketLines:
         self._lines.append(f"{line}\n")
 
     def sync(self) -> None:
-        """Upload what is new.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Upload what is new, and warn if that fails: a run need not end for it."""
         with self._uploading:
             count = len(self._lines)
-            if count > self._uploaded:
+            if count == self._uploaded:
+                return
+            try:
                 self._may_write()
                 write_text(self._path, "".join(self._lines[:count]))
                 self._uploaded = count
+            except OSError as error:
+                _LOGGER.warning("new lines of %s are not there yet: %s", self._path, error)
 
     def close(self) -> None:
-        """Upload what is new, and warn if that fails; `write` must not be called after it."""
+        """Upload what is new; `write` must not be called after it."""
         self._closing.set()
         self._thread.join()
-        self._try_to_sync("its last lines are lost")
+        self.sync()
 
     def _upload_until_closed(self) -> None:
         pause_s = _EVERY_S
         while not self._closing.wait(pause_s):
             started = time.monotonic()
-            self._try_to_sync("its new lines wait for the next attempt")
-            pause_s = max(_EVERY_S, 10 * (time.monotonic() - started))
-
-    def _try_to_sync(self, otherwise: str) -> None:
-        try:
             self.sync()
-        except OSError as error:
-            _LOGGER.warning("%s: %s; %s", self._path, error, otherwise)
+            pause_s = max(_EVERY_S, 10 * (time.monotonic() - started))

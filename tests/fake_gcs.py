@@ -45,6 +45,9 @@ class Server(ThreadingHTTPServer):
             "NO_GCE_CHECK": "true",
         }
 
+    def handle_error(self, request, client_address):
+        """Keep quiet about clients that were killed."""
+
     def text(self, name):
         return self.objects[name][1].decode()
 

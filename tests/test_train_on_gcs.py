@@ -16,9 +16,12 @@ from pathlib import Path
 import fake_gcs
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)"
+    ),
+    pytest.mark.slow,
+]
 
 TESTS = str(Path(__file__).parent)
 
@@ -143,7 +146,6 @@ def wait_until(condition, process):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_killed_refused_and_continued(tmp_path):
     from maxmars.checkpoint import load_digests
@@ -156,7 +158,7 @@ def test_killed_refused_and_continued(tmp_path):
         assert code == 1
         assert f"{workdir}/checkpoints is being written by process {first.pid} on" in output
         first.send_signal(signal.SIGKILL)
-        assert first.wait() == -signal.SIGKILL
+        assert finish(first)[0] == -signal.SIGKILL
         metrics = records(server.text("run/metrics.jsonl"))
         committed = re.compile(r"run/checkpoints/(\d+)/commit_success.txt")
         steps = [int(m[1]) for m in map(committed.fullmatch, server.objects) if m]

@@ -109,16 +109,14 @@ def test_a_failed_upload_is_told_and_made_good(bucket, monkeypatch, caplog):
     lines = workdir.open_lines(path)
     lines.write("one")
     monkeypatch.setattr(workdir, "write_text", fail)
-    with pytest.raises(OSError, match="no network"):
-        lines.sync()
-    lines._try_to_sync("its new lines wait for the next attempt")
-    assert "(no network); its new lines wait" in caplog.text
+    lines.sync()
+    assert f"new lines of {path} are not there yet: {path} cannot be used (no" in caplog.text
     monkeypatch.setattr(workdir, "write_text", put)
     lines.close()
     assert workdir.read_text(path) == "one\n"
 
 
-def test_a_run_that_lost_its_directory_overwrites_no_metrics(bucket):
+def test_a_run_that_lost_its_directory_overwrites_no_metrics(bucket, caplog):
     def lost():
         raise OSError("another run took over")
 
@@ -126,9 +124,8 @@ def test_a_run_that_lost_its_directory_overwrites_no_metrics(bucket):
     lines = workdir.open_lines(path, lost)
     workdir.write_text(path, "of the other run\n")
     lines.write("one")
-    with pytest.raises(OSError, match="another run took over"):
-        lines.sync()
     lines.close()
+    assert "another run took over" in caplog.text
     assert workdir.read_text(path) == "of the other run\n"
 
 

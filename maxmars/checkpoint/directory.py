@@ -66,7 +66,7 @@ def sweep(directory: Any) -> None:
     for path in directory.iterdir():
         if ".orbax-checkpoint-tmp" in path.name or (_is_step(path) and not _is_committed(path)):
             # What cannot be removed costs space and nothing else; the next start tries again.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), workdir.reporting(path):
                 path.rmtree(missing_ok=True)
 
 
