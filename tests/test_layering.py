@@ -115,6 +115,7 @@ FOLDERS = {
         "sophia",
         "soap_layout",
         "eigenbasis",
+        "decompositions",
         "scale_by_mars",
         "rules",
         "orthogonalize",
