@@ -78,6 +78,9 @@ class _StartTpu(_Start, _Tpu):
 
     accelerator: Annotated[str, arg(metavar="TYPE")]
     """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32."""
+    num_slices: int = 1
+    """TPUs of this kind that train as one, each a slice; needs --queued, and mesh.data (the only
+    axis between slices) a multiple of it."""
     spot: bool = False
     """Cheaper, and may be taken away at any time; it is then created anew."""
     queued: bool = False
@@ -177,7 +180,7 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
     return words[:end], tuple(words[end + 1 :])
 
 
-def _job(arguments: _Start, train: tuple[str, ...], workdir: str) -> Job:
+def _job(arguments: _Start, train: tuple[str, ...], workdir: str, *, num_slices: int = 1) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
     prog = "the part after --: maxmars train"
     parsed = parse_arguments(TrainArguments, [arguments.config, *train], prog=prog)
@@ -186,6 +189,12 @@ def _job(arguments: _Start, train: tuple[str, ...], workdir: str) -> Job:
         raise UsageError(
             "--workdir goes before --, and who the processes are is found on the machines: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
+        )
+    data = parsed.config.mesh.data
+    if data is not None and data % max(num_slices, 1):
+        raise UsageError(
+            f"--num-slices={num_slices} must divide mesh.data={data}: only `data` goes between "
+            f"slices. Give --mesh.data {num_slices} after --, or a multiple of it."
         )
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts={arguments.max_restarts} must be at least 0.")
@@ -207,8 +216,10 @@ def _start_tpu(arguments: _StartTpu, train: tuple[str, ...]) -> int:
         runtime_version=arguments.runtime_version,
         spot=arguments.spot,
         queued=arguments.queued,
+        num_slices=arguments.num_slices,
     )
-    job = _job(arguments, train, check_shared_workdir(arguments.workdir))
+    workdir = check_shared_workdir(arguments.workdir)
+    job = _job(arguments, train, workdir, num_slices=arguments.num_slices)
     if arguments.dry_run:
         print(tpu_vm.describe(vm, job), end="")
         return 0
@@ -231,7 +242,8 @@ def _start_tpu(arguments: _StartTpu, train: tuple[str, ...]) -> int:
 
 def _tpu(arguments: _Tpu) -> TpuVm:
     tools.require("gcloud")
-    return TpuVm(name=arguments.name, zone=arguments.zone, project=arguments.project)
+    vm = TpuVm(name=arguments.name, zone=arguments.zone, project=arguments.project)
+    return vm.as_it_is()
 
 
 def _tpu_status(arguments: _Tpu) -> None:
@@ -263,7 +275,8 @@ def _tpu_delete(arguments: _Tpu) -> None:
 
 
 def _start_gke(arguments: _StartGke, train: tuple[str, ...]) -> None:
-    job = _job(arguments, train, check_shared_workdir(arguments.workdir))
+    workdir = check_shared_workdir(arguments.workdir)
+    job = _job(arguments, train, workdir, num_slices=arguments.num_slices)
     _check_jobset(arguments)
     cluster = gke.Gke(
         nodes=parse_topology(arguments.topology),

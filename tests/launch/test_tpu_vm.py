@@ -111,6 +111,35 @@ exec -a maxmars sleep 60  # is killed with its host
     assert "costs until `maxmars launch tpu-vm delete --name run1 --zone us-east5-a`" in output
 
 
+def test_two_slices_train_as_one_until_one_is_preempted(cloud, capsys):
+    cloud.train("""
+if [[ -f $FAKE_CLOUD/once ]]; then touch "$FAKE_CLOUD/continued$FAKE_HOST"; exit 0; fi
+echo "step 1 of host $FAKE_HOST"
+if [[ $FAKE_HOST == 0 ]]; then
+  sleep 0.3; echo '["PREEMPTED"]' >"$FAKE_CLOUD/run1-1"; touch "$FAKE_CLOUD/once"
+fi
+exit 75
+""")
+    assert launch(*START, "--queued", "--num-slices", "2") == 0
+    output = capsys.readouterr().out
+    assert "run1: asking for 2 slices of v5p-16\n" in output
+    assert "starting on 4 hosts\nstep 1 of host 0\n" in output
+    assert "the TPU was preempted (run1-1 PREEMPTED); restart 1" in output
+    create = next(call for call in cloud.calls() if " create " in call)
+    assert "--node-count=2 --node-prefix=run1 " in create
+    assert cloud.count("queued-resources create") == cloud.count("queued-resources scp") == 2
+    assert cloud.count("queued-resources delete run1 --force") == 1  # both slices go
+    assert cloud.count("tpu-vm ssh") == 0
+    assert cloud.count("queued-resources ssh run1 --node=all --worker=all", " start") == 2
+    assert len(list(cloud.folder.glob("continued[0-3]"))) == 4
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 0  # knows of the slices by itself
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["run1: run1-0 READY", *(f"tpu-w-{host}: exited 0" for host in range(4))]
+    assert launch("launch", "tpu-vm", "logs", *WHERE) == 0
+    assert launch(*START, "--queued", "--num-slices", "3") == 1
+    assert "--num-slices=3, but run1 is there with 2; name" in capsys.readouterr().err
+
+
 def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys, monkeypatch):
     cloud.write("ssh_failures", 2)
     cloud.train('for i in {1..12}; do echo "line $i"; sleep 0.05; done')
@@ -306,6 +335,9 @@ def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
         (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket"),
         (["--env", "A=B"], "--env='A=B' does not look like WANDB_API_KEY"),
         (["--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: that variable must be set here"),
+        (["--num-slices", "2"], "--num-slices=2 needs --queued: only a queued resource joins"),
+        (["--queued", "--num-slices", "2", "--", "--mesh.data", "3"], "=2 must divide mesh.data=3"),
+        (["--queued", "--num-slices", "0"], "--num-slices=0 must be at least 1"),
         (["--max-restarts", "-1"], "--max-restarts=-1 must be at least 0"),
         (["--", "--workdir", "x"], "--workdir goes before --"),
         (["--", "--model.num-layer", "2"], "--model.num-layers"),
