@@ -17,9 +17,10 @@ from maxmars.cli.config_file import UsageError, parse_arguments
 from maxmars.cli.train_arguments import TrainArguments
 from maxmars.launch import gke, slurm, tools, tpu_vm
 from maxmars.launch.job import Job, check_shared_workdir, take_environment
-from maxmars.launch.machines import parse_topology
+from maxmars.launch.machines import num_chips, parse_topology
 from maxmars.launch.source import pack
 from maxmars.launch.tpu_commands import TpuVm
+from maxmars.mesh_checks import check_mesh, mesh_shape
 
 _USAGE = """\
 usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR --zone ZONE --accelerator TYPE
@@ -180,7 +181,9 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
     return words[:end], tuple(words[end + 1 :])
 
 
-def _job(arguments: _Start, train: tuple[str, ...], workdir: str, *, num_slices: int = 1) -> Job:
+def _job(
+    arguments: _Start, train: tuple[str, ...], workdir: str, *, chips: int = 0, slices: int = 1
+) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
     prog = "the part after --: maxmars train"
     parsed = parse_arguments(TrainArguments, [arguments.config, *train], prog=prog)
@@ -190,12 +193,9 @@ def _job(arguments: _Start, train: tuple[str, ...], workdir: str, *, num_slices:
             "--workdir goes before --, and who the processes are is found on the machines: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    data = parsed.config.mesh.data
-    if data is not None and data % max(num_slices, 1):
-        raise UsageError(
-            f"--num-slices={num_slices} must divide mesh.data={data}: only `data` goes between "
-            f"slices. Give --mesh.data {num_slices} after --, or a multiple of it."
-        )
+    if chips:
+        shape = mesh_shape(parsed.config.mesh, chips, slices)
+        check_mesh(parsed.config, shape)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts={arguments.max_restarts} must be at least 0.")
     return Job(
@@ -219,7 +219,9 @@ def _start_tpu(arguments: _StartTpu, train: tuple[str, ...]) -> int:
         num_slices=arguments.num_slices,
     )
     workdir = check_shared_workdir(arguments.workdir)
-    job = _job(arguments, train, workdir, num_slices=arguments.num_slices)
+    slices = arguments.num_slices
+    chips = slices * num_chips(arguments.accelerator)
+    job = _job(arguments, train, workdir, chips=chips, slices=slices)
     if arguments.dry_run:
         print(tpu_vm.describe(vm, job), end="")
         return 0
@@ -276,13 +278,15 @@ def _tpu_delete(arguments: _Tpu) -> None:
 
 def _start_gke(arguments: _StartGke, train: tuple[str, ...]) -> None:
     workdir = check_shared_workdir(arguments.workdir)
-    job = _job(arguments, train, workdir, num_slices=arguments.num_slices)
+    nodes, slices = parse_topology(arguments.topology), arguments.num_slices
+    chips = slices * nodes.hosts * nodes.chips_a_host
+    job = _job(arguments, train, workdir, chips=chips, slices=slices)
     _check_jobset(arguments)
     cluster = gke.Gke(
-        nodes=parse_topology(arguments.topology),
+        nodes=nodes,
         image=arguments.image,
         namespace=arguments.namespace,
-        num_slices=arguments.num_slices,
+        num_slices=slices,
         spot=arguments.spot,
         xpk=arguments.xpk,
         claims=gke.parse_claims(arguments.claim),
@@ -336,7 +340,9 @@ def _start_slurm(arguments: _StartSlurm, train: tuple[str, ...]) -> None:
         mem=arguments.mem,
         max_restarts=arguments.max_restarts,
     )
-    job = _job(arguments, train, slurm.check_workdir(os.path.abspath(arguments.workdir)))
+    workdir = slurm.check_workdir(os.path.abspath(arguments.workdir))
+    chips = arguments.nodes * arguments.gpus_per_node
+    job = _job(arguments, train, workdir, chips=chips)
     if arguments.dry_run:
         print(slurm.script(asked, job, directory=Path.cwd()), end="")
     else:

@@ -175,7 +175,9 @@ class TpuVm:
             which = "a TPU" if len(nodes) == 1 else "all its slices"
             return State("gone", f"queued resource ACTIVE without {which}")
         worst = max(states, key=lambda state: _WORST.index(state.phase))
-        return dataclasses.replace(worst, num_hosts=sum(state.num_hosts for state in states))
+        ready = len(nodes) > 1 and worst.phase == "ready"
+        text = f"{len(nodes)} slices READY" if ready else worst.text
+        return State(worst.phase, text, sum(state.num_hosts for state in states))
 
     def remove(self) -> bool:
         """Delete the TPU and its queued resource; whether there was one.
