@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from maxmars.train_step import (
     make_train_step,
 )
 from maxmars.watchdog import Watchdog
+from maxmars.workdir import Workdir
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Run:
     """A run that is open: what stays, and where it stands."""
 
     config: TrainConfig
-    workdir: Path
+    workdir: Workdir
     mesh: Mesh
     train_step: TrainStep
     batches: TrainBatches
@@ -59,7 +59,7 @@ class Run:
 
 def open_run(
     config: TrainConfig,
-    workdir: Path,
+    workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
     watchdog: Watchdog,
@@ -98,7 +98,9 @@ def open_run(
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
-    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
+    owner = checkpointer.check_owner
+    host_log = HostLog(workdir, jax.process_index(), may_write=owner)
+    progress.copy_to(stack.enter_context(host_log).write)
     progress.message(_description(config, mesh, tokens))
     train_step = make_train_step(config, mesh)
     with watchdog.watching("reading the checkpoint"):
@@ -119,7 +121,7 @@ def open_run(
         hellaswag=hellaswag,
         checkpointer=checkpointer,
         watchdog=watchdog,
-        writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
+        writer=stack.enter_context(MetricsWriter(workdir, step, may_write=owner)),
         progress=progress,
         state=state,
         step=step,
@@ -152,7 +154,9 @@ def _make_evaluate(
     return lambda params: validation_loss(eval_step, params, watched()).loss
 
 
-def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
+def _write_description(
+    config: TrainConfig, workdir: Workdir, mesh: Mesh, tokens: SplitTokens
+) -> None:
     if distributed.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_environment(workdir, mesh)
@@ -171,7 +175,7 @@ def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
 
 def _restore_or_init(
     config: TrainConfig,
-    workdir: Path,
+    workdir: Workdir,
     train_step: TrainStep,
     checkpointer: Checkpointer,
     initial: Initial | None,

@@ -28,7 +28,7 @@ ROWS = (
     {"model", "optim", "data", "metrics", "host_log", "hlo", "guard", "sampling"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
-    {"preemption"},
+    {"preemption", "workdir"},
     {"mesh_checks"},
     {"config"},
     {"optimizer_config", "data_config"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,7 @@ class _Start:
     """Name of the run, and of what is created for it."""
     workdir: Annotated[str, arg(metavar="DIR")]
     """Directory of the run's metrics and checkpoints, which every host must reach under this path:
-    on a file system that they share, mounted by --setup or --claim for example."""
+    on gs://, or on a file system that they share, mounted by --setup or --claim for example."""
     env: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values are
     shown nowhere."""
@@ -340,7 +339,7 @@ def _start_slurm(arguments: _StartSlurm, train: tuple[str, ...]) -> None:
         mem=arguments.mem,
         max_restarts=arguments.max_restarts,
     )
-    workdir = slurm.check_workdir(os.path.abspath(arguments.workdir))
+    workdir = slurm.check_workdir(arguments.workdir)
     chips = arguments.nodes * arguments.gpus_per_node
     job = _job(arguments, train, workdir, chips=chips)
     if arguments.dry_run:

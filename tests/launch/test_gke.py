@@ -78,7 +78,7 @@ def test_a_tpu_slice(capsys):
         "cloud.google.com/gke-tpu-topology": "4x4x4",
     }
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    assert "[tpu]" in container["command"][2]
+    assert "[tpu,gcs]" in container["command"][2]
     # 1 and 2 fail the JobSet; 75, and nodes that go, restart it.
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
@@ -96,7 +96,7 @@ def test_gpus_are_told_who_they_are(capsys):
     variables = {item["name"]: item["value"] for item in container["env"]}
     assert variables["JAX_COORDINATOR_ADDRESS"] == "run1-slice-job-0-0.run1:8476"
     assert variables["NNODES"] == "2"
-    assert "[cuda]" in container["command"][2]
+    assert "[cuda,gcs]" in container["command"][2]
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
 
 

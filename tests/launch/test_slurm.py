@@ -174,6 +174,7 @@ def test_status_and_stop(cloud, capfd):
         (["--partition", "a\n#SBATCH --x"], "--partition='a\\n#SBATCH --x' does not look like one"),
         (["--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--process-per", "gpu"], "--process-per gpu needs --gpus-per-node"),
+        (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket, and SLURM's own output"),
         (["--workdir", "a b"], "does not look like /shared/runs/run-1"),
         (["--name", "a b"], "--name='a b' does not look like run-1"),
     ],

@@ -330,7 +330,7 @@ def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
         (["--accelerator", "h100-8"], "--accelerator='h100-8' must be one of v6e-N, v5p-N"),
         (["--runtime-version", "v2 x"], "--runtime-version='v2 x'"),
         (["--workdir", "runs/x"], "--workdir='runs/x' does not look like /mnt/runs/run1"),
-        (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket"),
+        (["--workdir", "gs:/b/x"], "--workdir='gs:/b/x' does not look like /mnt/runs/run1"),
         (["--env", "A=B"], "--env='A=B' does not look like WANDB_API_KEY"),
         (["--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: that variable must be set here"),
         (["--num-slices", "2"], "--num-slices=2 needs --queued: only a queued resource joins"),
