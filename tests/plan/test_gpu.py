@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from tiny import ADAMW, tiny_config
+from tiny import tiny_config
 
 from maxmars.config import MeshConfig
 from maxmars.optimizer_config import MarsConfig
@@ -18,21 +18,18 @@ pytestmark = [
     ),
 ]
 
-OPTIMIZERS = {"adamw": ADAMW, "mars": MarsConfig(), "shampoo": MarsConfig(variant="shampoo")}
+OPTIMIZERS = {"mars": MarsConfig(), "shampoo": MarsConfig(variant="shampoo")}
 MESHES = {"h100:8": MeshConfig(fsdp=8), "h200:16": MeshConfig(data=2, fsdp=8)}
 
 
 @pytest.fixture(scope="module")
 def plans():
-    return {
-        (name, topology): make_plan(
-            tiny_config(optimizer=optimizer, mesh=mesh, global_batch_size=32),
-            get_topology(topology),
-            evaluate=False,
-        )
-        for name, optimizer in OPTIMIZERS.items()
-        for topology, mesh in MESHES.items()
-    }
+    found = {}
+    for name, topology in (("shampoo", "h100:8"), ("shampoo", "h200:16"), ("mars", "h200:16")):
+        mesh, optimizer = MESHES[topology], OPTIMIZERS[name]
+        config = tiny_config(optimizer=optimizer, mesh=mesh, global_batch_size=32)
+        found[name, topology] = make_plan(config, get_topology(topology), evaluate=False)
+    return found
 
 
 def test_memory_is_the_compilers(plans):
