@@ -21,13 +21,13 @@ from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
+from maxmars.mesh_checks import check_mesh
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
 from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.train_step import (
     TrainState,
     TrainStep,
-    check_mesh,
     init_train_state,
     make_hyperparams,
     make_train_step,
@@ -71,7 +71,7 @@ def open_run(
     """
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
-    check_mesh(config, mesh)
+    check_mesh(config, mesh.shape)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)

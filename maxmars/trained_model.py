@@ -15,8 +15,8 @@ from maxmars import distributed, hf, sharding
 from maxmars.checkpoint import find, load_model
 from maxmars.config import GPT2Config
 from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
+from maxmars.mesh_checks import check_mesh_divides_model
 from maxmars.model import graph_and_abstract_params, logical_axes
-from maxmars.train_step import check_mesh_divides_model
 from maxmars.workdir import Workdir, require_access, resolve
 
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
@@ -103,7 +103,7 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
     """
 
     def abstract_params(config: GPT2Config) -> Any:
-        check_mesh_divides_model(config, mesh)
+        check_mesh_divides_model(config, mesh.shape)
         shardings = sharding.tree_shardings(mesh, logical_axes(config))
         return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
 

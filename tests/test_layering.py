@@ -29,6 +29,7 @@ ROWS = (
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
     {"preemption", "workdir"},
+    {"mesh_checks"},
     {"config"},
     {"optimizer_config", "data_config"},
     {"config_checks"},

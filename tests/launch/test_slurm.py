@@ -97,7 +97,8 @@ def run_job(cloud, path, code, restarts=0):
 
 
 def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
-    path = submit(cloud, capsys, "--gpus-per-node", "8", "--", "--name", "$(touch bad) 'x'")
+    train = ["--mesh.tensor", "2", "--name", "$(touch bad) 'x'"]
+    path = submit(cloud, capsys, "--gpus-per-node", "8", "--", *train)
     options = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
     for option in (
         "--job-name=run1",
@@ -121,8 +122,7 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
             str(copy / "configs" / "quickstart.py"),
             "--workdir",
             str(cloud / "runs" / "run1"),
-            "--name",
-            "$(touch bad) 'x'",
+            *train,
         ]
         assert (copy / "configs" / "quickstart.py").exists()
         assert task["env"]["PYTHONPATH"] == str(copy)
