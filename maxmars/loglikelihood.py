@@ -243,6 +243,8 @@ class LogLikelihoods:
             length = _padded_length(rows[done].size)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
             height = -(-min(count, len(rows)) // self._shards)
+            while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
+                height = -(-height // 2)  # the last rows: few programs, and few empty rows
             batch = rows[done : done + height * self._shards]
             done += len(batch)
             shards = [batch[i :: self._shards] for i in range(self._shards)]  # much the same work
@@ -254,7 +256,7 @@ class LogLikelihoods:
         """Put this process's shards of a batch on its devices."""
         chunk = self._chunk(height * length)
         mine = [shards[i] for i in sharding.local_rows(self._mesh, (1, self._shards))[0]]
-        filled = [row for shard in mine for row in _filled(shard, height)]
+        filled = [row for shard in mine for row in [*shard, *[_EMPTY] * (height - len(shard))]]
         inputs = [_stack(column, length) for column in list(zip(*filled, strict=True))[:3]]
         width = -(-height * length // chunk) * chunk
         sources = _stack([_flat_sources(shard, length) for shard in mine], width)
@@ -354,10 +356,6 @@ def _nats(
 
 
 _EMPTY = _Row(*[np.zeros(0, np.int32)] * 6)
-
-
-def _filled(shard: Sequence[_Row], height: int) -> list[_Row]:
-    return [*shard, *[_EMPTY] * (height - len(shard))]
 
 
 def _flat_sources(shard: Sequence[_Row], length: int) -> Int32[np.ndarray, " S"]:

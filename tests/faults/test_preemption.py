@@ -69,6 +69,7 @@ def test_a_second_interrupt_leaves_at_once(folder):
     assert records(folder / "twice") == records(folder / "undisturbed")
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
     # Many steps: JAX tells the other process within a second, and both agree on a step to come.
     longer = ("--schedule.decay-steps", "40", "--num-steps")

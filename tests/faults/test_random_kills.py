@@ -31,7 +31,7 @@ def test_five_random_kills(monkeypatch, tmp_path, capsys):
     assert "5 kills: identical to the undisturbed run" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_meshes_and_processes_change_neither_state_nor_tokens(tmp_path, capsys):
     """`python tools/resume_on_meshes.py` is the whole table."""
     meshes = load_tool("resume_on_meshes")

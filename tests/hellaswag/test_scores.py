@@ -172,10 +172,13 @@ def test_the_peers_log_likelihoods_of_a_few_questions(reference_dir, reference, 
     check_reference(scores, reference[0], 8)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh_config", "batch_size"),
-    [(None, None), (MeshConfig(), 64), (MeshConfig(fsdp=4), 1)],
+    [
+        pytest.param(None, None, marks=pytest.mark.long),
+        pytest.param(MeshConfig(), 64, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(fsdp=4), 1, marks=pytest.mark.long),
+    ],
     ids=["1 device", "8 devices", "8 devices, batch 1"],
 )
 def test_the_peers_scores_of_600_questions(
