@@ -24,6 +24,7 @@ from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
+from maxmars.program_cache import ProgramCache, default_directory
 from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.train_step import (
     TrainState,
@@ -48,6 +49,7 @@ class Run:
     evaluate: Callable[[Any], float] | None
     hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
+    programs: ProgramCache
     watchdog: Watchdog
     writer: MetricsWriter
     progress: ProgressLine
@@ -100,6 +102,8 @@ def open_run(
     _write_description(config, workdir, mesh, tokens)
     progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
     progress.message(_description(config, mesh, tokens))
+    directory = default_directory(workdir, mesh.devices.flat[0].platform)
+    programs = stack.enter_context(ProgramCache(directory, progress.message))
     train_step = make_train_step(config, mesh)
     with watchdog.watching("reading the checkpoint"):
         state, step, position = _restore_or_init(
@@ -118,6 +122,7 @@ def open_run(
         evaluate=evaluate,
         hellaswag=hellaswag,
         checkpointer=checkpointer,
+        programs=programs,
         watchdog=watchdog,
         writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
         progress=progress,
