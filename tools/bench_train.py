@@ -245,7 +245,8 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> list[dict[str, An
             print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
             # Each second round goes backwards: no one always runs after the same one.
             for contestant in running[:: 1 if number % 2 else -1]:
-                found = contestant.ask(str(args.steps if number else 2))
+                found = contestant.ask(str(args.steps if number else 1))
+                print(f"  {contestant.name}: {found['step']:.4f} s a step", file=sys.stderr)
                 if number:  # the first one warms up
                     contestant.rounds.append(found)
         return [result(contestant, running[0]) for contestant in running]
