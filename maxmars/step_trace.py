@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -119,8 +120,11 @@ def read_trace(directory: Path, program: str) -> StepTrace:
         raise ValueError(f"{directory} holds no trace (*.xplane.pb).")
     module = parse(program)
     known = {n: i for c in module.computations.values() for n, i in c.instructions.items()}
-    planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
-    events = [e for plane in planes for line in plane.lines for e in _events(plane, line)]
+    with warnings.catch_warnings():
+        # Of the types that JAX 0.12 makes for a trace; raised there, it would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
+        events = [e for plane in planes for line in plane.lines for e in _events(plane, line)]
     events = [event for event in events if event.name in known]
     # Other programs have operations of the same names, but of fewer of them.
     programs: dict[Any, set[str]] = defaultdict(set)
