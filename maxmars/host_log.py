@@ -8,24 +8,29 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
+
+from maxmars.workdir import Workdir, open_lines
 
 
 class HostLog(contextlib.AbstractContextManager["HostLog"]):
     """Appends lines with the time; an error that leaves the `with` block is written as well."""
 
-    def __init__(self, workdir: Path, process: int) -> None:
-        """Open `<workdir>/logs/host_<process>.log`, after what earlier parts of the run wrote."""
+    def __init__(
+        self, workdir: Workdir, process: int, *, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        """Open `<workdir>/logs/host_<process>.log`, after what earlier parts of the run wrote.
+
+        For `may_write` see `workdir.open_lines`.
+        """
         self.path = workdir / "logs" / f"host_{process:03d}.log"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a")
+        self._lines = open_lines(self.path, may_write)
 
     def write(self, text: str) -> None:
-        """Append a line, on the disk at once."""
+        """Append a line, on a disk at once."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write(f"{now} {text}\n")
-        self._file.flush()
+        self._lines.write(f"{now} {text}")
 
     def __exit__(
         self,
@@ -36,4 +41,4 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         """Write the error, if there is one, and close."""
         if error is not None:
             self.write("".join(traceback.format_exception(error)).rstrip())
-        self._file.close()
+        self._lines.close()

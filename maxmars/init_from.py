@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,12 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxmars import distributed, hf
 from maxmars.checkpoint import Saved, find, load_parts
-from maxmars.checkpoint.directory import is_remote, resolve
+from maxmars.checkpoint.directory import resolve
 from maxmars.config import GPT2Config, TrainConfig, differences
 from maxmars.digest import combine, digest, leaf_types
 from maxmars.metrics import write_json
 from maxmars.train_step import TrainState, abstract_train_state, init_train_state
 from maxmars.trained_model import HFTarget, find_target
+from maxmars.workdir import Workdir, is_remote, read_text
 
 _RECORD = "init_from.json"
 
@@ -109,7 +109,7 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
     return Initial(state=init_train_state(config, mesh, parts), origin=origin)
 
 
-def check_origin(workdir: Path, source: InitFrom | None, *, continues: bool) -> None:
+def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:
     """Check that a run that started before in `workdir` did so from `source`.
 
     One that continues need not name its source again. One that has saved nothing must, since it
@@ -125,30 +125,30 @@ def check_origin(workdir: Path, source: InitFrom | None, *, continues: bool) -> 
         raise ValueError(problem or "process 0 refuses --init-from; it says why.")
 
 
-def record_origin(workdir: Path, initial: Initial) -> None:
+def record_origin(workdir: Workdir, initial: Initial) -> None:
     """Write `init_from.json` into the directory of a new run; only the primary process does."""
     if distributed.is_primary():
         write_json(workdir / _RECORD, initial.origin)
 
 
-def _forgotten(workdir: Path, source: InitFrom | None) -> str | None:
+def _forgotten(workdir: Workdir, source: InitFrom | None) -> str | None:
     """What is wrong with starting from random weights where another start was recorded."""
     record = workdir / _RECORD
-    if source is not None or not record.is_file():
+    text = read_text(record)
+    if source is not None or text is None:
         return None
     return (
-        f"the run in {workdir} was to start from {json.loads(record.read_text())['path']} and has "
+        f"the run in {workdir} was to start from {json.loads(text)['path']} and has "
         "saved nothing yet: give the same --init-from again. To start from random weights, delete "
         f"{record}, or choose another --workdir."
     )
 
 
-def _other_origin(workdir: Path, source: InitFrom | None) -> str | None:
+def _other_origin(workdir: Workdir, source: InitFrom | None) -> str | None:
     """What is wrong with continuing a run as one that started from `source`."""
     if source is None:
         return None
-    record = workdir / _RECORD
-    origin = json.loads(record.read_text()) if record.is_file() else None
+    origin = json.loads(read_text(workdir / _RECORD) or "null")
     if origin is None:
         how = f"random weights, not from {source.path}"
     elif origin["path"] != str(resolve(source.path)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -27,6 +26,7 @@ import rich.text
 
 import maxmars
 from maxmars.config import GPT2Config
+from maxmars.workdir import Workdir, open_lines, read_text, write_text
 
 if TYPE_CHECKING:
     import jax
@@ -70,36 +70,47 @@ def flops_per_token(num_parameters: int, config: GPT2Config) -> int:
 class MetricsWriter:
     """Appends to `<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
 
-    Every line is flushed, so that the file can be followed and survives a crash. Non-finite values
-    are the strings "NaN", "Infinity" and "-Infinity": valid JSON, which `float()` reads back. Only
-    the primary process writes.
+    Every line is flushed, so that the file can be followed and survives a crash; in a bucket, see
+    `workdir`. Non-finite values are the strings "NaN", "Infinity" and "-Infinity": valid JSON,
+    which `float()` reads back. Only the primary process writes.
     """
 
-    def __init__(self, workdir: Path, resume_step: int = 0) -> None:
+    def __init__(
+        self,
+        workdir: Workdir,
+        resume_step: int = 0,
+        *,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
+        For `may_write` see `workdir.open_lines`.
         """
-        self._file = None
+        self._lines = None
         if not _is_primary():
             return
-        workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / "metrics.jsonl"
-        if path.exists():
-            _write_atomically(path, _kept_lines(path.read_text(), resume_step))
-        self._file = path.open("a")
+        text = read_text(path)
+        if text is not None:
+            write_text(path, _kept_lines(text, resume_step))
+        self._lines = open_lines(path, may_write)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line; values are numbers or arrays of one element."""
-        if self._file is not None:
+        if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            self._lines.write(json.dumps(line, allow_nan=False))
+
+    def sync(self) -> None:
+        """Have all lines where a kill does not reach them; see `workdir.BucketLines.sync`."""
+        if self._lines is not None:
+            self._lines.sync()
 
     def close(self) -> None:
         """Close the file; `write` must not be called after it."""
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def __enter__(self) -> MetricsWriter:
         """The writer; `with` closes it."""
@@ -110,16 +121,15 @@ class MetricsWriter:
         self.close()
 
 
-def recorded_steps(workdir: Path, key: str) -> set[int]:
+def recorded_steps(workdir: Workdir, key: str) -> set[int]:
     """Steps for which `<workdir>/metrics.jsonl`, once opened by a `MetricsWriter`, has a value."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (read_text(workdir / "metrics.jsonl") or "").splitlines())
     return {line["step"] for line in lines if key in line}
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Workdir, value: Any) -> None:
     """Write a JSON file in one step, and its directory if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -141,7 +151,7 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     }
 
 
-def write_environment(workdir: Path, mesh: jax.sharding.Mesh) -> None:
+def write_environment(workdir: Workdir, mesh: jax.sharding.Mesh) -> None:
     """Write `environment(mesh)` to `<workdir>/environment.json`; only the primary process does."""
     if _is_primary():
         write_json(workdir / "environment.json", environment(mesh))
@@ -248,15 +258,6 @@ def json_number(value: Any) -> int | float | str:
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _version(package: str) -> str | None:

@@ -24,22 +24,23 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxmars import distributed
+from maxmars.workdir import Workdir, is_remote
 
 _ENTRIES = "*-cache"
 _SEAL = ".sha256"
 
 
-def default_directory(workdir: Path, platform: str) -> Path | None:
+def default_directory(workdir: Workdir, platform: str) -> Path | None:
     """Where the programs of a run go: `.jax_cache` beside its directory.
 
-    None on CPUs, and where JAX was told itself: by JAX_COMPILATION_CACHE_DIR to use another place,
-    or by JAX_ENABLE_COMPILATION_CACHE=false to keep nothing.
+    None on CPUs, in buckets, and where JAX was told itself: by JAX_COMPILATION_CACHE_DIR to use
+    another place, or by JAX_ENABLE_COMPILATION_CACHE=false to keep nothing.
     """
     config: Any = jax.config  # whose attributes type checkers do not see
     told = config.jax_compilation_cache_dir is not None
-    if told or platform == "cpu" or not config.jax_enable_compilation_cache:
+    if told or is_remote(workdir) or platform == "cpu" or not config.jax_enable_compilation_cache:
         return None
-    return workdir.parent / ".jax_cache"
+    return Path(workdir).parent / ".jax_cache"
 
 
 class ProgramCache(contextlib.AbstractContextManager["ProgramCache"]):

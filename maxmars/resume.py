@@ -13,7 +13,6 @@ import difflib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -23,6 +22,7 @@ from maxmars.checkpoint import load_config, load_leaf_types
 from maxmars.config import TrainConfig, differences, to_dict
 from maxmars.digest import leaf_types
 from maxmars.train_step import abstract_train_state
+from maxmars.workdir import Workdir, append_line
 
 _MAY_CHANGE = (
     "name",
@@ -45,7 +45,7 @@ Row = tuple[str, Any, Any]
 """Dotted name of a field, its value before and now."""
 
 
-def stored_config(checkpoints: Path, overrides: Sequence[str]) -> TrainConfig | None:
+def stored_config(checkpoints: Workdir, overrides: Sequence[str]) -> TrainConfig | None:
     """The config of the newest checkpoint; None where there is nothing to continue.
 
     Raises:
@@ -65,7 +65,7 @@ def stored_config(checkpoints: Path, overrides: Sequence[str]) -> TrainConfig | 
 def continued_config(
     stored: TrainConfig,
     config: TrainConfig,
-    checkpoints: Path,
+    checkpoints: Workdir,
     *,
     mesh: Mesh,
     overrides: Sequence[str],
@@ -101,7 +101,7 @@ def continued_config(
     return config
 
 
-def record_changes(workdir: Path, step: int, stored: TrainConfig, config: TrainConfig) -> None:
+def record_changes(workdir: Workdir, step: int, stored: TrainConfig, config: TrainConfig) -> None:
     """Append what changed at `step` to `<workdir>/config_changes.jsonl`, if anything did.
 
     Each continuation is a line: `step`, `time`, and `changed`, from field to its value before and
@@ -111,8 +111,7 @@ def record_changes(workdir: Path, step: int, stored: TrainConfig, config: TrainC
     if rows and distributed.is_primary():
         changed = {name: [old, new] for name, old, new in rows}
         line = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "changed": changed}
-        with (workdir / "config_changes.jsonl").open("a") as file:
-            file.write(json.dumps(line, default=to_dict) + "\n")
+        append_line(workdir / "config_changes.jsonl", json.dumps(line, default=to_dict))
 
 
 def _check_names(stored: TrainConfig, config: TrainConfig, overrides: Sequence[str]) -> None:
@@ -148,7 +147,7 @@ def _described(rows: Sequence[Row]) -> str:
 def _check_changes(
     rows: Sequence[Row],
     config: TrainConfig,
-    checkpoints: Path,
+    checkpoints: Workdir,
     mesh: Mesh,
     overrides: Sequence[str],
 ) -> None:
@@ -172,7 +171,9 @@ def _check_changes(
     raise ValueError(f"{problem}. {way_out}.")
 
 
-def _misfit(rows: Sequence[Row], config: TrainConfig, checkpoints: Path, mesh: Mesh) -> str | None:
+def _misfit(
+    rows: Sequence[Row], config: TrainConfig, checkpoints: Workdir, mesh: Mesh
+) -> str | None:
     """Why the arrays of the newest checkpoint do not fit a config in which `rows` changed."""
     names = [name for name, _, _ in rows]
     if "optimizer" in names:

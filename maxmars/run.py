@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
+from maxmars.mesh_checks import check_mesh
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
 from maxmars.program_cache import ProgramCache, default_directory
@@ -29,12 +29,12 @@ from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.train_step import (
     TrainState,
     TrainStep,
-    check_mesh,
     init_train_state,
     make_hyperparams,
     make_train_step,
 )
 from maxmars.watchdog import Watchdog
+from maxmars.workdir import Workdir
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Run:
     """A run that is open: what stays, and where it stands."""
 
     config: TrainConfig
-    workdir: Path
+    workdir: Workdir
     mesh: Mesh
     train_step: TrainStep
     batches: TrainBatches
@@ -61,7 +61,7 @@ class Run:
 
 def open_run(
     config: TrainConfig,
-    workdir: Path,
+    workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
     watchdog: Watchdog,
@@ -73,7 +73,7 @@ def open_run(
     """
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
-    check_mesh(config, mesh)
+    check_mesh(config, mesh.shape)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
@@ -100,7 +100,9 @@ def open_run(
 
     checkpointer = stack.enter_context(Checkpointer(checkpoints, config, mesh=mesh))
     _write_description(config, workdir, mesh, tokens)
-    progress.copy_to(stack.enter_context(HostLog(workdir, jax.process_index())).write)
+    owner = checkpointer.check_owner
+    host_log = HostLog(workdir, jax.process_index(), may_write=owner)
+    progress.copy_to(stack.enter_context(host_log).write)
     progress.message(_description(config, mesh, tokens))
     directory = default_directory(workdir, mesh.devices.flat[0].platform)
     programs = stack.enter_context(ProgramCache(directory, progress.message))
@@ -124,7 +126,7 @@ def open_run(
         checkpointer=checkpointer,
         programs=programs,
         watchdog=watchdog,
-        writer=stack.enter_context(MetricsWriter(workdir, resume_step=step)),
+        writer=stack.enter_context(MetricsWriter(workdir, step, may_write=owner)),
         progress=progress,
         state=state,
         step=step,
@@ -157,7 +159,9 @@ def _make_evaluate(
     return lambda params: validation_loss(eval_step, params, watched()).loss
 
 
-def _write_description(config: TrainConfig, workdir: Path, mesh: Mesh, tokens: SplitTokens) -> None:
+def _write_description(
+    config: TrainConfig, workdir: Workdir, mesh: Mesh, tokens: SplitTokens
+) -> None:
     if distributed.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_environment(workdir, mesh)
@@ -176,7 +180,7 @@ def _description(config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> str:
 
 def _restore_or_init(
     config: TrainConfig,
-    workdir: Path,
+    workdir: Workdir,
     train_step: TrainStep,
     checkpointer: Checkpointer,
     initial: Initial | None,

@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxmars.config import MeshConfig
+from maxmars.mesh_checks import mesh_shape
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -57,27 +58,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    count, rest = len(devices), config.fsdp * config.tensor
-    data = config.data if config.data is not None else count // rest
-    if data * rest != count:
-        sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        wanted = f"a multiple of {rest}" if config.data is None else str(data * rest)
-        raise ValueError(
-            f"the mesh data={config.data or '(rest)'} fsdp={config.fsdp} tensor={config.tensor} "
-            f"needs {wanted} devices, but there are {count}. Each of mesh.data, mesh.fsdp and "
-            f"mesh.tensor must be one of {sizes}, and their product must be {count}."
-        )
-    types = (AxisType.Auto,) * len(AXES)
-    shape = (data, config.fsdp, config.tensor)
     slices = num_slices(devices)
-    if data % slices:
-        raise ValueError(
-            f"mesh.data={data} must be a multiple of the {slices} slices that the {count} devices "
-            f"lie in: only `data` may cross the network between slices. With mesh.data={slices}, "
-            f"mesh.fsdp x mesh.tensor is {count // slices}."
-        )
+    data, *inner = shape = tuple(mesh_shape(config, len(devices), slices).values())
+    types = (AxisType.Auto,) * len(AXES)
     if slices > 1:
-        inside = (data // slices, *shape[1:])
+        inside = (data // slices, *inner)
         grid = _on_torus(mesh_utils.create_hybrid_device_mesh, inside, (slices, 1, 1), devices)
         return Mesh(grid, AXES, axis_types=types)
     try:
@@ -131,20 +116,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
     """Number of parts into which the rows of a microbatch are split."""
     return int(np.prod([mesh.shape[a] for a in RULES.batch or ()]))
-
-
-def check_divides(mesh: Mesh, axis: str, name: str, size: int) -> None:
-    """Check that a mesh axis divides a dimension of the model.
-
-    Raises:
-      ValueError: it does not; the message names the sizes of the axis that do.
-    """
-    parts = mesh.shape[axis]
-    if size % parts:
-        fits = ", ".join(str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0)
-        raise ValueError(
-            f"mesh.{axis}={parts} does not divide {name}={size}; mesh.{axis} may be {fits}."
-        )
 
 
 def local_rows(

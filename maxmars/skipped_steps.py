@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 from maxmars import distributed
@@ -12,6 +11,7 @@ from maxmars.data.examples import Place
 from maxmars.data.pipeline import TrainBatches
 from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
 from maxmars.metrics import json_number, write_json
+from maxmars.workdir import Workdir
 
 _TEXT_CHARACTERS = 200
 _EXPLANATION = (
@@ -24,7 +24,7 @@ _EXPLANATION = (
 
 
 def write_skipped_step(
-    workdir: Path,
+    workdir: Workdir,
     config: TrainConfig,
     batches: TrainBatches,
     *,
@@ -55,7 +55,7 @@ def write_skipped_step(
 
 
 def _description(
-    workdir: Path,
+    workdir: Workdir,
     config: TrainConfig,
     batches: TrainBatches,
     step: int,
@@ -91,7 +91,7 @@ def _description(
 
 
 @functools.cache  # also where there is none: the attempt may take a while without network
-def _tokenizer(workdir: Path) -> Tokenizer | None:
+def _tokenizer(workdir: Workdir) -> Tokenizer | None:
     try:
         return saved_tokenizer(workdir / "tokenizer")
     except (ValueError, ImportError, OSError):

@@ -6,6 +6,7 @@ Hooks are a list of (every, function): evaluation and checkpoints now, anything 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ from maxmars.run import Run, open_run
 from maxmars.step_reporter import StepReporter
 from maxmars.step_trace import StepTracer
 from maxmars.watchdog import Watchdog
+from maxmars.workdir import is_remote, resolve
 
 
 def train(
     config: TrainConfig,
-    workdir: Path | str,
+    workdir: str | os.PathLike[str],
     *,
     init_from: InitFrom | None = None,
     resume_overrides: Sequence[str] = (),
@@ -38,7 +40,7 @@ def train(
 
     Args:
       config: what to train.
-      workdir: directory of the run.
+      workdir: directory of the run, on a disk or `gs://`.
       init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
         at random. Of a run that continues it must be what it started from, or None.
       resume_overrides: dotted names of fields that change on purpose when the run continues, which
@@ -54,14 +56,10 @@ def train(
       ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run,
         the loss is no longer finite, or the run does not make the steps to trace.
       FileNotFoundError: there is no data, or nothing to start from.
+      OSError, ImportError: `workdir` cannot be written to; see `workdir.require_access`.
     """
-    if str(workdir).startswith("gs:"):
-        raise ValueError(
-            f"--workdir {workdir} is in a bucket, and a run needs a directory: mount the bucket or "
-            "a shared disk on every host and name a path there."
-        )
     started = time.monotonic()
-    workdir = Path(workdir).absolute()
+    workdir = resolve(workdir)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, workdir / "checkpoints"))
         run = open_run(config, workdir, init_from, resume_overrides, watchdog, stack)
@@ -117,7 +115,12 @@ def _make_tracer(
             f"--profile {first}:{last} must name steps of this run from step {run.step + 2} on, "
             f"after the one that compiles, to {run.config.num_steps}."
         )
-    directory = run.workdir / "profile" / f"host_{jax.process_index():03d}"
+    if is_remote(run.workdir):
+        raise ValueError(
+            f"--profile {first}:{last} writes into the workdir, and {run.workdir} is a bucket; "
+            "trace in a short run with a --workdir on a disk."
+        )
+    directory = Path(run.workdir) / "profile" / f"host_{jax.process_index():03d}"
     tracer = StepTracer(first, last, directory)
     stack.callback(tracer.close)
     return tracer
@@ -196,6 +199,7 @@ def _score_hellaswag(run: Run) -> None:
 def _save(run: Run, *, wait: bool = False) -> None:
     fresh = run.eval_loss is not None and run.eval_step == run.step
     with run.watchdog.watching(f"writing the checkpoint of step {run.step}"):
+        run.writer.sync()  # a resume from this checkpoint shall find the lines of its steps
         blocked_s = run.checkpointer.save(
             run.step,
             run.state,

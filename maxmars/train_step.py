@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
-from maxmars.config import GPT2Config, TrainConfig
+from maxmars.config import TrainConfig
 from maxmars.guard import Guard, check_step, new_guard
+from maxmars.mesh_checks import check_mesh
 from maxmars.model import (
     cross_entropy,
     graph_and_abstract_params,
@@ -60,45 +61,13 @@ class TrainState:
     """Which steps were skipped, and the recent loss."""
 
 
-def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
-    """Check that the mesh divides the model and the batch.
-
-    Raises:
-      ValueError: it does not; the message names the sizes that work.
-    """
-    check_mesh_divides_model(config.model, mesh)
-    shards = sharding.batch_shards(mesh)
-    if config.microbatch_size % shards:
-        raise ValueError(
-            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
-            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
-            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
-        )
-
-
-def check_mesh_divides_model(model: GPT2Config, mesh: Mesh) -> None:
-    """Check that the mesh divides the axes of the parameters that are split over it.
-
-    Raises:
-      ValueError: it does not; the message names the sizes that work.
-    """
-    sharding.check_divides(mesh, "tensor", "model.num_heads", model.num_heads)
-    sharding.check_divides(mesh, "fsdp", "model.embed_dim", model.embed_dim)
-    if model.padded_vocab_size % mesh.shape["tensor"]:
-        raise ValueError(
-            f"mesh.tensor={mesh.shape['tensor']} does not divide the vocabulary of "
-            f"{model.padded_vocab_size}; set model.vocab_pad_multiple to a multiple of "
-            f"{mesh.shape['tensor']}."
-        )
-
-
 def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """The state's shapes, dtypes and shardings; nothing is allocated.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    check_mesh(config, mesh)
+    check_mesh(config, mesh.shape)
     abstract = jax.eval_shape(lambda: _initial_state(config, mesh, 0))
     params = sharding.with_shardings(
         abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))

@@ -15,8 +15,9 @@ from maxmars import distributed, hf, sharding
 from maxmars.checkpoint import find, load_model
 from maxmars.config import GPT2Config
 from maxmars.data.tokenizer import Tokenizer, saved_tokenizer
+from maxmars.mesh_checks import check_mesh_divides_model
 from maxmars.model import graph_and_abstract_params, logical_axes
-from maxmars.train_step import check_mesh_divides_model
+from maxmars.workdir import Workdir, require_access, resolve
 
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
 
@@ -38,8 +39,8 @@ class TrainedModel:
 class RunTarget:
     """A target that is a run."""
 
-    workdir: Path
-    checkpoints: Path
+    workdir: Workdir
+    checkpoints: Workdir
     step: int | None
     """None is the newest sound checkpoint."""
 
@@ -90,7 +91,8 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
 
     Args:
       target: working directory of a run (the newest sound checkpoint is taken), its `checkpoints`
-        directory, one step in there, or a Hugging Face GPT-2 directory with safetensors.
+        directory, one step in there, all of them also on `gs://`, or a Hugging Face GPT-2 directory
+        with safetensors.
       mesh: where the parameters go, in the shardings of training; of any size and any number of
         processes, all of which call.
 
@@ -101,7 +103,7 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
     """
 
     def abstract_params(config: GPT2Config) -> Any:
-        check_mesh_divides_model(config, mesh)
+        check_mesh_divides_model(config, mesh.shape)
         shardings = sharding.tree_shardings(mesh, logical_axes(config))
         return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
 
@@ -132,8 +134,10 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
     Raises:
       FileNotFoundError: nothing is there, or a run that has not saved a checkpoint.
       ValueError: something else is there.
+      ImportError, OSError: it is on `gs://`; see `workdir.require_access`.
     """
-    path = Path(target).expanduser().absolute()
+    path = resolve(target)
+    require_access(path)
     if not path.exists():
         raise FileNotFoundError(
             f"{target} does not exist; name the working directory of a run, such as "
@@ -142,9 +146,9 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
     found = find(path)
     if found is not None:
         directory, step = found
-        checkpoints = Path(directory)
+        checkpoints = resolve(directory)
         return RunTarget(workdir=checkpoints.parent, checkpoints=checkpoints, step=step)
-    if hf.is_hf_directory(path):
+    if isinstance(path, Path) and hf.is_hf_directory(path):
         return HFTarget(directory=path)
     if (path / CHECKPOINTS).is_dir() or path.name == CHECKPOINTS:
         raise FileNotFoundError(
@@ -153,6 +157,6 @@ def find_target(target: str | Path) -> RunTarget | HFTarget:
         )
     raise ValueError(
         f"{target} is neither a run (it has no directory {CHECKPOINTS}, and is none and no step in "
-        "one) nor a Hugging Face directory (it has no model.safetensors, and no config.json with a "
-        "model_type)."
+        "one) nor a Hugging Face directory on a disk (it has no model.safetensors, and no "
+        "config.json with a model_type)."
     )

@@ -23,6 +23,7 @@ from rich.console import Console
 from maxmars.checkpoint import list_steps, load_digests
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, to_dict
 from maxmars.metrics import write_json
+from maxmars.workdir import is_remote
 
 TRAIN_FROM_JSON = """
 import json, pathlib, sys
@@ -72,7 +73,9 @@ class Receipt:
         )
 
 
-def verify_resume(config: TrainConfig, out: Path, *, steps: int, checkpoint_step: int) -> Receipt:
+def verify_resume(
+    config: TrainConfig, out: str | Path, *, steps: int, checkpoint_step: int
+) -> Receipt:
     """Make the three runs in `out`, and write `receipt.json` and `receipt.txt` there.
 
     Args:
@@ -87,6 +90,9 @@ def verify_resume(config: TrainConfig, out: Path, *, steps: int, checkpoint_step
     """
     if not 0 < checkpoint_step < steps:
         raise ValueError(f"checkpoint_step={checkpoint_step} must lie between 0 and steps={steps}.")
+    if is_remote(out):
+        raise ValueError(f"--out {out} must be on a disk of this machine, whose hardware is tried.")
+    out = Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists; delete it or choose another --out.")
     write_json(out / "config.json", to_dict(_short(config, steps, checkpoint_step)))

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ import jax
 from maxmars import distributed, lost_peers
 from maxmars.checkpoint import list_steps
 from maxmars.preemption import EXIT_CODE
+from maxmars.workdir import Workdir
 
 _PATIENCE = 10
 _OTHERS_S = 5.0  # for the other processes to show where they are, before they lose this one
@@ -47,7 +47,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     like a checkpoint, may take ten times `timeout_s`.
     """
 
-    def __init__(self, timeout_s: float | None, checkpoints: Path) -> None:
+    def __init__(self, timeout_s: float | None, checkpoints: Workdir) -> None:
         """Watch, with None only for lost processes; `checkpoints` is where the run's are."""
         self._timeout_s = timeout_s
         self._checkpoints = checkpoints

@@ -51,7 +51,7 @@ LAUNCH = [line[1:] for line in COMMAND_LINES if line[:2] == ["maxmars", "launch"
 
 @pytest.mark.parametrize("arguments", LAUNCH, ids=" ".join)
 def test_launch_commands_parse(arguments, monkeypatch, capsys, tmp_path):
-    setup = tmp_path / "mount.sh"
+    setup = tmp_path / "fetch.sh"
     setup.touch()
     monkeypatch.chdir(ROOT)
     arguments = [str(setup) if word == setup.name else word for word in arguments]
@@ -64,4 +64,4 @@ def test_the_layout_names_every_module():
     for path in (ROOT / "maxmars").glob("*.py"):
         if not path.name.startswith("__"):
             assert path.name in tree, f"{path.name} is not in the README's layout"
-    assert len(TEXT.splitlines()) < 320  # one page for each command is too many
+    assert len(TEXT.splitlines()) < 340  # one page for each command is too many

@@ -11,6 +11,7 @@ import pytest
 from tiny import ADAMW, tiny_config, validation_batches
 from token_directories import write_nanogpt, write_tfds
 
+from maxmars import workdir
 from maxmars.checkpoint import load_config, load_params
 from maxmars.config import (
     CheckpointConfig,
@@ -100,6 +101,26 @@ def test_what_a_run_leaves_behind(finished):
     evaluations = series(finished, "eval/loss")
     assert evaluations[6] < evaluations[3] < evaluations[0]
     assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
+
+
+def test_in_a_bucket_a_kill_loses_no_metrics_of_a_saved_step(finished, tmp_path, monkeypatch):
+    """The files beside the checkpoints are on the disk, but written as into a bucket."""
+    monkeypatch.setattr(workdir, "is_remote", lambda path: True)
+    monkeypatch.setattr(workdir, "_require_bucket", lambda bucket: None)
+    for name in ("checkpoints", "logs", "tokenizer"):  # a bucket has none to make
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as kill:
+        kill.setattr(workdir.BucketLines, "close", lambda lines: lines._closing.set())
+        schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+        train(tiny_config(num_steps=4, schedule=schedule), tmp_path)
+    assert list(series(tmp_path, "train/loss")) == [1, 2, 3, 4]
+    assert 4 not in series(tmp_path, "perf/checkpoint_blocking_time")  # after the last upload
+    assert not (tmp_path / "logs" / "host_000.log").exists()
+    train(tiny_config(), tmp_path)
+    assert series(tmp_path, "train/loss") == series(finished, "train/loss")
+    assert list(series(tmp_path, "eval/loss")) == [0, 3, 4, 6]
+    assert "continuing from step 4" in (tmp_path / "logs" / "host_000.log").read_text()
+    assert {path.name for path in finished.iterdir()} < {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):

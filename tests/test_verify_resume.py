@@ -55,3 +55,8 @@ def test_the_checkpoint_must_lie_inside(tmp_path):
     with pytest.raises(ValueError, match="checkpoint_step=4 must lie between 0 and steps=4"):
         verify_resume(tiny_config(), tmp_path / "out", steps=4, checkpoint_step=4)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_bucket_is_no_place_for_it():
+    with pytest.raises(ValueError, match="--out gs://bucket/run must be on a disk of this machine"):
+        verify_resume(tiny_config(), "gs://bucket/run", steps=4, checkpoint_step=2)

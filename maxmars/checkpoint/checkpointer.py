@@ -23,6 +23,7 @@ from maxmars.digest import combine, digest, to_plain
 from maxmars.metrics import environment
 from maxmars.orbax_io import orbax_context
 from maxmars.sharding import replicated
+from maxmars.workdir import reporting
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,11 +67,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if config.checkpoint.keep_best is not None:
                 for step in list_steps(self._directory):
                     self._retention.record(step, read_metrics(self._directory / str(step)))
-            self._orbax = v1.training.Checkpointer(
-                str(self._directory),
-                preservation_policy=self._retention,
-                lightweight_initialize=True,
-            )
+            with reporting(self._directory):
+                self._orbax = v1.training.Checkpointer(
+                    str(self._directory),
+                    preservation_policy=self._retention,
+                    lightweight_initialize=True,
+                )
             on_error.pop_all()
 
     def __exit__(self, *exception: object) -> None:
@@ -81,6 +83,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Step of the newest checkpoint, sound or not; None if there is none."""
         self._finish()
         return max(distributed.from_primary(list_steps(self._directory)), default=None)
+
+    def check_owner(self) -> None:
+        """Raise OSError if another run took over the directory, which the primary process sees."""
+        if self._lock is not None:
+            self._lock.check()
 
     def is_due(self, step: int) -> bool:
         """Whether `config.checkpoint.every_minutes` are over since the last save.
@@ -140,8 +147,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             environment=self._environment,
         )
         with self._reporting(), orbax_context(tree=state):
-            if self._lock is not None:
-                self._lock.check()
+            self.check_owner()
             self._pending = self._orbax.save_checkpointables_async(
                 step, {"state": to_plain(state), "meta": meta}, force=True, overwrite=True
             )

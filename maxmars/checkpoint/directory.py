@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from typing import Any
 
 from etils import epath
+
+from maxmars import workdir
+from maxmars.workdir import is_remote
 
 Directory = str | os.PathLike[str]
 
@@ -16,25 +18,20 @@ _COMMITTED = "commit_success.txt"  # Orbax writes it last where a rename is not 
 
 def resolve(directory: Directory) -> Any:
     """An absolute `epath.Path`: Orbax rejects others only when a save is under way, in a thread."""
-    path = epath.Path(directory)
-    return path if is_remote(path) else path.expanduser().absolute()
-
-
-def is_remote(path: Any) -> bool:
-    """Whether a path is an object store's, like `gs://bucket/name`."""
-    return "://" in os.fspath(path)
+    return epath.Path(workdir.resolve(directory))
 
 
 def list_steps(directory: Directory) -> list[int]:
     """Steps of the checkpoints in a directory, ascending, sound or not; empty if it is missing.
 
     Raises:
-      ImportError: it is on `gs://`, and no library is installed that can look there.
+      ImportError, OSError: it is on `gs://`; see `workdir.require_access`.
     """
     path = _reachable(directory)
-    if not path.is_dir():
-        return []
-    return sorted(int(p.name) for p in path.iterdir() if _is_step(p) and _is_committed(p))
+    with workdir.reporting(path):
+        if not path.is_dir():
+            return []
+        return sorted(int(p.name) for p in path.iterdir() if _is_step(p) and _is_committed(p))
 
 
 def find(path: Directory) -> tuple[Any, int | None] | None:
@@ -48,7 +45,7 @@ def find(path: Directory) -> tuple[Any, int | None] | None:
 
     Raises:
       ValueError: it is a checkpoint, but one without a step for a name.
-      ImportError: it is on `gs://`, and no library is installed that can look there.
+      ImportError, OSError: it is on `gs://`; see `workdir.require_access`.
     """
     root = _reachable(path)
     if (root / "meta" / "data.json").exists():
@@ -69,7 +66,7 @@ def sweep(directory: Any) -> None:
     for path in directory.iterdir():
         if ".orbax-checkpoint-tmp" in path.name or (_is_step(path) and not _is_committed(path)):
             # What cannot be removed costs space and nothing else; the next start tries again.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), workdir.reporting(path):
                 path.rmtree(missing_ok=True)
 
 
@@ -86,9 +83,7 @@ def set_aside(directory: Any, step: int) -> Any:
 
 def _reachable(directory: Directory) -> Any:
     path = resolve(directory)
-    on_gcs = os.fspath(path).startswith("gs://")
-    if on_gcs and not any(map(importlib.util.find_spec, ("gcsfs", "tensorflow"))):
-        raise ImportError(f"{path} needs the library gcsfs; install it with `pip install gcsfs`.")
+    workdir.require_access(path)
     return path
 
 

@@ -19,6 +19,8 @@ import time
 import uuid
 from typing import Any
 
+from maxmars.workdir import open_store, reporting
+
 _LOGGER = logging.getLogger(__name__)
 _KEY = "owner.json"
 _DURATION_S = 60.0
@@ -61,6 +63,7 @@ class Lease:
 
         Raises:
           ValueError: it has a living owner.
+          OSError: it cannot be read or written.
         """
         self._store, self._name, self._duration_s = store, name, duration_s
         self._token = uuid.uuid4().hex
@@ -76,16 +79,10 @@ class Lease:
         """Own a directory like `gs://bucket/run/checkpoints`; arguments as above.
 
         Raises:
-          ValueError: it has a living owner, or is in no store with conditional writes.
+          ValueError: it has a living owner.
+          OSError: it cannot be read or written.
         """
-        import tensorstore  # comes with Orbax
-
-        if not str(directory).startswith("gs://"):
-            raise ValueError(
-                f"{directory}: checkpoints go to local paths and gs:// only; choose one of those."
-            )
-        store = tensorstore.KvStore.open(f"{directory}/").result()
-        return cls(store, str(directory), duration_s)
+        return cls(open_store(directory), str(directory), duration_s)
 
     def check(self) -> None:
         """Raise OSError if it is no longer certain that nobody else is the owner."""
@@ -108,7 +105,7 @@ class Lease:
     def _acquire(self) -> bytes:
         watched, since = None, 0.0
         while True:
-            found = self._store.read(_KEY).result()
+            found = self._read()
             generation = found.stamp.generation
             if found.state == "missing" or (
                 generation == watched and time.monotonic() - since > self._duration_s
@@ -129,10 +126,16 @@ class Lease:
     def _write(self, generation: bytes) -> bytes:
         """Write if the object still has this generation; the new one, or b"" if it has not."""
         started = time.monotonic()
-        written = self._store.write(_KEY, self._record, if_equal=generation).result().generation
+        with reporting(self._name):
+            stamp = self._store.write(_KEY, self._record, if_equal=generation).result()
+        written = stamp.generation
         if written:
             self._renewed = started
         return written
+
+    def _read(self) -> Any:
+        with reporting(self._name):
+            return self._store.read(_KEY).result()
 
     def _renew_until_stopped(self) -> None:
         while not self._stop.wait(self._duration_s / 4):
@@ -147,7 +150,7 @@ class Lease:
     def _renew(self) -> None:
         written = self._write(self._generation)
         if not written:  # unless it was our own write, of which only the answer was lost
-            found = self._store.read(_KEY).result()
+            found = self._read()
             self._lost = _token(found.value) != self._token
             written = found.stamp.generation
         self._generation = written

@@ -16,8 +16,8 @@ import time
 from typing import IO, Any
 
 from maxmars import distributed
-from maxmars.checkpoint.directory import is_remote
 from maxmars.checkpoint.lease import Lease, in_use, owner_record
+from maxmars.workdir import is_remote, make_directory, require_access
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,9 +73,10 @@ def acquire(directory: Any) -> FileLock | Lease | None:
     lock, problem = None, None
     if distributed.is_primary():
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            require_access(directory)
+            make_directory(directory)
             lock = Lease.open(directory) if is_remote(directory) else FileLock(directory)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             problem = error
     if distributed.everywhere(problem is None):
         return lock

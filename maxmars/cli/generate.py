@@ -20,7 +20,7 @@ class GenerateArguments:
     """Continue prompts with a trained model: the newest checkpoint of a run, one of its
     checkpoints, or a Hugging Face GPT-2 directory."""
 
-    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Working directory of a run, such as runs/quickstart, one of its checkpoints, or a Hugging
     Face directory."""
     prompt: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,10 @@ from maxmars.cli.config_file import UsageError, parse_arguments
 from maxmars.cli.train_arguments import TrainArguments
 from maxmars.launch import gke, slurm, tools, tpu_vm
 from maxmars.launch.job import Job, check_shared_workdir, take_environment
-from maxmars.launch.machines import parse_topology
+from maxmars.launch.machines import num_chips, parse_topology
 from maxmars.launch.source import pack
 from maxmars.launch.tpu_commands import TpuVm
+from maxmars.mesh_checks import check_mesh, mesh_shape
 
 _USAGE = """\
 usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR --zone ZONE --accelerator TYPE
@@ -51,7 +51,7 @@ class _Start:
     """Name of the run, and of what is created for it."""
     workdir: Annotated[str, arg(metavar="DIR")]
     """Directory of the run's metrics and checkpoints, which every host must reach under this path:
-    on a file system that they share, mounted by --setup or --claim for example."""
+    on gs://, or on a file system that they share, mounted by --setup or --claim for example."""
     env: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values are
     shown nowhere."""
@@ -78,6 +78,9 @@ class _StartTpu(_Start, _Tpu):
 
     accelerator: Annotated[str, arg(metavar="TYPE")]
     """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32."""
+    num_slices: int = 1
+    """TPUs of this kind that train as one, each a slice; needs --queued, and mesh.data (the only
+    axis between slices) a multiple of it."""
     spot: bool = False
     """Cheaper, and may be taken away at any time; it is then created anew."""
     queued: bool = False
@@ -177,7 +180,9 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
     return words[:end], tuple(words[end + 1 :])
 
 
-def _job(arguments: _Start, train: tuple[str, ...], workdir: str) -> Job:
+def _job(
+    arguments: _Start, train: tuple[str, ...], workdir: str, *, chips: int = 0, slices: int = 1
+) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
     prog = "the part after --: maxmars train"
     parsed = parse_arguments(TrainArguments, [arguments.config, *train], prog=prog)
@@ -187,6 +192,9 @@ def _job(arguments: _Start, train: tuple[str, ...], workdir: str) -> Job:
             "--workdir goes before --, and who the processes are is found on the machines: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
+    if chips:
+        shape = mesh_shape(parsed.config.mesh, chips, slices)
+        check_mesh(parsed.config, shape)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts={arguments.max_restarts} must be at least 0.")
     return Job(
@@ -207,8 +215,12 @@ def _start_tpu(arguments: _StartTpu, train: tuple[str, ...]) -> int:
         runtime_version=arguments.runtime_version,
         spot=arguments.spot,
         queued=arguments.queued,
+        num_slices=arguments.num_slices,
     )
-    job = _job(arguments, train, check_shared_workdir(arguments.workdir))
+    workdir = check_shared_workdir(arguments.workdir)
+    slices = arguments.num_slices
+    chips = slices * num_chips(arguments.accelerator)
+    job = _job(arguments, train, workdir, chips=chips, slices=slices)
     if arguments.dry_run:
         print(tpu_vm.describe(vm, job), end="")
         return 0
@@ -231,7 +243,8 @@ def _start_tpu(arguments: _StartTpu, train: tuple[str, ...]) -> int:
 
 def _tpu(arguments: _Tpu) -> TpuVm:
     tools.require("gcloud")
-    return TpuVm(name=arguments.name, zone=arguments.zone, project=arguments.project)
+    vm = TpuVm(name=arguments.name, zone=arguments.zone, project=arguments.project)
+    return vm.as_it_is()
 
 
 def _tpu_status(arguments: _Tpu) -> None:
@@ -263,13 +276,16 @@ def _tpu_delete(arguments: _Tpu) -> None:
 
 
 def _start_gke(arguments: _StartGke, train: tuple[str, ...]) -> None:
-    job = _job(arguments, train, check_shared_workdir(arguments.workdir))
+    workdir = check_shared_workdir(arguments.workdir)
+    nodes, slices = parse_topology(arguments.topology), arguments.num_slices
+    chips = slices * nodes.hosts * nodes.chips_a_host
+    job = _job(arguments, train, workdir, chips=chips, slices=slices)
     _check_jobset(arguments)
     cluster = gke.Gke(
-        nodes=parse_topology(arguments.topology),
+        nodes=nodes,
         image=arguments.image,
         namespace=arguments.namespace,
-        num_slices=arguments.num_slices,
+        num_slices=slices,
         spot=arguments.spot,
         xpk=arguments.xpk,
         claims=gke.parse_claims(arguments.claim),
@@ -323,7 +339,9 @@ def _start_slurm(arguments: _StartSlurm, train: tuple[str, ...]) -> None:
         mem=arguments.mem,
         max_restarts=arguments.max_restarts,
     )
-    job = _job(arguments, train, slurm.check_workdir(os.path.abspath(arguments.workdir)))
+    workdir = slurm.check_workdir(arguments.workdir)
+    chips = arguments.nodes * arguments.gpus_per_node
+    job = _job(arguments, train, workdir, chips=chips)
     if arguments.dry_run:
         print(slurm.script(asked, job, directory=Path.cwd()), end="")
     else:

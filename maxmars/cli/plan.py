@@ -55,6 +55,8 @@ def run(argv: list[str]) -> int:
     if arguments.topology is None:
         raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
     _choose_devices(arguments.topology)
+    if arguments.max_memory is not None:  # whose compiler says much of programs that do not fit
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import rich.console
 
     from maxmars.metrics import write_json

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from maxmars.cli.config_file import UsageError, parse_arguments
 from maxmars.cli.train_arguments import USAGE, TrainArguments
 
@@ -31,7 +29,7 @@ def run(argv: list[str]) -> int:
         arguments.process_id,
         timeout_s=arguments.start_timeout_s,
     )
-    workdir = arguments.workdir or Path("runs") / arguments.config.name
+    workdir = arguments.workdir or f"runs/{arguments.config.name}"
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     done = train(
         arguments.config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -35,9 +34,9 @@ class TrainArguments(ConfigArguments):
     """Train a model as a config file says. Run the same command again to continue."""
 
     workdir: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
+        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
     ] = None
-    """Directory of the run's metrics and checkpoints."""
+    """Directory of the run's metrics and checkpoints, also on gs:// (extra `gcs`)."""
     init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
     its checkpoints/STEP, also on gs://, or a directory with a Hugging Face GPT-2. Step, data,

@@ -29,7 +29,7 @@ class VerifyResumeArguments(ConfigArguments):
     """Steps of each run."""
     checkpoint_step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Step whose checkpoint the killed run is continued from; None takes half of the steps."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for the runs and the receipt; None is runs/NAME-verify-resume."""
 
 
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     )
     from maxmars.verify_resume import verify_resume  # loads JAX
 
-    out = arguments.out or Path("runs") / f"{arguments.config.name}-verify-resume"
+    out = arguments.out or f"runs/{arguments.config.name}-verify-resume"
     checkpoint_step = arguments.checkpoint_step
     receipt = verify_resume(
         arguments.config,
@@ -48,5 +48,5 @@ def run(argv: list[str]) -> int:
         steps=arguments.steps,
         checkpoint_step=arguments.steps // 2 if checkpoint_step is None else checkpoint_step,
     )
-    print(f"{receipt.text}\nreceipt: {out / 'receipt.json'}")
+    print(f"{receipt.text}\nreceipt: {Path(out) / 'receipt.json'}")
     return 0 if receipt.verdict == "identical" else 1

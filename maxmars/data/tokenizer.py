@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Integer, UInt16
 
 from maxmars.data import gpt2_vocabulary
+from maxmars.workdir import Workdir, reporting, write_bytes, write_text
 
 _SAVED = "description.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -275,7 +275,7 @@ def tokenizer_of(source: Path, name: str) -> Tokenizer:
     return tokenizer_in(source, name, _saved_fields(source, name).get("eot_token"))
 
 
-def save_tokenizer(source: Path, name: str, target: Path) -> None:
+def save_tokenizer(source: Path, name: str, target: Workdir) -> None:
     """Write into `target` what `saved_tokenizer` needs to load the tokenizer of tokens on disk.
 
     Args:
@@ -283,10 +283,9 @@ def save_tokenizer(source: Path, name: str, target: Path) -> None:
       name: name of the tokenizer.
       target: directory to make.
     """
-    target.mkdir(parents=True, exist_ok=True)
     if name == JsonTokenizer.name:
-        shutil.copyfile(source / name, target / name)
-    (target / _SAVED).write_text(json.dumps(_saved_fields(source, name)) + "\n")
+        write_bytes(target / name, (source / name).read_bytes())
+    write_text(target / _SAVED, json.dumps(_saved_fields(source, name)) + "\n")
 
 
 def _saved_fields(source: Path, name: str) -> dict[str, str]:
@@ -306,14 +305,22 @@ def store_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
     (target / _SAVED).write_text(json.dumps(fields) + "\n")
 
 
-def saved_tokenizer(directory: Path) -> Tokenizer:
+def saved_tokenizer(directory: Workdir) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote into a directory.
 
     Raises:
       ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
     """
-    fields = json.loads((directory / _SAVED).read_text())
-    return tokenizer_in(directory, fields["name"], fields.get("eot_token"))
+    with reporting(directory):
+        fields = json.loads((directory / _SAVED).read_text())
+    name, eot_token = fields["name"], fields.get("eot_token")
+    if isinstance(directory, Path):
+        return tokenizer_in(directory, name, eot_token)
+    if eot_token is None:
+        return load_tokenizer(name)
+    with reporting(directory):
+        content = (directory / name).read_bytes()
+    return JsonTokenizer(str(directory / name), eot_token, content=content)
 
 
 def vocabulary_digest(vocabulary: Iterable[bytes]) -> str:

@@ -175,7 +175,7 @@ def container_script(gke: Gke, job: Job) -> str:
         "mkdir -p /maxmars",
         "tar -xzf /maxmars-source/source.tar.gz -C /maxmars",
         "cd /maxmars",
-        f"{pip} -c {CONSTRAINTS} '.[{extra}]' gcsfs || exit 75  # an index that does not answer",
+        f"{pip} -c {CONSTRAINTS} '.[{extra},gcs]' || exit 75  # an index that does not answer",
         *([] if job.source.setup is None else [f"bash {job.source.setup}"]),
         f"exec {shlex.join(job.train_command('python3'))}",
     ]

@@ -63,7 +63,7 @@ prepare() {
   tar -xzf "$home.tar.gz" -C "$home/source"
   make_environment
   "$home/venv/bin/python" -m pip install --disable-pip-version-check \
-    -c "$home/source/@CONSTRAINTS@" "$home/source[tpu]" gcsfs
+    -c "$home/source/@CONSTRAINTS@" "$home/source[tpu,gcs]"
   cd "$home/source"
   @SETUP@
 }

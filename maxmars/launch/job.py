@@ -61,12 +61,7 @@ def check_shared_workdir(workdir: str) -> str:
     """A working directory that means the same on every host.
 
     Raises:
-      ValueError: it is no absolute path.
+      ValueError: it is neither an absolute path nor in a bucket.
     """
-    if workdir.startswith("gs://"):
-        raise ValueError(
-            f"--workdir {workdir} is in a bucket, and a run needs a directory: mount the bucket or "
-            "a shared disk on every host and name a path there."
-        )
-    example = "/mnt/runs/run1, a path that every host reaches"
-    return check_word(workdir, "--workdir", r"/[^\s\x00-\x1f]*", example)
+    example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
+    return check_word(workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)

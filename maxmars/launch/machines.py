@@ -48,6 +48,20 @@ def runtime_version(accelerator: str) -> str:
     return _RUNTIMES[match[1]]
 
 
+def num_chips(accelerator: str) -> int:
+    """Chips of an accelerator type such as v5p-128, which counts the cores of v4 and v5p.
+
+    Raises:
+      ValueError: no such type, or half a chip.
+    """
+    runtime_version(accelerator)
+    kind, _, size = accelerator.partition("-")
+    cores = 2 if kind in ("v4", "v5p") else 1
+    if int(size) % cores:
+        raise ValueError(f"--accelerator={accelerator!r}: a chip of {kind} has {cores} cores.")
+    return int(size) // cores
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
     """What a JobSet asks of each slice or group of nodes."""

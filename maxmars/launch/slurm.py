@@ -70,7 +70,13 @@ def check_slurm_name(name: str) -> str:
 
 def check_workdir(workdir: str) -> str:
     """A directory that may stand in the script's #SBATCH lines, where nothing can be quoted."""
-    return tools.check_word(workdir, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
+    if workdir.startswith("gs:"):
+        raise ValueError(
+            f"--workdir {workdir} is in a bucket, and SLURM's own output and the checkout go there "
+            "too: name a directory that all nodes share."
+        )
+    path = os.path.abspath(workdir)
+    return tools.check_word(path, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
 
 
 def snapshot(job: Job) -> Path:

@@ -132,7 +132,9 @@ class Launcher:
         if self._vm.accelerator is None:
             raise ValueError(f"there is no TPU {self._vm.name}; name its kind by --accelerator.")
         kind = f"{'spot ' if self._vm.spot else ''}{self._vm.accelerator}"
-        self._say(f"{self._vm.name}: {'asking for' if self._vm.queued else 'creating'} a {kind}")
+        count = "a" if self._vm.num_slices == 1 else f"{self._vm.num_slices} slices of"
+        verb = "asking for" if self._vm.queued else "creating"
+        self._say(f"{self._vm.name}: {verb} {count} {kind}")
         done = tools.run(self._vm.create())
         if done.code == 0 or "ALREADY_EXISTS" in done.errors:
             return
@@ -293,13 +295,13 @@ def describe(vm: TpuVm, job: Job) -> str:
     )
 
 
-def ask_hosts(vm: TpuVm, words: str, *, worker: str = "all") -> dict[str, str]:
+def ask_hosts(vm: TpuVm, words: str) -> dict[str, str]:
     """State of the hosts after a command of the host script.
 
     Raises:
       ValueError: no host answers.
     """
-    done = tools.run(vm.ssh(host_command(vm.name, words), worker=worker))
+    done = tools.run(vm.ssh(host_command(vm.name, words)))
     reports = dict(filter(None, map(read_report, done.output.splitlines())))
     if not reports:
         raise ValueError(f"no host of {vm.name} answered: {done.problem}")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxmars.optim.decompositions import eigenvectors, orthonormal_columns
 from maxmars.optim.rules import Scalar, bias_correction
 
 Grads = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
@@ -109,12 +110,10 @@ def _from_bases(x: Grads, moments: Moments) -> Grads:
 
 
 def _first_bases(moments: Moments) -> Moments:
-    def eigenvectors(gram: jax.Array | None) -> jax.Array | None:
-        return None if gram is None else jnp.linalg.eigh(_normalized(gram))[1][..., ::-1]
+    def basis(gram: jax.Array | None) -> jax.Array | None:
+        return None if gram is None else eigenvectors(_normalized(gram))
 
-    return moments._replace(
-        row_basis=eigenvectors(moments.row_gram), col_basis=eigenvectors(moments.col_gram)
-    )
+    return moments._replace(row_basis=basis(moments.row_gram), col_basis=basis(moments.col_gram))
 
 
 def _next_bases(moments: Moments) -> Moments:
@@ -137,7 +136,7 @@ def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "s
     image = _matmul(_normalized(gram), basis)
     eigenvalues = jnp.sum(basis * image, axis=-2)
     order = jnp.argsort(eigenvalues, axis=-1, descending=True)
-    return jnp.linalg.qr(jnp.take_along_axis(image, order[:, None, :], axis=-1))[0], order
+    return orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
 
 
 def _normalized(gram: Square) -> Square:

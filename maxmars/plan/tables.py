@@ -67,12 +67,17 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _traffic_table(plan: Plan) -> rich.table.Table:
-    title = "Traffic of one chip and train step"
-    table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
+    table = rich.table.Table(
+        title="Traffic of one chip and train step",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
     for name in ("operation", "mesh axes", "network", "phase"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "mesh axes")
     for name in ("count", "MB", "MB sent"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in plan.collectives:
         axes = "?" if row.axes is None else " ".join(row.axes) or "-"
         numbers = (str(row.count), _mb(row.bytes), _mb(row.wire_bytes))

@@ -42,7 +42,8 @@ def test_local_paths_become_absolute(tmp_path, monkeypatch):
 def test_what_buckets_need_is_said():
     for look in (directory.find, list_steps):
         with pytest.raises(
-            ImportError, match=r"gs://bucket/run needs the library gcsfs; install it"
+            ImportError,
+            match=r"gs://bucket needs the library gcsfs: `pip install 'maxmars\[gcs\]'`",
         ):
             look("gs://bucket/run")
 

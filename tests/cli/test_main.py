@@ -189,7 +189,7 @@ def test_train_loads_the_config_and_trains(calls, config_file):
     (initialized, (config, workdir, options)) = calls
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
-    assert workdir == Path("runs/tiny")
+    assert workdir == "runs/tiny"
     assert options == {"init_from": None, "resume_overrides": [], "profile": None}
 
 
@@ -213,7 +213,7 @@ def test_train_takes_a_workdir_and_processes(calls, config_file):
     cli.main(["train", config_file, "--workdir", "elsewhere", *processes])
     (initialized, (_, workdir, _)) = calls
     assert initialized == ("localhost:1234", 2, 1)
-    assert workdir == Path("elsewhere")
+    assert workdir == "elsewhere"
 
 
 def test_a_start_that_misses_hosts_ends_and_counts_them(config_file, capsys):
@@ -287,7 +287,7 @@ def test_generate_prints_the_prompt_and_what_follows(generator, capsys):
     cli.main(["generate", "runs/tiny", *arguments])
     assert capsys.readouterr().out == "def DEF \n"
     assert generator == {
-        "target": Path("runs/tiny"),
+        "target": "runs/tiny",
         "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
         "prompts": ["def "],
         "max_new_tokens": 200,
@@ -439,8 +439,14 @@ def test_data_help_names_the_arguments(capsys, name, words):
     assert all(word in text for word in words)
 
 
-def test_a_workdir_in_a_bucket_is_no_local_folder(config_file, capsys, tmp_path, monkeypatch):
+def test_a_workdir_in_a_bucket_stays_what_it_is(calls, config_file):
+    cli.main(["train", config_file, "--workdir", "gs://bucket/run"])
+    assert calls[1][1] == "gs://bucket/run"
+
+
+@pytest.mark.parametrize("workdir", ["gs:/bucket/run", "gs:///run", "s3://bucket/run"])
+def test_what_is_no_workdir_is_no_local_folder(config_file, workdir, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert exit_code(cli.main, ["train", config_file, "--workdir", "gs://bucket/run"]) == 1
-    assert "is in a bucket, and a run needs a directory" in capsys.readouterr().err
-    assert not (tmp_path / "gs:").exists()
+    assert exit_code(cli.main, ["train", config_file, "--workdir", workdir]) == 1
+    assert f"{workdir} must be a path on a disk, or gs://BUCKET/PATH" in capsys.readouterr().err
+    assert list(tmp_path.glob("*:")) == []

@@ -27,6 +27,7 @@ def get_config():
 def config_file(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", os.environ["JAX_PLATFORMS"])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")  # restored, as the others
     path = tmp_path / "config.py"
     path.write_text(CONFIG)
     return str(path)

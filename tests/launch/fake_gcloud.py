@@ -2,7 +2,8 @@
 
 In the folder $FAKE_CLOUD: `queued` and `node` hold the states that `describe` tells one after the
 other (the last stays), while there is such a thing; `creations` what the next creations lead to;
-`ssh_failures` how often ssh fails; `hosts` their number; `calls` every command line.
+`ssh_failures` how often ssh fails; `hosts` their number in each slice; `nodes` the names of the
+slices, and a file of such a name the states of that one; `calls` every command line.
 """
 
 import contextlib
@@ -46,24 +47,31 @@ def host(number):
     return CLOUD / f"host{number}"
 
 
-def create(name):
+def create(name, options, names):
     creations = read("creations", [])
     now = creations.pop(0) if creations else {"queued": ["ACTIVE"], "node": ["READY"]}
     write("creations", creations)
     if "error" in now:
         fail(now["error"])
+    nodes = names
+    if "node-count" in options:
+        nodes = [f"{options['node-prefix']}-{i}" for i in range(int(options["node-count"]))]
+    elif name == "queued":
+        nodes = [options["node-id"]]
+    write("nodes", nodes)
     if name == "queued":
         write("queued", now["queued"])
     if now["node"]:
         write("node", now["node"])
-    for number in range(read("hosts")):
+    for number in range(read("hosts") * len(nodes)):
         host(number).mkdir()
 
 
 def delete(name):
     if name == "queued":
         (CLOUD / "queued").unlink()
-    (CLOUD / "node").unlink(missing_ok=True)
+    for node in ("node", *read("nodes", [])):
+        (CLOUD / node).unlink(missing_ok=True)
     for path in CLOUD.glob("host[0-9]*"):
         for pid in path.glob("maxmars-*/pid"):
             with contextlib.suppress(ProcessLookupError):
@@ -74,9 +82,15 @@ def delete(name):
 
 
 def workers(options):
-    if options["worker"] == "all":
-        return range(read("hosts"))
-    return [int(options["worker"])]
+    """Numbers of the hosts that are meant, slice by slice."""
+    nodes, hosts = range(len(read("nodes", ["run1"]))), range(read("hosts"))
+    if len(nodes) > 1:
+        assert "node" in options  # such a name is no TPU's
+    if options.get("node", "0") != "all":
+        nodes = [int(options.get("node", "0"))]
+    if options["worker"] != "all":
+        hosts = [int(options["worker"])]
+    return [node * read("hosts") + worker for node in nodes for worker in hosts]
 
 
 def reach():
@@ -119,13 +133,18 @@ def main():
     assert options["zone"] == "us-east5-a"
     thing = "queued" if kind == "queued-resources" else "node"
     if verb == "describe":
-        state = describe(thing)
+        if thing == "node" and names[0] not in read("nodes", ["run1"]):
+            fail(f"NOT_FOUND: Resource '{names[0]}' was not found")
+        own = thing == "node" and (CLOUD / names[0]).exists()
+        state = describe(names[0] if own else thing)
         endpoints = [{"ipAddress": f"10.0.0.{i}"} for i in range(read("hosts"))]
         node = {"state": state, "networkEndpoints": endpoints}
         data = {"failedData": {"error": {"message": "no quota"}}} if state == "FAILED" else {}
-        print(json.dumps(node if thing == "node" else {"state": {"state": state} | data}))
+        spec = {"nodeSpec": [{"nodeId": name} for name in read("nodes", ["run1"])]}
+        request = {"state": {"state": state} | data, "tpu": spec}
+        print(json.dumps(node if thing == "node" else request))
     elif verb == "create":
-        create(thing)
+        create(thing, options, names)
     elif verb == "delete":
         delete(thing)
     elif verb == "ssh":

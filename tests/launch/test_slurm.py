@@ -97,7 +97,8 @@ def run_job(cloud, path, code, restarts=0):
 
 
 def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
-    path = submit(cloud, capsys, "--gpus-per-node", "8", "--", "--name", "$(touch bad) 'x'")
+    train = ["--mesh.tensor", "2", "--name", "$(touch bad) 'x'"]
+    path = submit(cloud, capsys, "--gpus-per-node", "8", "--", *train)
     options = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
     for option in (
         "--job-name=run1",
@@ -121,8 +122,7 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
             str(copy / "configs" / "quickstart.py"),
             "--workdir",
             str(cloud / "runs" / "run1"),
-            "--name",
-            "$(touch bad) 'x'",
+            *train,
         ]
         assert (copy / "configs" / "quickstart.py").exists()
         assert task["env"]["PYTHONPATH"] == str(copy)
@@ -174,6 +174,7 @@ def test_status_and_stop(cloud, capfd):
         (["--partition", "a\n#SBATCH --x"], "--partition='a\\n#SBATCH --x' does not look like one"),
         (["--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--process-per", "gpu"], "--process-per gpu needs --gpus-per-node"),
+        (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket, and SLURM's own output"),
         (["--workdir", "a b"], "does not look like /shared/runs/run-1"),
         (["--name", "a b"], "--name='a b' does not look like run-1"),
     ],

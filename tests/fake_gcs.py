@@ -1,0 +1,201 @@
+"""A bucket store on this machine: what TensorStore, gcsfs and Google's client ask of `gs://`.
+
+Objects have generations, and writes and deletions honour `ifGenerationMatch`, as the JSON API says.
+There is one bucket, `bucket`; of those that are named like `status-403`, every request gets that.
+"""
+
+import contextlib
+import json
+import os
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_BUCKET = re.compile(r"/storage/v1/b/([^/]+)$")
+_OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o$")
+_OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)$")
+_COPY = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)$")
+
+
+class Server(ThreadingHTTPServer):
+    """Objects: name -> (generation, bytes)."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.objects, self.last, self.lock = {}, 0, threading.RLock()
+        self.writes = []  # name, generation that the writer expected, generation that was there
+        self.uploads = []  # names of resumable uploads
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def environment(self):
+        """Where a process of its own finds the server; clients read it at their first use."""
+        return os.environ | {
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "STORAGE_EMULATOR_HOST": self.url,
+            "GOOGLE_CLOUD_PROJECT": "project",
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # would look for buckets over gRPC
+            "NO_GCE_CHECK": "true",
+        }
+
+    def handle_error(self, request, client_address):
+        """Keep quiet about clients that were killed."""
+
+    def text(self, name):
+        return self.objects[name][1].decode()
+
+    def put(self, name, content):
+        with self.lock:
+            self.last += 1
+            self.objects[name] = (self.last, content)
+
+
+@contextlib.contextmanager
+def serve():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, content=b"", headers=()):
+        if not isinstance(content, bytes):
+            content, headers = json.dumps(content).encode(), {"Content-Type": "application/json"}
+        self.send_response(status)
+        for key, value in dict(headers).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def fail(self, status, text=""):
+        self.answer(status, {"error": {"code": status, "message": text or f"status {status}"}})
+
+    def metadata(self, name):
+        generation, content = self.server.objects[name]
+        return {
+            "kind": "storage#object",
+            "name": name,
+            "bucket": "bucket",
+            "generation": str(generation),
+            "size": str(len(content)),
+            "updated": "2026-01-01T00:00:00.000Z",
+        }
+
+    def handle_request(self, method):
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if asked := re.search(r"/b/status-(\d+)", parts.path):
+            return self.fail(int(asked[1]))
+        for pattern, prefix in ((_COPY, "copy"), (_OBJECT, "object"), (_OBJECTS, "objects")):
+            match = pattern.fullmatch(parts.path)
+            if match:
+                bucket, *names = map(unquote, match.groups())
+                if bucket != "bucket":
+                    return self.fail(404, "The specified bucket does not exist.")
+                with self.server.lock:
+                    return getattr(self, f"{method}_{prefix}")(names, query, body)
+        match = _BUCKET.fullmatch(parts.path)
+        if match and match[1] == "bucket":
+            return self.answer(200, {"kind": "storage#bucket", "name": "bucket"})
+        return self.fail(404)
+
+    def do_GET(self):
+        self.handle_request("get")
+
+    def do_POST(self):
+        self.handle_request("post")
+
+    def do_DELETE(self):
+        self.handle_request("delete")
+
+    def get_object(self, names, query, body):
+        (name,) = names
+        if name not in self.server.objects:
+            return self.fail(404)
+        generation, content = self.server.objects[name]
+        if query.get("alt") != "media":
+            return self.answer(200, self.metadata(name))
+        headers = {"x-goog-generation": generation}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is None:
+            return self.answer(200, content, headers)
+        first, last = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
+        if first > last:
+            return self.answer(416, b"", headers)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        return self.answer(206, content[first : last + 1], headers)
+
+    def delete_object(self, names, query, body):
+        (name,) = names
+        if self.refused(name, query):
+            return self.fail(412)
+        if self.server.objects.pop(name, None) is None:
+            return self.fail(404)
+        return self.answer(204)
+
+    def get_objects(self, names, query, body):
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        start, end = query.get("startOffset", ""), query.get("endOffset")
+        items, prefixes = [], set()
+        for name in sorted(self.server.objects):
+            if not name.startswith(prefix) or name < start or (end and name >= end):
+                continue
+            inner, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
+            if cut:
+                prefixes.add(f"{prefix}{inner}{delimiter}")
+            else:
+                items.append(self.metadata(name))
+        # All on one page, which the API allows whatever maxResults is.
+        return self.answer(200, {"items": items, "prefixes": sorted(prefixes)})
+
+    def post_objects(self, names, query, body):
+        if "upload_id" in query:  # in a resumable upload, of which clients here send one part
+            return self.write(self.server.uploads[int(query["upload_id"])], query, body)
+        match query.get("uploadType"):
+            case "media":
+                return self.write(query["name"], query, body)
+            case "resumable":
+                self.server.uploads.append(query.get("name") or json.loads(body)["name"])
+                place = f"{self.server.url}{self.path}&upload_id={len(self.server.uploads) - 1}"
+                return self.answer(200, b"", {"Location": place})
+        return self.fail(400)
+
+    def post_copy(self, names, query, body):
+        name, _, target = names
+        if name not in self.server.objects:
+            return self.fail(404)
+        self.server.put(target, self.server.objects[name][1])
+        return self.answer(200, {"done": True, "resource": self.metadata(target)})
+
+    def write(self, name, query, content):
+        if self.refused(name, query):
+            return self.fail(412)
+        self.server.put(name, content)
+        return self.answer(200, self.metadata(name))
+
+    def refused(self, name, query):
+        """Whether the precondition fails; 0 stands for an object that is not there."""
+        wanted = query.get("ifGenerationMatch")
+        have = self.server.objects.get(name, (0,))[0]
+        self.server.writes.append((name, None if wanted is None else int(wanted), have))
+        return wanted is not None and int(wanted) != have
+
+    def log_message(self, *_):
+        """Keep quiet."""

@@ -1,0 +1,56 @@
+"""Plans for GPUs that are not there; needs XLA's GPU compiler, of the extra `cuda`."""
+
+import importlib.util
+
+import pytest
+from tiny import tiny_config
+
+from maxmars.config import MeshConfig
+from maxmars.optimizer_config import MarsConfig
+from maxmars.plan import make_plan
+from maxmars.plan.topology import get_topology
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("jax_plugins", "jax_plugins.xla_cuda13"))),
+        reason="jax-cuda13-pjrt (extra `cuda`) is not installed",
+    ),
+]
+
+OPTIMIZERS = {"mars": MarsConfig(), "shampoo": MarsConfig(variant="shampoo")}
+MESHES = {"h100:8": MeshConfig(fsdp=8), "h200:16": MeshConfig(data=2, fsdp=8)}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    found = {}
+    for name, topology in (("shampoo", "h100:8"), ("shampoo", "h200:16"), ("mars", "h200:16")):
+        mesh, optimizer = MESHES[topology], OPTIMIZERS[name]
+        config = tiny_config(optimizer=optimizer, mesh=mesh, global_batch_size=32)
+        found[name, topology] = make_plan(config, get_topology(topology), evaluate=False)
+    return found
+
+
+def test_memory_is_the_compilers(plans):
+    for plan in plans.values():
+        stats = plan.train_step.executable.memory_analysis()
+        made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes + made
+        assert plan.memory.peak_bytes == peak
+        assert plan.memory.headroom_bytes == plan.topology.chip.memory_bytes - peak
+
+
+def test_optimizer_traffic_stays_within_the_host(plans):
+    for (name, topology), plan in plans.items():
+        rows = [row for row in plan.collectives if row.phase == "optimizer"]
+        exchanged = sum(row.bytes for row in rows if row.op == "all-to-all")
+        assert plan.largest_mixed_bytes <= 10**6
+        assert sum(row.bytes for row in rows) - exchanged < 20_000, name
+        assert {row.network for row in rows if row.op == "all-to-all"} <= {"NVLink"}
+        assert bool(exchanged) == (name == "shampoo")
+        if exchanged:
+            assert exchanged <= 1.1 * 2 * 2 * plan.exchange.padded_elements / 8
+        between = [row for row in plan.collectives if row.network == "DCN"]
+        assert bool(between) == (topology == "h200:16")
+        assert all(row.axes is None or "data" in row.axes for row in between)
