@@ -44,7 +44,8 @@ class MaxmarsSteps:
 
         from maxmars import sharding
         from maxmars.data.pipeline import TrainBatches, open_data
-        from maxmars.train_step import check_mesh, init_train_state, make_train_step
+        from maxmars.mesh_checks import check_mesh
+        from maxmars.train_step import init_train_state, make_train_step
 
         # What compiles twice here, once to run and once to be read, must be the same program.
         jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
@@ -53,7 +54,7 @@ class MaxmarsSteps:
         self.config = config
         self.scratch = scratch
         self.mesh = sharding.make_mesh(config.mesh)
-        check_mesh(config, self.mesh)
+        check_mesh(config, self.mesh.shape)
         tokens = open_data(config.data, "train", model=config.model)
         self.train_step = make_train_step(config, self.mesh)
         self.state = init_train_state(config, self.mesh)
