@@ -34,6 +34,7 @@ def bench(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_table_and_the_json_of_one_config(tmp_path):
     output = tmp_path / "found.json"
     done = bench(str(ROOT / "configs" / "quickstart.py"), "--output", str(output))
