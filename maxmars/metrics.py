@@ -2,8 +2,9 @@
 
 Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` and `perf/data_wait`
 (seconds a step, and those of them in which the loop waited for tokens), `perf/mfu` (absent where
-the peak is unknown), `perf/checkpoint_blocking_time` (seconds that an asynchronous save stopped
-training), `eval/loss`.
+the peak is unknown), `perf/time_to_first_step` (seconds from the start of the run to the end of its
+first step, evaluations aside), `perf/checkpoint_blocking_time` (seconds that an asynchronous save
+stopped training), `eval/loss`.
 """
 
 from __future__ import annotations

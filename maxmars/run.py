@@ -24,6 +24,7 @@ from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, rec
 from maxmars.mesh_checks import check_mesh
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
+from maxmars.program_cache import ProgramCache, default_directory
 from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.train_step import (
     TrainState,
@@ -48,6 +49,7 @@ class Run:
     evaluate: Callable[[Any], float] | None
     hellaswag: HellaSwagInLoop | None
     checkpointer: Checkpointer
+    programs: ProgramCache
     watchdog: Watchdog
     writer: MetricsWriter
     progress: ProgressLine
@@ -102,6 +104,8 @@ def open_run(
     host_log = HostLog(workdir, jax.process_index(), may_write=owner)
     progress.copy_to(stack.enter_context(host_log).write)
     progress.message(_description(config, mesh, tokens))
+    directory = default_directory(workdir, mesh.devices.flat[0].platform)
+    programs = stack.enter_context(ProgramCache(directory, progress.message))
     train_step = make_train_step(config, mesh)
     with watchdog.watching("reading the checkpoint"):
         state, step, position = _restore_or_init(
@@ -120,6 +124,7 @@ def open_run(
         evaluate=evaluate,
         hellaswag=hellaswag,
         checkpointer=checkpointer,
+        programs=programs,
         watchdog=watchdog,
         writer=stack.enter_context(MetricsWriter(workdir, step, may_write=owner)),
         progress=progress,

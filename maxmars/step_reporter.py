@@ -1,4 +1,7 @@
-"""What the steps report: metrics, one step late, and an error after too many skipped ones."""
+"""What the steps report: metrics, one step late, and an error after too many skipped ones.
+
+A step that is not due for a line costs the loop one number from the device: whether it was skipped.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,15 @@ from maxmars.skipped_steps import write_skipped_step
 class StepReporter:
     """Metrics of step t − 1 are fetched after step t was dispatched: the device never waits."""
 
-    def __init__(self, run: Run) -> None:
-        """Report to the run's writer and progress line, from its first step here on."""
+    def __init__(self, run: Run, started: float) -> None:
+        """Report to the run's writer and progress line, from its first step here on.
+
+        Args:
+          run: the run.
+          started: when it was started (monotonic), less the time of evaluations before the steps.
+        """
         self._run = run
+        self._started = started
         self._pending: tuple[int, Any] | None = None
         self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
@@ -38,6 +47,10 @@ class StepReporter:
         if self._since is None:
             jax.block_until_ready(metrics)
             self._since, self._waited = time.monotonic(), 0.0
+            self._run.programs.seal()
+            seconds = self._since - self._started
+            self._run.writer.write(step, {"perf/time_to_first_step": seconds})
+            self._run.progress.message(f"first step after {seconds:.1f} s")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -58,14 +71,17 @@ class StepReporter:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        self._steps += 1
         run = self._run
-        skipped = values.pop("train/skipped_in_a_row")
+        in_a_row = "train/skipped_in_a_row"
+        skipped = metrics[in_a_row].item()  # waits for the step
+        self._steps += 1
+        due = step == 1 or step % run.config.log.every == 0 or step == run.config.num_steps
+        if not due and not skipped:
+            return
+        fetched = jax.device_get({k: v for k, v in metrics.items() if k != in_a_row})
+        values = {name: value.item() for name, value in fetched.items()}
         if skipped:
             self._skipped(step, values, skipped)
-        elif step > 1 and step % run.config.log.every and step != run.config.num_steps:
-            return
         values |= self._rates()
         run.writer.write(step, values)
         run.progress.update(step, values)

@@ -9,6 +9,9 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
 
 from maxmars import distributed
 from maxmars.config import TrainConfig
@@ -17,8 +20,9 @@ from maxmars.metrics import recorded_steps
 from maxmars.preemption import StopRequests
 from maxmars.run import Run, open_run
 from maxmars.step_reporter import StepReporter
+from maxmars.step_trace import StepTracer
 from maxmars.watchdog import Watchdog
-from maxmars.workdir import resolve
+from maxmars.workdir import is_remote, resolve
 
 
 def train(
@@ -27,6 +31,7 @@ def train(
     *,
     init_from: InitFrom | None = None,
     resume_overrides: Sequence[str] = (),
+    profile: tuple[int, int] | None = None,
 ) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
@@ -40,6 +45,8 @@ def train(
         at random. Of a run that continues it must be what it started from, or None.
       resume_overrides: dotted names of fields that change on purpose when the run continues, which
         otherwise refuses (see `resume`); what changed is recorded in `config_changes.jsonl`.
+      profile: first and last step to trace, into `<workdir>/profile/host_000` of each process, with
+        a table of what took the time; None traces none.
 
     Returns:
       Whether all steps are done. They are not after SIGTERM or Ctrl-C, which end the step that is
@@ -47,10 +54,11 @@ def train(
 
     Raises:
       ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run,
-        or the loss is no longer finite.
+        the loss is no longer finite, or the run does not make the steps to trace.
       FileNotFoundError: there is no data, or nothing to start from.
       OSError, ImportError: `workdir` cannot be written to; see `workdir.require_access`.
     """
+    started = time.monotonic()
     workdir = resolve(workdir)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, workdir / "checkpoints"))
@@ -62,13 +70,15 @@ def train(
                 "start anew with another --workdir."
             )
             return True
-        started = time.monotonic()
+        tracer = _make_tracer(run, profile, stack)
         stops = stack.enter_context(StopRequests())
+        opened = time.monotonic()
         if _is_missing(run, run.config.eval.every, "eval/loss"):
             _evaluate(run)
         if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
             _score_hellaswag(run)
-        if not _loop(run, _hooks(run), stops):
+        reporter = StepReporter(run, started + time.monotonic() - opened)
+        if not _loop(run, _hooks(run), stops, reporter, tracer):
             _save(run, wait=True)
             run.progress.message(
                 f"stopped after {run.step} steps; the checkpoint is complete, and the same command "
@@ -94,21 +104,54 @@ def _hooks(run: Run) -> Hooks:
     ]
 
 
-def _loop(run: Run, hooks: Hooks, stops: StopRequests) -> bool:
+def _make_tracer(
+    run: Run, profile: tuple[int, int] | None, stack: contextlib.ExitStack
+) -> StepTracer | None:
+    if profile is None:
+        return None
+    first, last = profile
+    if not run.step + 2 <= first <= last <= run.config.num_steps:
+        raise ValueError(
+            f"--profile {first}:{last} must name steps of this run from step {run.step + 2} on, "
+            f"after the one that compiles, to {run.config.num_steps}."
+        )
+    if is_remote(run.workdir):
+        raise ValueError(
+            f"--profile {first}:{last} writes into the workdir, and {run.workdir} is a bucket; "
+            "trace in a short run with a --workdir on a disk."
+        )
+    directory = Path(run.workdir) / "profile" / f"host_{jax.process_index():03d}"
+    tracer = StepTracer(first, last, directory)
+    stack.callback(tracer.close)
+    return tracer
+
+
+def _loop(
+    run: Run,
+    hooks: Hooks,
+    stops: StopRequests,
+    reporter: StepReporter,
+    tracer: StepTracer | None,
+) -> bool:
     """Step until `num_steps`; hooks run between steps, not after the last one.
 
     Returns:
       Whether it got there; if not, it was asked to stop.
     """
-    reporter = StepReporter(run)
     while run.step < run.config.num_steps:
         run.watchdog.begin(f"reading the tokens of step {run.step + 1}", "tokens")
+        if tracer is not None:
+            tracer.begin(run.step + 1)
         with reporter.waiting():
             tokens = next(run.batches)
         run.watchdog.begin(f"step {run.step + 1}", "step")
         run.state, metrics = run.train_step(run.state, tokens)
         run.step += 1
         reporter.add(run.step, metrics)
+        if tracer is not None and run.step == tracer.last:
+            run.watchdog.rest()
+            with reporter.paused():
+                run.progress.message(tracer.end(metrics, run.train_step.text))
         if run.step == run.config.num_steps:
             break
         if stops.due(run.step):  # before the hooks: there may be little time left to save

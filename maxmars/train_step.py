@@ -150,6 +150,12 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self.trace().lower()
 
+    def text(self) -> str:
+        """The step compiled ahead of time, as text, in which a trace's operations are found."""
+        text = self.lower().compile().as_text()
+        assert text is not None  # every backend of JAX has one
+        return text
+
 
 def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
     """Build the step for a config and a mesh.

@@ -295,4 +295,4 @@ def test_checkpoints_by_the_clock(tmp_path):
     )
     train(config, tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3, 4]
-    assert len(metrics_of(tmp_path)) == 4 + 4  # each save says how long it took
+    assert len(metrics_of(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took

@@ -22,6 +22,7 @@ def run(argv: list[str]) -> int:
         )
     elif arguments.init_optimizer_state:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
+    profile = _parse_steps(arguments.profile)
     distributed.initialize(
         arguments.coordinator,
         arguments.num_processes,
@@ -35,5 +36,15 @@ def run(argv: list[str]) -> int:
         workdir,
         init_from=init_from,
         resume_overrides=[name.strip() for name in overrides if name.strip()],
+        profile=profile,
     )
     return 0 if done else EXIT_CODE
+
+
+def _parse_steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not first.isdecimal() or not last.isdecimal():
+        raise UsageError(f"--profile {text} must be the first and the last step, such as 20:24.")
+    return int(first), int(last)

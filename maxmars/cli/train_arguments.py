@@ -46,6 +46,9 @@ class TrainArguments(ConfigArguments):
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
     """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
     when a run continues; without it, fields that define the run are refused."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Trace these steps, such as 20:24, into the run's directory `profile`, for TensorBoard's xprof
+    and Perfetto, and print which operations took the time."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two. On TPU
     pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""

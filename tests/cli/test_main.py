@@ -190,7 +190,7 @@ def test_train_loads_the_config_and_trains(calls, config_file):
     assert initialized == (None, None, None)
     assert config.model.num_layers == 3
     assert workdir == "runs/tiny"
-    assert options == {"init_from": None, "resume_overrides": []}
+    assert options == {"init_from": None, "resume_overrides": [], "profile": None}
 
 
 def test_train_starts_from_weights(calls, config_file, capsys):

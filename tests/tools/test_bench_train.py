@@ -1,0 +1,108 @@
+"""The benchmark of whole steps, run as a user runs it on a tiny model."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import MODEL, random_params
+
+from maxmars.config import to_dict
+from maxmars.model import graph_and_abstract_params, num_parameters, token_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--model.num-layers", "2", "--model.embed-dim", "32", "--model.max-seq-len", "16"]
+
+
+def bench(*arguments):
+    command = [sys.executable, str(ROOT / "tools" / "bench_train.py"), *arguments, *TINY]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [*command, "--rounds", "2", "--steps", "2", "--random-tokens"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_table_and_the_json_of_one_config(tmp_path):
+    output = tmp_path / "found.json"
+    done = bench(str(ROOT / "configs" / "quickstart.py"), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    for name in ("tokens/s", "backward, %", "host, ms", "compile, s", "time to first step, s"):
+        assert name in done.stdout
+    (found,) = json.loads(output.read_text())["results"]
+    assert found["config"]["model"]["num_layers"] == 2
+    assert found["recompiles"] == 0
+    assert sum(found["phases"].values()) == pytest.approx(1)
+    assert found["phases"]["forward"] > 0
+    assert found["phases"]["optimizer"] > 0
+    assert 0 < found["compile_time"] < found["first_step_time"] < found["time_to_first_step"]
+    assert found["tokens_per_sec"]["min"] <= found["tokens_per_sec"]["median"]
+    assert found["tokens_per_sec"]["max"] * found["step_time"]["min"] == pytest.approx(8 * 16)
+    assert found["environment"]["platform"] == "cpu"
+    assert "mfu" not in found  # a CPU's peak is not known
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
+def test_without_pytorch_the_peer_is_refused():
+    done = bench(str(ROOT / "configs" / "quickstart.py"), "--peer", "torch")
+    assert done.returncode == 1
+    assert "pip install -e '.[peers]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.peers
+def test_pytorchs_model_and_loss_are_ours(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from torch_gpt2 import GPT2
+
+    config = dataclasses.replace(MODEL, vocab_pad_multiple=1)
+    params = random_params(config)
+    theirs = GPT2(to_dict(config), config.padded_vocab_size)
+    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(config)
+    copy_params(torch, params, theirs)
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.max_seq_len + 1))
+    graph, _ = graph_and_abstract_params(config)
+    ours = float(token_losses(nnx.merge(graph, jax.device_put(params)), jnp.asarray(tokens)).mean())
+    given = torch.tensor(tokens)
+    found = theirs(given[:, :-1], given[:, 1:]).detach()
+    assert float(found) == pytest.approx(ours, abs=1e-5)
+
+
+def copy_params(torch, params, model):
+    """Our parameters into the PyTorch model, whose linear layers are stored [out, in]."""
+
+    def fill(layer, ours, index=None):
+        ours = {name: x if index is None else x[index] for name, x in ours.items()}
+        if "kernel" in ours:
+            outputs, inputs = layer.weight.shape
+            ours = {"weight": ours["kernel"].reshape(inputs, outputs).T, "bias": ours["bias"]}
+        ours = {{"scale": "weight", "embedding": "weight"}.get(k, k): x for k, x in ours.items()}
+        with torch.no_grad():
+            for name, value in ours.items():
+                parameter = getattr(layer, name)
+                parameter.copy_(torch.tensor(value.reshape(parameter.shape)))
+
+    h = params["h"]
+    fill(model.wte, params["wte"])
+    fill(model.wpe, params["wpe"])
+    fill(model.ln_f, params["ln_f"])
+    for i, block in enumerate(model.h):
+        fill(block.ln_1, h["ln_1"], i)
+        fill(block.qkv, h["attn"]["c_attn"], i)
+        fill(block.proj, h["attn"]["c_proj"], i)
+        fill(block.ln_2, h["ln_2"], i)
+        fill(block.up, h["mlp"]["c_fc"], i)
+        fill(block.down, h["mlp"]["c_proj"], i)

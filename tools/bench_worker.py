@@ -1,0 +1,171 @@
+"""One process of `bench_train.py`: a config's own train step, or PyTorch's beside it.
+
+    python tools/bench_worker.py maxmars|torch|torch-compiled CONFIG.json
+
+It takes a first step, then answers each line of standard input with a line of JSON: a number N asks
+for N steps, `describe` for what stays. The first line of its output tells of the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxmars.config import TrainConfig
+
+STARTED = time.perf_counter()
+TRACED_STEPS = 3
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this checkout
+
+
+def keep_freed_memory() -> None:
+    """Start anew with a C library that keeps what is freed, as allocators of accelerators do.
+
+    Left alone it gives large temporaries back after each step, and getting them again takes longer
+    than the arithmetic (glibc reads this once).
+    """
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    if sys.platform == "linux" and os.environ.get("MALLOC_MMAP_MAX_") is None:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
+
+
+class MaxmarsSteps:
+    """The train step and the input pipeline of a run, driven as `maxmars train` drives them."""
+
+    def __init__(self, config: TrainConfig, scratch: Path) -> None:
+        """Open the data and make the state; the first `run` compiles."""
+        import jax
+
+        from maxmars import sharding
+        from maxmars.data.pipeline import TrainBatches, open_data
+        from maxmars.mesh_checks import check_mesh
+        from maxmars.train_step import init_train_state, make_train_step
+
+        # What compiles twice here, once to run and once to be read, must be the same program.
+        jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
+        self.num_compiles, self.compile_seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+        self.config = config
+        self.scratch = scratch
+        self.mesh = sharding.make_mesh(config.mesh)
+        check_mesh(config, self.mesh.shape)
+        tokens = open_data(config.data, "train", model=config.model)
+        self.train_step = make_train_step(config, self.mesh)
+        self.state = init_train_state(config, self.mesh)
+        self.batches = TrainBatches(tokens, config, self.mesh)
+        self.num_compiles, self.compile_seconds = 0, 0.0  # from here on of the step alone
+
+    def _count(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.compile_seconds += duration_secs
+            self.num_compiles += 1
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Seconds a step: in all, waiting for tokens, and of this thread's own work."""
+        import jax
+
+        jax.block_until_ready(self.state)
+        started, busy, waited = time.perf_counter(), time.thread_time(), 0.0
+        last, metrics = None, {}
+        for _ in range(steps):
+            asked = time.perf_counter()
+            tokens = next(self.batches)
+            waited += time.perf_counter() - asked
+            self.state, metrics = self.train_step(self.state, tokens)
+            if last is not None:  # one step late, as the loop does
+                last["train/skipped_in_a_row"].item()
+            last = metrics
+        jax.block_until_ready((self.state, metrics))
+        return {
+            "step": (time.perf_counter() - started) / steps,
+            "data_wait": waited / steps,
+            "host": (time.thread_time() - busy) / steps,
+            "loss": metrics["train/loss"].item(),
+            "compiles": self.num_compiles,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, devices, memory, FLOPs, and the phases of some traced steps."""
+        import jax
+
+        from maxmars import hlo
+        from maxmars.metrics import environment, flops_per_token, peak_flops
+        from maxmars.model import num_parameters
+        from maxmars.step_trace import PHASES, format_trace, read_trace, start_trace
+
+        text = self.train_step.text()
+        program = hlo.memory(self.train_step.lower().compile())  # from the cache
+        start_trace(self.scratch / "trace")
+        self.run(TRACED_STEPS)
+        jax.profiler.stop_trace()
+        trace = read_trace(self.scratch / "trace", text)
+        phases = trace.seconds_of_phases()
+        self.batches.close()
+        model = self.config.model
+        device = self.mesh.devices.flat[0]
+        peak = peak_flops(device.device_kind)
+        parameters = num_parameters(model)
+        return {
+            "parameters": parameters,
+            "flops_per_token": flops_per_token(parameters, model),
+            "peak_flops": None if peak is None else peak * self.mesh.size,
+            "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+            "program_bytes": program.peak_bytes,
+            "phases": {name: phases[name] / trace.busy_seconds for name in PHASES},
+            "operations": format_trace(trace, steps=TRACED_STEPS),
+            "environment": environment(self.mesh),
+        }
+
+
+def resident_peak_bytes() -> int | None:
+    """This process's peak of resident memory, on Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
+    """What takes the steps."""
+    if kind == "maxmars":
+        return MaxmarsSteps(config, scratch)
+    from torch_gpt2 import TorchSteps
+
+    from maxmars.config import to_dict
+
+    vocab_rows = config.model.padded_vocab_size
+    return TorchSteps(to_dict(config), vocab_rows, compiled=kind == "torch-compiled")
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    keep_freed_memory()
+    from maxmars.config import from_dict
+
+    kind, path = sys.argv[1:]
+    config = from_dict(json.loads(Path(path).read_text()))
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
+        steps = make(kind, config, Path(scratch))
+        made = time.perf_counter()
+        found = steps.run(1)
+        now = time.perf_counter()
+        first = {"ready": now - STARTED, "first_step": now - made}
+        compile_seconds = getattr(steps, "compile_seconds", None)
+        print(json.dumps(found | first | {"compile": compile_seconds}), flush=True)
+        for line in sys.stdin:
+            if line.strip() == "describe":
+                peak = resident_peak_bytes()
+                print(json.dumps({"resident_bytes": peak} | steps.describe()), flush=True)
+            else:
+                print(json.dumps(steps.run(int(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
