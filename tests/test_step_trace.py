@@ -33,6 +33,7 @@ def test_operations_at_the_same_time_are_busy_once():
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
     config = short_config(tmp_path / "tokens", num_steps=4)
     train(config, tmp_path / "run", profile=(2, 3))

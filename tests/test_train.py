@@ -164,6 +164,7 @@ def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_mesh(finished, tmp_path):
     schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
     train(tiny_config(num_steps=4, schedule=schedule, mesh=MeshConfig(fsdp=4, tensor=2)), tmp_path)

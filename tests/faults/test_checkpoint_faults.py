@@ -97,6 +97,7 @@ def test_training_goes_on_before_every_kind_of_damage(train_config, tmp_path, ca
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_killed(
     train_config, tmp_path, cache
 ):

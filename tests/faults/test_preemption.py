@@ -55,6 +55,7 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder, number):
     assert records(folder / name) == records(folder / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(folder):
     process = start(folder, "twice")
     wait_for_steps(folder / "twice", 3, process)
