@@ -85,7 +85,8 @@ def verify_resume(
       checkpoint_step: the run is killed once the checkpoint of this step is complete.
 
     Raises:
-      ValueError: the numbers of steps do not fit, a run failed, or it ended before it was killed.
+      ValueError: the numbers of steps do not fit, a run failed, or it was done before it was
+        killed.
       FileExistsError: `out` exists.
     """
     if not 0 < checkpoint_step < steps:
@@ -103,6 +104,11 @@ def verify_resume(
         killed_after = child.kill_after(checkpoint_step)
     with _Child(out, "resumed", "4/4 continued run") as child:
         resumed_from = max(list_steps(child.checkpoints))
+        if resumed_from == steps:
+            raise ValueError(
+                f"the run to kill had saved all {steps} steps before it was killed, so that there "
+                "is nothing to continue; give more --steps."
+            )
         child.finish()
     digests = load_digests(out / "undisturbed" / "checkpoints")
     control = first_difference(out / "undisturbed", out / "control")
