@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from maxmars.checkpoint import Checkpointer
 from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
-from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.evaluate import EvalStep, make_eval_step, validation_loss
 from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
@@ -37,6 +37,19 @@ from maxmars.watchdog import Watchdog
 from maxmars.workdir import Workdir
 
 
+@runtime_checkable
+class Progress(Protocol):
+    """What shows how a run gets on, such as a `ProgressLine`."""
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show metrics after `step` steps."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Run:
     """A run that is open: what stays, and where it stands."""
@@ -48,11 +61,12 @@ class Run:
     batches: TrainBatches
     evaluate: Callable[[Any], float] | None
     hellaswag: HellaSwagInLoop | None
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | None
+    """None where nothing is saved, as in the cells of a comparison."""
     programs: ProgramCache
     watchdog: Watchdog
     writer: MetricsWriter
-    progress: ProgressLine
+    progress: Progress
     state: TrainState
     step: int
     eval_loss: float | None = None
@@ -90,7 +104,10 @@ def open_run(
     check_origin(workdir, init_from, continues=stored is not None)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    evaluate = _make_evaluate(config, mesh, watchdog, progress)
+    evaluate = None
+    if config.eval.every is not None:
+        eval_step = make_eval_step(config.model, mesh)
+        evaluate = make_evaluate(config, eval_step, watchdog, progress.message)
     wanted = config.eval.hellaswag_every is not None
     hellaswag = HellaSwagInLoop(config, mesh, tokens) if wanted else None
     initial = None
@@ -133,28 +150,36 @@ def open_run(
     )
 
 
-def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, watchdog: Watchdog, progress: ProgressLine
-) -> Callable[[Any], float] | None:
-    if config.eval.every is None:
-        return None
+def make_evaluate(
+    config: TrainConfig, eval_step: EvalStep, watchdog: Watchdog, say: Callable[[str], None]
+) -> Callable[[Any], float]:
+    """The validation loss as a function of parameters, in nats a token.
+
+    Args:
+      config: whose validation windows are taken.
+      eval_step: of its model, on the mesh of the parameters.
+      watchdog: watches over each batch.
+      say: is told if the data has no split `val`, or fewer windows than are asked for.
+
+    Raises:
+      ValueError, FileNotFoundError: see `open_data` and `ValidationBatches`.
+    """
     tokens = open_data(config.data, "val", model=config.model)
     for stream in tokens.streams:
         if stream.split != "val":
-            progress.message(f"validation takes split {stream.split!r} of {stream.directory}")
+            say(f"validation takes split {stream.split!r} of {stream.directory}")
     batches = ValidationBatches(
         tokens,
-        mesh,
+        eval_step.mesh,
         length=config.model.max_seq_len,
         num_windows=config.eval.num_windows,
         batch_size=config.eval_batch_size,
     )
     if batches.num_windows < config.eval.num_windows:
-        progress.message(
+        say(
             f"the validation split has {batches.num_windows} windows, fewer than "
             f"eval.num_windows={config.eval.num_windows}; all are scored."
         )
-    eval_step = make_eval_step(config.model, mesh)
     watched = functools.partial(watchdog.over, batches, "batch of the evaluation")
     return lambda params: validation_loss(eval_step, params, watched()).loss
 

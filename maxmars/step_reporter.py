@@ -19,6 +19,10 @@ from maxmars.run import Run
 from maxmars.skipped_steps import write_skipped_step
 
 
+class DivergedError(ValueError):
+    """More steps in a row were skipped than the config allows."""
+
+
 class StepReporter:
     """Metrics of step t − 1 are fetched after step t was dispatched: the device never waits."""
 
@@ -124,8 +128,8 @@ class StepReporter:
             run.progress.message(text)
             return
         run.writer.write(step, values)
-        last = run.checkpointer.latest_step()
-        raise ValueError(
+        last = None if run.checkpointer is None else run.checkpointer.latest_step()
+        raise DivergedError(
             f"{text} That makes {in_a_row} in a row, more than guard.max_skipped_in_a_row allows. "
             f"The last checkpoint is {'missing' if last is None else f'of step {last}'}. Continue "
             "with a lower optimizer.learning_rate or more schedule.warmup_steps (name them in "

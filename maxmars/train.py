@@ -72,24 +72,46 @@ def train(
             return True
         tracer = _make_tracer(run, profile, stack)
         stops = stack.enter_context(StopRequests())
-        opened = time.monotonic()
-        if _is_missing(run, run.config.eval.every, "eval/loss"):
-            _evaluate(run)
-        if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
-            _score_hellaswag(run)
-        reporter = StepReporter(run, started + time.monotonic() - opened)
-        if not _loop(run, _hooks(run), stops, reporter, tracer):
+        if not take_steps(run, stops, started, tracer):
             _save(run, wait=True)
             run.progress.message(
                 f"stopped after {run.step} steps; the checkpoint is complete, and the same command "
                 "continues."
             )
             return False
-        _evaluate(run)
-        _score_hellaswag(run)
         _save(run, wait=True)
         run.progress.message(_summary(run, time.monotonic() - started))
         return True
+
+
+def take_steps(
+    run: Run, stops: StopRequests, started: float, tracer: StepTracer | None = None
+) -> bool:
+    """Take the steps that an open run lacks, with its evaluations, also at step 0 and the end.
+
+    Args:
+      run: the run; its last state is not saved.
+      stops: may ask for an earlier end.
+      started: when the run was started (monotonic).
+      tracer: traces some of the steps.
+
+    Returns:
+      Whether all steps were taken.
+
+    Raises:
+      DivergedError: too many steps in a row were not finite, or spikes.
+    """
+    opened = time.monotonic()
+    if _is_missing(run, run.config.eval.every, "eval/loss"):
+        evaluate(run)
+    if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
+        _score_hellaswag(run)
+    reporter = StepReporter(run, started + time.monotonic() - opened)
+    if not _loop(run, _hooks(run), stops, reporter, tracer):
+        return False
+    evaluate(run)
+    _score_hellaswag(run)
+    return True
 
 
 Hooks = Sequence[tuple[int | None, Callable[[Run], None]]]
@@ -98,7 +120,7 @@ Hooks = Sequence[tuple[int | None, Callable[[Run], None]]]
 def _hooks(run: Run) -> Hooks:
     config = run.config
     return [
-        (config.eval.every, _evaluate),
+        (config.eval.every, evaluate),
         (config.eval.hellaswag_every, _score_hellaswag),
         (config.checkpoint.every, _save),
     ]
@@ -157,7 +179,8 @@ def _loop(
         if stops.due(run.step):  # before the hooks: there may be little time left to save
             break
         due = [hook for every, hook in hooks if every is not None and run.step % every == 0]
-        if run.checkpointer.is_due(run.step) and _save not in due:
+        by_time = run.checkpointer is not None and run.checkpointer.is_due(run.step)
+        if by_time and _save not in due:
             due.append(_save)
         if due:
             reporter.flush()  # a checkpoint must not be complete before its step's metrics are
@@ -180,7 +203,8 @@ def _is_missing(run: Run, every: int | None, key: str) -> bool:
     return not distributed.everywhere(known)
 
 
-def _evaluate(run: Run) -> None:
+def evaluate(run: Run) -> None:
+    """Record the validation loss at the step where a run stands, once."""
     if run.evaluate is None or run.eval_step == run.step:
         return
     run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
@@ -197,6 +221,8 @@ def _score_hellaswag(run: Run) -> None:
 
 
 def _save(run: Run, *, wait: bool = False) -> None:
+    if run.checkpointer is None:
+        return
     fresh = run.eval_loss is not None and run.eval_step == run.step
     with run.watchdog.watching(f"writing the checkpoint of step {run.step}"):
         run.writer.sync()  # a resume from this checkpoint shall find the lines of its steps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +96,20 @@ def init_train_state(
       ValueError: the mesh does not divide the model or the batch.
     """
     given = given or {}
+    created = make_initializer(config, mesh, tuple(given))(config.seed)
+    return TrainState(**given, **created)
+
+
+def make_initializer(
+    config: TrainConfig, mesh: Mesh, given: Collection[str] = ()
+) -> Callable[[int], dict[str, Any]]:
+    """A function from a seed to the fields of a new state, those named in `given` aside.
+
+    It compiles once for all seeds; the learning rate is the config's (see `make_hyperparams`).
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
     abstract = vars(abstract_train_state(config, mesh))
     missing = {name: field for name, field in abstract.items() if name not in given}
 
@@ -103,9 +117,13 @@ def init_train_state(
         state = _initial_state(config, mesh, seed)
         return {name: getattr(state, name) for name in missing}
 
-    with jax.set_mesh(mesh):
-        created = jax.jit(create, out_shardings=_shardings(missing))(np.uint32(config.seed))
-    return TrainState(**given, **created)
+    jitted = jax.jit(create, out_shardings=_shardings(missing))
+
+    def initialize(seed: int) -> dict[str, Any]:
+        with jax.set_mesh(mesh):
+            return jitted(np.uint32(seed))
+
+    return initialize
 
 
 def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:

@@ -37,6 +37,8 @@ COMMANDS = {
     "verify-resume": Command(
         "maxmars.cli.verify_resume", "prove that a killed run continues bit by bit"
     ),
+    "compare": Command("maxmars.cli.compare", "tune optimizers and compare them, fairly"),
+    "report": Command("maxmars.cli.report", "draw the curves of runs and comparisons"),
     "plan": Command("maxmars.cli.plan", "memory, traffic and time of a run, before you pay"),
     "launch": Command("maxmars.cli.launch", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("maxmars.cli.data", "prepare text for training"),

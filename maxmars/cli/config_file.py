@@ -120,6 +120,16 @@ def parse_arguments(
         raise UsageError(str(error)) from error
 
 
+def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are neither options nor values of one, and the rest; all options take one."""
+    words, options, rest = [], [], list(argv)
+    while (index := _find_config(rest)) is not None:
+        options += rest[:index]
+        words.append(rest[index])
+        rest = rest[index + 1 :]
+    return words, options + rest
+
+
 def _find_config(argv: Sequence[str]) -> int | None:
     """Index of the first argument that is no option nor the value of one; all options take one."""
     index = 0

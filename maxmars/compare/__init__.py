@@ -1,0 +1,1 @@
+"""A fair comparison of optimizers: the same weights and tokens, tuned rates, several seeds."""

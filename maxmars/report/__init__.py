@@ -1,0 +1,1 @@
+"""Curves, figures and a page of finished runs; needs no JAX."""
