@@ -155,10 +155,11 @@ def _prepare(arguments: CompareArguments) -> TrainConfig:
 
 def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     """Names of the contenders: their optimizers if only these differ, else the configs' names."""
-    optimizers = [spec.rpartition("optimizer=")[2].partition(",")[0] for spec in configs]
+    chosen = [re.search(r"[:,]optimizer=([^,]*)", spec) for spec in configs]
     files = {re.sub(r"[:,]optimizer=[^,]*", "", spec) for spec in configs}
-    alone = len(files) == 1 and len(configs) > 1
-    names = optimizers if alone else [config.name for config in configs.values()]
+    names = [config.name for config in configs.values()]
+    if len(files) == 1 and len(configs) > 1:
+        names = [match[1] if match else name for match, name in zip(chosen, names, strict=True)]
     if len(set(names)) < len(names):
         raise UsageError(f"the contenders must have different names, but are {', '.join(names)}.")
     for name in names:

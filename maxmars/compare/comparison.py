@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from maxmars.checkpoint.lock import acquire
 from maxmars.compare.batched_cells import (
     Step,
@@ -23,6 +25,7 @@ from maxmars.compare.programs import ProgramStore, describe
 from maxmars.compare.record import Comparison, check_comparable, open_record
 from maxmars.compare.report_files import write_report
 from maxmars.compare.search import next_cells
+from maxmars.config import TrainConfig
 from maxmars.metrics import write_json
 from maxmars.preemption import StopRequests
 from maxmars.program_cache import ProgramCache, default_directory
@@ -30,15 +33,18 @@ from maxmars.report.figures import require_matplotlib
 from maxmars.watchdog import Watchdog
 
 PROGRAMS = "programs.json"
-_WORTH = 1.05  # running cells together must gain more than the clock's noise
+_WORTH = 1.1  # what running cells together must gain: less may be noise of the clock
 
 
-def compare(comparison: Comparison, workdir: Path) -> bool:
+def compare(
+    comparison: Comparison, workdir: Path, devices: Sequence[jax.Device] | None = None
+) -> bool:
     """Run a comparison, or what is missing of it, and write `report.*` and `figures/`.
 
     Args:
       comparison: what is compared; each contender's evaluation gets an interval if it has none.
       workdir: a directory on a disk, of this comparison.
+      devices: to train on; None takes all.
 
     Returns:
       Whether it is done; not after SIGTERM or Ctrl-C, which leave the finished cells.
@@ -58,10 +64,10 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
         comparison = open_record(comparison, workdir)
         progress = stack.enter_context(CellProgress())
         longest = max((c.config.hang_timeout_s or 0 for c in comparison.contenders), default=0)
-        platform = _platform()
+        platform = (devices or jax.devices())[0].platform
         session = Session(
             workdir=workdir,
-            programs=ProgramStore(),
+            programs=ProgramStore(devices),
             cache=stack.enter_context(
                 ProgramCache(default_directory(workdir, platform), progress.say)
             ),
@@ -74,12 +80,6 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
         session.cache.seal()
     write_report(workdir)
     return True
-
-
-def _platform() -> str:
-    import jax
-
-    return jax.devices()[0].platform
 
 
 class _Runner:
@@ -141,7 +141,7 @@ class _Runner:
         step = self._batched_step(contender, configs[0])
         return run_cells_together(together, configs, programs, step, timing.single_s, session)
 
-    def _batched_step(self, contender: Contender, config) -> Step:
+    def _batched_step(self, contender: Contender, config: TrainConfig) -> Step:
         if contender.name not in self._steps:
             train_step = self._session.programs.get(config).train_step
             self._steps[contender.name] = make_batched_step(train_step)

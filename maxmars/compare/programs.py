@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ class Programs:
 class ProgramStore:
     """Makes each contender's programs when they are first asked for, and keeps them."""
 
-    def __init__(self) -> None:
-        """Nothing is compiled yet."""
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        """Compile for these devices, or for all of them."""
+        self._devices = devices
         self._made: dict[TrainConfig, Programs] = {}
 
     def get(self, config: TrainConfig) -> Programs:
@@ -58,7 +59,7 @@ class ProgramStore:
         """
         key = _without_rate_and_seed(config)
         if key not in self._made:
-            self._made[key] = _make_programs(config)
+            self._made[key] = _make_programs(config, self._devices)
         return self._made[key]
 
 
@@ -70,8 +71,8 @@ def _without_rate_and_seed(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, name="any", optimizer=optimizer, seed=seed)
 
 
-def _make_programs(config: TrainConfig) -> Programs:
-    mesh = sharding.make_mesh(config.mesh)
+def _make_programs(config: TrainConfig, devices: Sequence[jax.Device] | None) -> Programs:
+    mesh = sharding.make_mesh(config.mesh, devices)
     check_mesh(config, mesh.shape)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?

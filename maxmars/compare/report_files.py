@@ -102,8 +102,8 @@ def _result_row(outcome: Outcome, summary: Summary) -> tuple[str, ...]:
     return (
         outcome.contender.name,
         _rate(outcome),
-        _NONE if outcome.loss is None else _interval(outcome.loss, "{:.4f}"),
-        _NONE if test is None else _interval(test.difference, "{:+.4f}"),
+        _NONE if outcome.loss is None else format_interval(outcome.loss, "{:.4f}"),
+        _NONE if test is None else format_interval(test.difference, "{:+.4f}"),
         _NONE if outcome.p_adjusted is None else f"{outcome.p_adjusted:.2g}",
         _share(outcome.tokens_to_baseline, base.tokens_to_baseline, _count),
         _share(outcome.seconds_to_baseline, base.seconds_to_baseline, _time),
@@ -306,7 +306,8 @@ def _rate(outcome: Outcome) -> str:
     return f"{outcome.best_rate:g}{' (edge)' if edge else ''}"
 
 
-def _interval(found: Interval, form: str) -> str:
+def format_interval(found: Interval, form: str) -> str:
+    """The mean, and half the width of its interval if there is one."""
     mean = form.format(found.mean)
     if found.low is None or found.high is None:
         return mean
@@ -319,7 +320,7 @@ def _share(value: float | None, whole: float | None, show: Any) -> str:
     return f"{show(value)} ({value / whole:.0%})"
 
 
-def _count(number: float) -> str:
+def _count(number: int | float) -> str:
     for divisor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= divisor:
             return f"{number / divisor:.2f}{suffix}"
@@ -330,7 +331,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
-def _bytes(number: float) -> str:
+def _bytes(number: int | float) -> str:
     for divisor, suffix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= divisor:
             return f"{number / divisor:.2f} {suffix}"

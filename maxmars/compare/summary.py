@@ -183,7 +183,8 @@ def _cells_at(
 def tokens_to(line: Line, target: float) -> float | None:
     """Tokens after which the mean of a line's curves comes down to a loss; None if never."""
     tokens, losses = line.points
-    return first_crossing(tokens.tolist(), losses.mean(axis=0).tolist(), target)
+    positions = tokens.astype(float).tolist()
+    return first_crossing(positions, losses.mean(axis=0).tolist(), target)
 
 
 def _edge(contender: Contender, best: float) -> Literal["low", "high"] | None:
@@ -196,8 +197,10 @@ def _edge(contender: Contender, best: float) -> Literal["low", "high"] | None:
 def _next_rate(contender: Contender, edge: Literal["low", "high"]) -> float:
     """The next rate of the grid beyond its edge, rounded; of a single rate, the double."""
     grid = contender.learning_rates
+    if len(grid) == 1:
+        return 2 * grid[0]
     ends = (grid[0], grid[1]) if edge == "low" else (grid[-1], grid[-2])
-    return float(f"{ends[0] ** 2 / ends[1]:.3g}") if len(grid) > 1 else 2 * grid[0]
+    return float(f"{ends[0] ** 2 / ends[1]:.3g}")
 
 
 def _basin(rates: Sequence[RateResult]) -> Basin | None:
