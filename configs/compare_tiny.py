@@ -1,4 +1,4 @@
-"""A GPT-2 of 0.34M parameters for comparing optimizers on two CPU cores, on the quickstart's text.
+"""A GPT-2 of 0.35M parameters for comparing optimizers on two CPU cores, on the quickstart's text.
 
     maxmars compare configs/compare_tiny.py --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
 

@@ -95,6 +95,7 @@ class _Runner:
             result.cell: result
             for contender in comparison.contenders
             for result in finished(session.workdir, contender.name)
+            if result.cell.seed in comparison.seeds
         }
 
     def run(self) -> bool:
