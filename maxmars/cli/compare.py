@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
     specs, options = split_positionals(argv)
     if not specs and {"-h", "--help"} & set(options):
         print(_USAGE)
-        return 0
+        sys.exit(0)
     if not specs:
         raise UsageError(f"{_PROG} needs a config file: `{_PROG} CONFIG`. See `{_PROG} --help`.")
     parsed = {

@@ -20,6 +20,7 @@ def test_the_config_of_the_comparison_has_every_optimizer():
     assert config.num_steps * config.tokens_per_step >= 1_000_000
 
 
+@pytest.mark.slow
 def test_a_single_config_and_few_steps_end_with_an_evaluation(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
     short_config(tmp_path / "tokens")
