@@ -154,12 +154,12 @@ def _prepare(arguments: CompareArguments) -> TrainConfig:
 
 
 def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
-    """Names of the contenders: their optimizers if only these differ, else the configs' names."""
+    """Names of the contenders: their optimizers where one file has them all, else the configs'."""
     chosen = [re.search(r"[:,]optimizer=([^,]*)", spec) for spec in configs]
     files = {re.sub(r"[:,]optimizer=[^,]*", "", spec) for spec in configs}
     names = [config.name for config in configs.values()]
-    if len(files) == 1 and len(configs) > 1:
-        names = [match[1] if match else name for match, name in zip(chosen, names, strict=True)]
+    if len(files) == 1 and all(chosen):
+        names = [match[1] for match in chosen if match]
     if len(set(names)) < len(names):
         raise UsageError(f"the contenders must have different names, but are {', '.join(names)}.")
     for name in names:

@@ -12,6 +12,8 @@ from maxmars.compare.report_files import extend_notes, format_interval
 from maxmars.compare.statistics import Interval
 from maxmars.compare.summary import Outcome, Summary, summarize
 
+_COLUMNS = ("", "rate", "loss", "- baseline", "p", "tokens", "time", "ms")
+
 
 def print_summary(workdir: Path, console: Console | None = None) -> None:
     """Print what a comparison found, and where its report is.
@@ -21,17 +23,20 @@ def print_summary(workdir: Path, console: Console | None = None) -> None:
     """
     console = console or Console(highlight=False)
     summary = summarize(workdir)
-    baseline = summary.comparison.baseline
-    columns = ("", "rate", "loss", f"- {baseline}", "p", "tokens", "time", "ms")
+    rows = [_row(outcome, summary) for outcome in summary.outcomes]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for outcome in summary.outcomes:
-        table.add_row(*_row(outcome, summary))
+    for index, column in enumerate(_COLUMNS):
+        width = max(map(len, (column, *(row[index] for row in rows))))
+        if index == 0:  # a long name is cut before a number is
+            table.add_column(column, no_wrap=True)
+        else:
+            table.add_column(column, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
-    console.print(
-        f"tokens and time: to the final loss of {baseline}, as shares of its own; ±: 95 %"
-    )
+    baseline = summary.comparison.baseline
+    text = f"tokens and time: to the final loss of {baseline}, as shares of its own; ±: 95 %"
+    console.print(text, markup=False, soft_wrap=True)
     if summary.num_missing:
         console.print(f"unfinished: {summary.num_missing} cells or more are missing")
     for note in extend_notes(summary):

@@ -91,7 +91,8 @@ def test_contenders_are_named_after_what_differs():
     assert specs == [f"{TINY}:optimizer=adamw", f"{TINY}:optimizer=mars"]
     assert list(compare._by_name({s: load_config(s) for s in specs})) == ["adamw", "mars"]
     one = f"{TINY}:optimizer=muon"
-    assert list(compare._by_name({one: load_config(one)})) == ["compare-tiny-muon"]
+    assert list(compare._by_name({one: load_config(one)})) == ["muon"]
+    assert list(compare._by_name({TINY: load_config(TINY)})) == ["compare-tiny-mars"]
     with pytest.raises(UsageError, match="each once"):
         compare._with_optimizers([TINY], "")
 
