@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmars.attention import causal_attention
 from maxmars.config import GPT2Config
+from maxmars.cross_entropy import cross_entropy
 from maxmars.sharding import constrain
 
 LAYERS = "layers"
@@ -279,39 +281,6 @@ def document_numbers(
     if document_end_id is None:
         return None
     return jnp.cumsum(tokens == document_end_id, axis=-1, dtype=jnp.int32)
-
-
-def causal_attention(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H K"],
-    scale: Float[Array, ""],
-    documents: Int[Array, "B T"] | None = None,
-    branches: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T H K"]:
-    """softmax(scale q kᵀ + mask) v, with logits and softmax in float32 at least.
-
-    The mask is causal. Where the `documents` of the tokens are given, it keeps each in its own;
-    where their `branches` are, it shows each only those of branch 0 and of its own.
-    """
-    wide = _at_least_float32(q.dtype)
-    logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale
-    mask = jnp.tri(q.shape[1], dtype=bool)
-    if documents is not None:
-        mask &= (documents[:, :, None] == documents[:, None, :])[:, None]
-    if branches is not None:
-        seen = branches[:, None, :]
-        mask &= ((seen == 0) | (seen == branches[:, :, None]))[:, None]
-    logits = jnp.where(mask, logits, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshk->bthk", weights, v)
-
-
-def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """Negative log-likelihood of each target, in nats."""
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return log_normalizer - picked
 
 
 def token_losses(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, "B window-1"]:

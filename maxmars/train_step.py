@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
+from maxmars.cross_entropy import cross_entropy
 from maxmars.guard import Guard, check_step, new_guard
 from maxmars.mesh_checks import check_mesh
 from maxmars.model import (
-    cross_entropy,
     graph_and_abstract_params,
     init_params,
     logical_axes,

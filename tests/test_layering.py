@@ -37,6 +37,7 @@ ROWS = (
         "sampling",
         "program_cache",
     },
+    {"attention", "cross_entropy"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
     {"preemption", "workdir"},
