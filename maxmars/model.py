@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmars import cross_entropy
 from maxmars.attention import causal_attention
 from maxmars.config import GPT2Config
-from maxmars.cross_entropy import cross_entropy
 from maxmars.sharding import constrain
 
 LAYERS = "layers"
@@ -238,8 +238,7 @@ class GPT2(nnx.Module):
             )
         # Gathered over fsdp before the lookup: a lookup in a table split by columns would leave the
         # activations split the same way and reshuffle them.
-        table = constrain(self.wte.embedding[...].astype(config.compute_dtype), "vocab", None)
-        x = constrain(table[tokens], "batch", "length", None)
+        x = constrain(self.table(config.compute_dtype)[tokens], "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:
             places = places[:length]
@@ -258,8 +257,7 @@ class GPT2(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Output head: x times the transposed token embedding, padding masked."""
-        config = self.config
-        table = constrain(self.wte.embedding[...].astype(x.dtype), "vocab", None)
+        config, table = self.config, self.table(x.dtype)
         wide = _at_least_float32(x.dtype)
         logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=wide)
         logits = constrain(logits, "batch", "length", "vocab")
@@ -267,6 +265,10 @@ class GPT2(nnx.Module):
             is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
             logits = jnp.where(is_token, logits, jnp.finfo(wide).min)
         return logits
+
+    def table(self, dtype: Any) -> Float[Array, "V D"]:
+        """The token embedding in the type of matrix products, gathered over `fsdp`."""
+        return constrain(self.wte.embedding[...].astype(dtype), "vocab", None)
 
 
 def document_numbers(
@@ -284,8 +286,17 @@ def document_numbers(
 
 
 def token_losses(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, "B window-1"]:
-    """Nats of each token given those before it in its row."""
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    """Nats of each token given those before it in its row; see `mean_loss` for training."""
+    x = model.hidden(tokens[:, :-1])
+    return cross_entropy.token_losses(
+        x, model.table(x.dtype), tokens[:, 1:], model.config.vocab_size
+    )
+
+
+def mean_loss(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, ""]:
+    """Mean of `token_losses`, whose gradient is cheaper."""
+    x = model.hidden(tokens[:, :-1])
+    return cross_entropy.mean_loss(x, model.table(x.dtype), tokens[:, 1:], model.config.vocab_size)
 
 
 @functools.cache
