@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxmars import cross_entropy
-from maxmars.attention import causal_attention
+from maxmars.attention import attention
 from maxmars.config import GPT2Config
 from maxmars.sharding import constrain
 
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
         are given; `layer_index` counts from 0."""
         q, k, v = self.qkv(x)
         scale = self.scale(layer_index, x.dtype)
-        return self.c_proj(causal_attention(q, k, v, scale, documents, branches))
+        return self.c_proj(attention(self.config, q, k, v, scale, documents, branches))
 
     def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
         """Queries, keys and values."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmars import cross_entropy, sharding
+from maxmars import cross_entropy, hlo, sharding
 from maxmars.config import MeshConfig
 
 VOCAB, PADDED = 250, 256
@@ -78,3 +78,26 @@ def test_the_same_on_a_mesh(name, shape):
     expected = with_grads(reference, *inputs())
     with jax.set_mesh(sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))):
         assert_same(with_grads(chunked, *inputs()), expected)
+
+
+def logits_in(function, tokens, vocab):
+    """float32 arrays of a program with gradients that have so many tokens' logits, or more."""
+    program = jax.jit(jax.value_and_grad(function, argnums=(0, 1))).lower(*inputs()).compile()
+    return [
+        array
+        for array in hlo.arrays(program)
+        if array.dtype == "f32" and vocab in array.dims and np.prod(array.dims) >= tokens * vocab
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_logits_of_all_tokens_are_never_there(name, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * PADDED * 24)  # 24 of 96 tokens
+    chunked, reference = FUNCTIONS[name]
+    assert logits_in(reference, 96, PADDED)
+    assert logits_in(chunked, 24, PADDED)
+    assert not logits_in(chunked, 25, PADDED)
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=2, tensor=4))):
+        monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * PADDED // 4 * 24)
+        assert not logits_in(chunked, 25, PADDED // 4)  # of the 48 of a device
+        assert not logits_in(chunked, 17, PADDED)  # nor gathered; the table has 16 columns

@@ -96,7 +96,7 @@ FOLDERS = {
         "bpe",
         "config_json",
     ),
-    "hlo": ("__init__", "loops", "groups", "text"),
+    "hlo": ("__init__", "loops", "groups", "arrays", "text"),
     "plan": (
         "tables",
         "__init__",
