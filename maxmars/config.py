@@ -50,6 +50,10 @@ class GPT2Config:
     documents: no token then sees anything before the last such token at or before it, which so
     begins the next document. Positions are counted from the window's start all the same, and every
     token is predicted. None attends over the whole window, as GPT-2 does."""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """What computes attention: `splash` is a kernel for TPUs, `cudnn` one for NVIDIA GPUs, neither
+    of which keeps length x length numbers a head; `plain` runs anywhere. auto takes the kernel of
+    the devices, and says why where it cannot."""
     remat: Literal["full", "dots"] | None = None
     """Rematerialisation of a block in the backward pass: `full` keeps only its input, `dots` keeps
     the results of its matrix products, None keeps everything."""

@@ -15,6 +15,7 @@ from maxmars.model import (
     graph_and_abstract_params,
     init_params,
     logical_axes,
+    mean_loss,
     num_parameters,
     token_losses,
 )
@@ -28,7 +29,7 @@ def apply(config, params, tokens):
 def loss_and_grads(config, params, tokens):
     graph, _ = graph_and_abstract_params(config)
     tokens = jnp.asarray(tokens)
-    loss = jax.jit(jax.value_and_grad(lambda p: token_losses(nnx.merge(graph, p), tokens).mean()))
+    loss = jax.jit(jax.value_and_grad(lambda p: mean_loss(nnx.merge(graph, p), tokens)))
     return loss(params)
 
 
@@ -199,7 +200,7 @@ def test_remat_saves_memory():
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
         graph, abstract = graph_and_abstract_params(config)
         tokens = jax.ShapeDtypeStruct((8, config.max_seq_len + 1), jnp.int32)
-        loss = jax.grad(lambda p, t: token_losses(nnx.merge(graph, p), t).mean())
+        loss = jax.grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
         return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
 
     everything, dots, full = temporaries(None), temporaries("dots"), temporaries("full")
