@@ -78,8 +78,7 @@ class CellResult:
     def curve(self, workdir: Path) -> Curve:
         """Its validation losses."""
         directory = self.cell.directory(workdir)
-        curve = read_curve(directory, read_config(directory))
-        return dataclasses.replace(curve, step_time_s=self.step_time_s)
+        return read_curve(directory, read_config(directory))
 
 
 def read_result(cell: Cell, workdir: Path) -> CellResult | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxmars.compare.statistics import Interval, mean_interval
+from maxmars.compare.statistics import Interval
 from maxmars.compare.summary import TOLERANCE, Outcome, Summary, summarize
 from maxmars.config import to_dict
 from maxmars.metrics import json_number
@@ -43,14 +43,6 @@ def write_report(workdir: Path) -> Summary:
     return summary
 
 
-def interval_of(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Mean, low and high, as `draw_losses` asks for them."""
-    if not all(map(math.isfinite, values)):
-        return math.nan, None, None
-    found = mean_interval(values)
-    return found.mean, found.low, found.high
-
-
 def best_lines(summary: Summary) -> list[Line]:
     """The curves of each contender at its best rate."""
     return [o.line for o in summary.outcomes if o.line is not None]
@@ -59,10 +51,10 @@ def best_lines(summary: Summary) -> list[Line]:
 def _draw(summary: Summary, directory: Path) -> Iterator[Picture]:
     lines = best_lines(summary)
     seeds = len(summary.comparison.seeds)
-    band = f"; bands: 95 % intervals of the mean over {seeds} seeds" if seeds > 1 else ""
+    band = f"; bands: lowest to highest of {seeds} seeds" if seeds > 1 else ""
     for against in ("tokens", "time"):
         path = directory / f"loss_{against}"
-        if draw_losses(lines, path, against=against, interval=interval_of):
+        if draw_losses(lines, path, against=against):
             of = "tokens" if against == "tokens" else "time of the steps (number times median)"
             caption = f"Validation loss against {of}, each at its best learning rate{band}."
             yield Picture(path=path, caption=caption)

@@ -145,7 +145,10 @@ def _outcome(
     step_time_s = float(np.median(times)) if times else None
     line = None
     if at_best:
-        curves = tuple(result.curve(workdir) for result in at_best)
+        curves = tuple(
+            dataclasses.replace(result.curve(workdir), step_time_s=step_time_s)
+            for result in at_best
+        )
         line = Line(name=contender.name, curves=curves)
     tokens = None if line is None or target is None else tokens_to(line, target)
     per_step = contender.config.tokens_per_step

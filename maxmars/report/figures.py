@@ -71,14 +71,13 @@ def require_matplotlib() -> None:
         )
 
 
-def draw_losses(lines: Sequence[Line], path: Path, *, against: str, interval: Any) -> list[Path]:
-    """Draw losses against tokens or time, with bands over seeds.
+def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> list[Path]:
+    """Draw mean losses against tokens or time, with bands from the lowest to the highest seed.
 
     Args:
       lines: one for each contender or run.
       path: of the files, without suffix.
       against: `tokens` or `time`; lines without timed steps are left out of the latter.
-      interval: function of values to (mean, low, high), of which the last two may be None.
 
     Returns:
       The files; none where there is nothing to draw.
@@ -101,15 +100,14 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str, interval: An
         lows, tops = [], []
         for number, line, positions, losses in drawn:
             x = positions / divisor
-            means, low, high = zip(*(interval(column) for column in losses.T.tolist()), strict=True)
+            means = losses.mean(axis=0)
             style = _style(number)
             axes.plot(x, means, label=line.name, markevery=max(1, len(x) // 10), **style)
-            if None not in low:
+            if len(losses) > 1:
+                low, high = losses.min(axis=0), losses.max(axis=0)
                 axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
-            shown = [
-                m for m, at in zip(means, x, strict=True) if at >= _WARM_UP * largest / divisor
-            ]
-            finite = [m for m in shown or means if math.isfinite(m)]
+            late = means[x >= _WARM_UP * largest / divisor]
+            finite = late[np.isfinite(late)].tolist()
             lows += [min(finite)] if finite else []
             tops += [max(finite)] if finite else []
         if lows and max(tops) > min(lows):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from maxmars.metrics import json_number
 from maxmars.report.curves import Line
@@ -23,7 +20,7 @@ def write_run_report(lines: Sequence[Line], out: Path) -> None:
     pictures = []
     for against, of in (("tokens", "tokens"), ("time", "time of the steps (number times median)")):
         path = out / "figures" / f"loss_{against}"
-        if draw_losses(lines, path, against=against, interval=_spread):
+        if draw_losses(lines, path, against=against):
             caption = f"Loss against {of}; bands reach from the lowest to the highest seed."
             pictures.append(Picture(path=path, caption=caption))
     document = Document(
@@ -34,13 +31,6 @@ def write_run_report(lines: Sequence[Line], out: Path) -> None:
         ),
     )
     document.write(out, [_json(line) for line in lines])
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Mean, lowest and highest value."""
-    if not all(map(math.isfinite, values)):
-        return math.nan, None, None
-    return float(np.mean(values)), min(values), max(values)
 
 
 def _table(lines: Sequence[Line]) -> Table:

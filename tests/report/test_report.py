@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 
-import numpy as np
 import pytest
 from tiny import tiny_config
 
@@ -39,10 +38,6 @@ def line(name, losses, step_time_s=0.1):
         step_time_s=step_time_s,
     )
     return Line(name=name, curves=(curve,))
-
-
-def plain(values):
-    return float(np.mean(values)), None, None
 
 
 def test_the_curve_of_a_run(tmp_path):
@@ -79,11 +74,11 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
 def test_figures_are_drawn_as_png_and_svg(tmp_path):
     lines = [line("a", [5.0, 3.0, 2.5]), line("b", [5.0, 3.1, math.nan], step_time_s=None)]
     for against in ("tokens", "time"):
-        png, svg = draw_losses(lines, tmp_path / against, against=against, interval=plain)
+        png, svg = draw_losses(lines, tmp_path / against, against=against)
         assert png.read_bytes()[:4] == PNG
         assert svg.read_text().startswith("<?xml")
     untimed = dataclasses.replace(lines[1])
-    assert draw_losses([untimed], tmp_path / "none", against="time", interval=plain) == []
+    assert draw_losses([untimed], tmp_path / "none", against="time") == []
     points = (
         RatePoint(learning_rate=1e-3, losses=(2.0, 2.1)),
         RatePoint(learning_rate=2e-3, losses=(math.inf,)),
@@ -96,7 +91,7 @@ def test_figures_are_drawn_as_png_and_svg(tmp_path):
 
 def test_the_same_figure_is_the_same_file(tmp_path):
     for name in ("one", "two"):
-        draw_losses([line("a", [3.0, 2.0])], tmp_path / name, against="tokens", interval=plain)
+        draw_losses([line("a", [3.0, 2.0])], tmp_path / name, against="tokens")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
 
