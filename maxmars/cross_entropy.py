@@ -58,7 +58,7 @@ def _token_losses_fwd(x: Any, table: Any, targets: Any, vocab_size: int) -> tupl
 def _token_losses_bwd(vocab_size: int, saved: Any, weights: Any) -> tuple[Any, Any, None]:
     x, table, targets = saved
     _, grads = _over_chunks(x, table, targets, vocab_size, weights)
-    return *grads, None
+    return _sum_over_devices(1, grads)
 
 
 token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
@@ -87,9 +87,7 @@ def _mean_loss_fwd(x: Any, table: Any, targets: Any, vocab_size: int) -> tuple[A
 
 
 def _mean_loss_bwd(vocab_size: int, grads: Any, weight: Any) -> tuple[Any, Any, None]:
-    x = grads[0]
-    weight = weight / math.prod(x.shape[:2])
-    return *((weight * grad).astype(grad.dtype) for grad in grads), None
+    return _sum_over_devices(weight / math.prod(grads[0].shape[1:3]), grads)
 
 
 mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
@@ -98,7 +96,10 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _over_chunks(
     x: Any, table: Any, targets: Any, vocab_size: int, weights: Any = None
 ) -> tuple[Any, Any]:
-    """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and table."""
+    """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and table.
+
+    The gradients are the terms of a sum over devices, along a first axis.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     rows, batch = RULES.spec("batch", None), RULES.batch
     if mesh.empty:
@@ -111,9 +112,17 @@ def _over_chunks(
             out_specs=(rows, None if weights is None else partial_sums),
             check_vma=False,
         )(x, table, targets, weights)
-    # The sums over devices are left to XLA: that of the table's gradient can then join that of the
-    # table's other use, the lookup, and go straight to the shards.
-    return losses, jax.tree.map(lambda grad: grad.sum(0), grads)
+    return losses, grads
+
+
+def _sum_over_devices(weight: Any, grads: tuple[Any, Any]) -> tuple[Any, Any, None]:
+    """The gradients to x, table and targets, from the devices' terms and a factor of the sum.
+
+    XLA makes the sums: that of the table's gradient can so join that of the table's other use, the
+    lookup, and go straight to the shards.
+    """
+    x_grad, table_grad = ((weight * terms).astype(terms.dtype).sum(0) for terms in grads)
+    return x_grad, table_grad, None
 
 
 def _on_device(
@@ -125,10 +134,7 @@ def _on_device(
     vocab_size: int,
     parts: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
-    """`_over_chunks` for the tokens of a device and its part of the vocabulary, out of `parts`.
-
-    The gradients are the device's terms of a sum over devices, along a first axis.
-    """
+    """`_over_chunks` for the tokens of a device and its part of the vocabulary, out of `parts`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     size, count = _chunks(targets.size, len(table) * wide.itemsize)
     first = jax.lax.axis_index(_TENSOR) * len(table) if parts > 1 else 0

@@ -60,9 +60,10 @@ def assert_close(found, expected, tolerance):
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [256, 200])
+@pytest.mark.parametrize(
+    ("dtype", "masked", "length"),
+    [("float32", False, 256), ("float32", True, 200), ("bfloat16", True, 200)],
+)
 def test_splash_equals_the_plain_formula(dtype, masked, length):
     q, k, v = inputs(dtype, (2, length, 2, 64))
     documents = document_numbers(2, length) if masked else None

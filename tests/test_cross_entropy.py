@@ -71,7 +71,7 @@ def test_loss_and_gradients_equal_the_plain_ones(name):
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(2, 4, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
 def test_the_same_on_a_mesh(name, shape):
     chunked, reference = FUNCTIONS[name]
     data, fsdp, tensor = shape

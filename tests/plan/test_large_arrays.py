@@ -66,10 +66,10 @@ def gpt2(size, **changes):
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("change", [{}, {"remat": "full"}, {"document_end_id": 50256}])
+@pytest.mark.parametrize("change", [{"remat": None}, {"document_end_id": 50256}])
 def test_gpt2_small_writes_none_on_tpus(change):
     config = gpt2("small", **change)
-    plan = make_plan(config, get_topology("v5e:4x4"), evaluate=not change)
+    plan = make_plan(config, get_topology("v5e:4x4"), evaluate="remat" in change)
     for step in filter(None, (plan.train_step, plan.eval_step)):
         text = step.executable.as_text()
         assert "splash_mha" in text
