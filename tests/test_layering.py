@@ -40,7 +40,7 @@ ROWS = (
     {"attention", "cross_entropy"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
-    {"preemption", "workdir"},
+    {"preemption", "workdir", "cpu_memory"},
     {"mesh_checks"},
     {"config"},
     {"optimizer_config", "data_config"},

@@ -33,7 +33,6 @@ import argparse
 import functools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -377,14 +376,6 @@ def print_times(args: argparse.Namespace) -> None:
         del other
 
 
-def keep_freed_memory() -> None:
-    """Start this program anew with a C library that keeps what is freed (glibc reads it once)."""
-    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    settings["MALLOC_ARENA_MAX"] = "1"
-    if sys.platform == "linux" and os.environ.get("MALLOC_MMAP_MAX_") is None:
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
-
-
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -403,6 +394,8 @@ def main() -> None:
     if not args.traffic:
         if min(args.rounds, args.slow_rounds) < 1:
             parser.error("--rounds and --slow-rounds must be at least 1.")
+        from maxmars.cpu_memory import keep_freed_memory
+
         keep_freed_memory()
         print_times(args)
         return

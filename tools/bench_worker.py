@@ -9,7 +9,6 @@ for N steps, `describe` for what stays. The first line of its output tells of th
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,17 +21,6 @@ if TYPE_CHECKING:
 STARTED = time.perf_counter()
 TRACED_STEPS = 3
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this checkout
-
-
-def keep_freed_memory() -> None:
-    """Start anew with a C library that keeps what is freed, as allocators of accelerators do.
-
-    Left alone it gives large temporaries back after each step, and getting them again takes longer
-    than the arithmetic (glibc reads this once).
-    """
-    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    if sys.platform == "linux" and os.environ.get("MALLOC_MMAP_MAX_") is None:
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
 class MaxmarsSteps:
@@ -146,8 +134,10 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
 
 def main() -> None:
     """Answer until the input ends."""
-    keep_freed_memory()
     from maxmars.config import from_dict
+    from maxmars.cpu_memory import keep_freed_memory
+
+    keep_freed_memory()  # for PyTorch too: both sides have the same C library
 
     kind, path = sys.argv[1:]
     config = from_dict(json.loads(Path(path).read_text()))
