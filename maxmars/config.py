@@ -50,9 +50,9 @@ class GPT2Config:
     documents: no token then sees anything before the last such token at or before it, which so
     begins the next document. Positions are counted from the window's start all the same, and every
     token is predicted. None attends over the whole window, as GPT-2 does."""
-    remat: Literal["full", "dots"] | None = None
-    """Rematerialisation of a block in the backward pass: `full` keeps only its input, `dots` keeps
-    the results of its matrix products, None keeps everything."""
+    remat: Literal["auto", "full", "attention", "dots"] | None = None
+    """What is kept of a block for the backward pass: `full` its input, `attention` also q, k, v and
+    their result, `dots` the products with weights, None all; `auto` the last of these that fits."""
     scan_unroll: int = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 

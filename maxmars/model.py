@@ -15,12 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
 from maxmars.sharding import constrain
 
 LAYERS = "layers"
+SAVED_FOR_ATTENTION = ("qkv", "attention")
+"""Names, by `checkpoint_name`, of what remat policy `attention` keeps of a block."""
 _INIT_STD = 0.02
 
 
@@ -110,11 +113,12 @@ class Attention(nnx.Module):
         are given; `layer_index` counts from 0."""
         q, k, v = self.qkv(x)
         scale = self.scale(layer_index, x.dtype)
-        return self.c_proj(causal_attention(q, k, v, scale, documents, branches))
+        attended = causal_attention(q, k, v, scale, documents, branches)
+        return self.c_proj(checkpoint_name(attended, "attention"))
 
     def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
         """Queries, keys and values."""
-        qkv = self.c_attn(x)
+        qkv = checkpoint_name(self.c_attn(x), "qkv")
         return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
 
     def scale(self, layer_index: Int[Array, ""], dtype: Any) -> Float[Array, ""]:
@@ -372,10 +376,12 @@ def _unroll(config: GPT2Config) -> int:
 
 def _remat(block: Any, config: GPT2Config) -> Any:
     match config.remat:
-        case None:
+        case None | "auto":  # which `remat.choose_remat` has replaced where gradients are taken
             return block
         case "full":
             policy = jax.checkpoint_policies.nothing_saveable
+        case "attention":
+            policy = jax.checkpoint_policies.save_only_these_names(*SAVED_FOR_ATTENTION)
         case "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=False)
