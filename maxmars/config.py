@@ -50,9 +50,15 @@ class GPT2Config:
     documents: no token then sees anything before the last such token at or before it, which so
     begins the next document. Positions are counted from the window's start all the same, and every
     token is predicted. None attends over the whole window, as GPT-2 does."""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """What computes attention: `splash` is a kernel for TPUs, `cudnn` one for NVIDIA GPUs, neither
+    of which keeps length x length numbers a head; `plain` runs anywhere. auto takes the kernel of
+    the devices, and says why where it cannot."""
     remat: Literal["auto", "full", "attention", "dots"] | None = None
-    """What is kept of a block for the backward pass: `full` its input, `attention` also q, k, v and
-    their result, `dots` the products with weights, None all; `auto` the last of these that fits."""
+    """Rematerialisation: what is kept of a block for the backward pass, which computes the rest
+    again. `full` keeps its input; `attention` also queries, keys, values and what attention made of
+    them; `dots` these and the results of all products with weights; None keeps everything. `auto`
+    takes the last of these that fits the device's memory, and None on a CPU."""
     scan_unroll: int = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmars.model import GPT2, Block, causal_attention, document_numbers
+from maxmars.attention import causal_attention
+from maxmars.model import GPT2, Block, document_numbers
 from maxmars.sharding import constrain
 
 

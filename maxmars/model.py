@@ -18,12 +18,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxmars import cross_entropy
+from maxmars.attention import RESIDUALS, attention
 from maxmars.config import GPT2Config
 from maxmars.sharding import constrain
 
 LAYERS = "layers"
-SAVED_FOR_ATTENTION = ("qkv", "attention")
-"""Names, by `checkpoint_name`, of what remat policy `attention` keeps of a block."""
 _INIT_STD = 0.02
 
 
@@ -85,7 +85,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
+        kernel = self.kernel[...].astype(x.dtype)
+        leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
+        # All tokens on one axis: XLA's CPU backend would write each weight gradient's activations
+        # out transposed, element by element, where B and T are contracted as two axes (0.4x).
+        y = jnp.tensordot(x.reshape(-1, *inputs), kernel, axes=self.num_inputs)
+        y = y.reshape(*leading, *y.shape[1:])
         if self.config.use_bias:
             y = y + self.bias[...].astype(x.dtype)
         return y
@@ -113,8 +118,7 @@ class Attention(nnx.Module):
         are given; `layer_index` counts from 0."""
         q, k, v = self.qkv(x)
         scale = self.scale(layer_index, x.dtype)
-        attended = causal_attention(q, k, v, scale, documents, branches)
-        return self.c_proj(checkpoint_name(attended, "attention"))
+        return self.c_proj(attention(self.config, q, k, v, scale, documents, branches))
 
     def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
         """Queries, keys and values."""
@@ -240,8 +244,7 @@ class GPT2(nnx.Module):
             )
         # Gathered over fsdp before the lookup: a lookup in a table split by columns would leave the
         # activations split the same way and reshuffle them.
-        table = constrain(self.wte.embedding[...].astype(config.compute_dtype), "vocab", None)
-        x = constrain(table[tokens], "batch", "length", None)
+        x = constrain(self.table(config.compute_dtype)[tokens], "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:
             places = places[:length]
@@ -260,8 +263,7 @@ class GPT2(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Output head: x times the transposed token embedding, padding masked."""
-        config = self.config
-        table = constrain(self.wte.embedding[...].astype(x.dtype), "vocab", None)
+        config, table = self.config, self.table(x.dtype)
         wide = _at_least_float32(x.dtype)
         logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=wide)
         logits = constrain(logits, "batch", "length", "vocab")
@@ -269,6 +271,10 @@ class GPT2(nnx.Module):
             is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
             logits = jnp.where(is_token, logits, jnp.finfo(wide).min)
         return logits
+
+    def table(self, dtype: Any) -> Float[Array, "V D"]:
+        """The token embedding in the type of matrix products, gathered over `fsdp`."""
+        return constrain(self.wte.embedding[...].astype(dtype), "vocab", None)
 
 
 def document_numbers(
@@ -285,42 +291,18 @@ def document_numbers(
     return jnp.cumsum(tokens == document_end_id, axis=-1, dtype=jnp.int32)
 
 
-def causal_attention(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H K"],
-    scale: Float[Array, ""],
-    documents: Int[Array, "B T"] | None = None,
-    branches: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T H K"]:
-    """softmax(scale q kᵀ + mask) v, with logits and softmax in float32 at least.
-
-    The mask is causal. Where the `documents` of the tokens are given, it keeps each in its own;
-    where their `branches` are, it shows each only those of branch 0 and of its own.
-    """
-    wide = _at_least_float32(q.dtype)
-    logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale
-    mask = jnp.tri(q.shape[1], dtype=bool)
-    if documents is not None:
-        mask &= (documents[:, :, None] == documents[:, None, :])[:, None]
-    if branches is not None:
-        seen = branches[:, None, :]
-        mask &= ((seen == 0) | (seen == branches[:, :, None]))[:, None]
-    logits = jnp.where(mask, logits, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshk->bthk", weights, v)
-
-
-def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """Negative log-likelihood of each target, in nats."""
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return log_normalizer - picked
-
-
 def token_losses(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, "B window-1"]:
-    """Nats of each token given those before it in its row."""
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    """Nats of each token given those before it in its row; see `mean_loss` for training."""
+    x = model.hidden(tokens[:, :-1])
+    return cross_entropy.token_losses(
+        x, model.table(x.dtype), tokens[:, 1:], model.config.vocab_size
+    )
+
+
+def mean_loss(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, ""]:
+    """Mean of `token_losses`, whose gradient is cheaper."""
+    x = model.hidden(tokens[:, :-1])
+    return cross_entropy.mean_loss(x, model.table(x.dtype), tokens[:, 1:], model.config.vocab_size)
 
 
 @functools.cache
@@ -375,13 +357,16 @@ def _unroll(config: GPT2Config) -> int:
 
 
 def _remat(block: Any, config: GPT2Config) -> Any:
+    policies = jax.checkpoint_policies
     match config.remat:
         case None | "auto":  # which `remat.choose_remat` has replaced where gradients are taken
             return block
         case "full":
-            policy = jax.checkpoint_policies.nothing_saveable
+            policy = policies.nothing_saveable
         case "attention":
-            policy = jax.checkpoint_policies.save_only_these_names(*SAVED_FOR_ATTENTION)
+            policy = policies.save_only_these_names("qkv", RESIDUALS)
         case "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(RESIDUALS)
+            )
     return jax.checkpoint(block, policy=policy, prevent_cse=False)

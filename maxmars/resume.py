@@ -31,6 +31,7 @@ _MAY_CHANGE = (
     "schedule.decay_steps",
     "data.verify",
     "data.cache_dir",
+    "model.attention",
     "model.remat",
     "model.scan_unroll",
     "mesh.",

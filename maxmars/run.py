@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxmars import distributed, sharding
+from maxmars.attention import choose_attention
 from maxmars.checkpoint import Checkpointer
 from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
@@ -75,6 +76,7 @@ def open_run(
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh.shape)
+    attention = choose_attention(config.model, mesh.devices.flat[0].platform)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
@@ -105,6 +107,8 @@ def open_run(
     host_log = HostLog(workdir, jax.process_index(), may_write=owner)
     progress.copy_to(stack.enter_context(host_log).write)
     progress.message(_description(config, mesh, tokens))
+    if attention.reason is not None:
+        progress.message(f"attention is plain and slower: {attention.reason}")
     directory = default_directory(workdir, mesh.devices.flat[0].platform)
     programs = stack.enter_context(ProgramCache(directory, progress.message))
     with watchdog.watching("choosing model.remat"):

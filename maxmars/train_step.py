@@ -21,14 +21,14 @@ from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
+from maxmars.cross_entropy import cross_entropy
 from maxmars.guard import Guard, check_step, new_guard
 from maxmars.mesh_checks import check_mesh
 from maxmars.model import (
-    cross_entropy,
     graph_and_abstract_params,
     init_params,
     logical_axes,
-    token_losses,
+    mean_loss,
 )
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.optimizer_config import MarsConfig, SophiaConfig
@@ -321,7 +321,7 @@ def _loss_function(config: TrainConfig) -> Callable[[Any, jax.Array], jax.Array]
     graph, _ = graph_and_abstract_params(config.model)
 
     def loss(params: Any, tokens: Int[Array, "rows window"]) -> Float[Array, ""]:
-        return token_losses(nnx.merge(graph, params), tokens).mean()
+        return mean_loss(nnx.merge(graph, params), tokens)
 
     return loss
 

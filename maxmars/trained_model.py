@@ -119,7 +119,9 @@ def open_trained_model(target: str | Path, *, mesh: Mesh) -> TrainedModel:
         case RunTarget() as found:
             tokenizer = found.tokenizer()
             model = load_model(found.checkpoints, abstract_params, found.step)
-            config, params, name = model.config, model.params, found.name(model.step)
+            # It need not run on the devices that it was trained on.
+            config = dataclasses.replace(model.config, attention="auto")
+            params, name = model.params, found.name(model.step)
             if tokenizer.vocab_size > config.vocab_size:
                 raise ValueError(
                     f"the tokenizer in {found.workdir / TOKENIZER} has {tokenizer.vocab_size} "

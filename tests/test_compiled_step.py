@@ -1,7 +1,6 @@
 """What the compiled train step does with its buffers, under every optimizer, and how it grows."""
 
 import dataclasses
-import importlib.util
 import re
 
 import jax
@@ -11,13 +10,7 @@ from tiny import MODEL, tiny_config
 
 from maxmars import sharding
 from maxmars.config import MeshConfig
-from maxmars.plan.compiled import compile_train_step
-from maxmars.plan.topology import get_topology
 from maxmars.train_step import make_train_step
-
-tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-)
 
 
 def lowered(config):
@@ -53,5 +46,7 @@ def test_more_layers_do_not_make_a_larger_program(optimizer):
 def test_queries_keys_and_values_come_from_one_product():
     text = lowered(tiny_config(mesh=MeshConfig(data=8))).as_text()
     heads = f"{MODEL.num_heads}x{MODEL.head_dim}xf32>"
-    weights = re.findall(rf"stablehlo.dot_general.*tensor<{MODEL.embed_dim}x([\dx]*){heads}\) ->", text)
-    assert weights == ["3x"]
+    weights = re.findall(
+        rf"stablehlo.dot_general.*tensor<{MODEL.embed_dim}x([\dx]*){heads}\) ->", text
+    )
+    assert set(weights) == {"3x"}  # forward and backward, and none of D x D

@@ -211,7 +211,12 @@ def test_collectives_of_the_train_step():
     kernels = 12 * d * d * 4 // 2  # of a layer, in bytes, split over tensor: 3 + 1 + 4 + 4 squares
     biases = 2 * d * 4  # of the two projections; the others are split over heads or not at all
     tables = (MODEL.padded_vocab_size // 2 + MODEL.max_seq_len) * d * 4
-    gathers = [c for c in model if c.op == "all-gather"]
+    rows = config.microbatch_size // 4
+    # Of the logits, three numbers a token, from which its loss follows.
+    (of_loss,) = (c for c in model if c.op == "all-gather" and c.axes == ("tensor",))
+    numbers = 2 * 3 * rows * MODEL.max_seq_len
+    assert (of_loss.count, of_loss.bytes) == (config.num_microbatches, 2 * numbers * 4)
+    gathers = [c for c in model if c.op == "all-gather" and c != of_loss]
     assert {c.axes for c in gathers} == {("fsdp",)}
     # Kernels are gathered forward and backward in every layer and microbatch, the tables once.
     assert sorted({c.count for c in gathers}) == [1, repeats]
@@ -222,7 +227,6 @@ def test_collectives_of_the_train_step():
     of_model = functools.partial(hlo.total_bytes, model, op="all-reduce")
     assert of_model(axes=("fsdp",)) == repeats * kernels
     assert of_model(axes=("data",)) == repeats * kernels // 2
-    rows = config.microbatch_size // 4
     activations = rows * MODEL.max_seq_len * d * 4
     # Two in a block forward, two backward; one each at the token table and its output head.
     large = [c for c in model if c.axes == ("tensor",) and c.bytes // c.count == activations]
@@ -529,3 +533,56 @@ def test_exchanges_between_slices_are_the_sends_to_the_runtime():
         scopes=frozenset({"model"}),
         between_slices=True,
     )
+
+
+KERNEL = """HloModule jit_step, is_scheduled=true, num_partitions=1
+
+%double (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %inside = f32[4,8]{1,0} negate(%a)
+  ROOT %twice = f32[4,8]{1,0} add(%inside, %inside)
+}
+
+%body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %s = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %kernel = (bf16[4,2]{1,0}, f32[4,128]{1,0}) custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{512}"
+}}, metadata={op_name="jit(step)/model/kernel"}
+  %y = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%double
+  %r = f32[4,8]{1,0} all-reduce(%y), replica_groups={{0}}, to_apply=%double
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%j, %r)
+}
+
+%condition (s: (s32[], f32[4,8])) -> pred[] {
+  %s = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (p: f32[4,8]) -> (s32[], f32[4,8]) {
+  %p = f32[4,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,8]{1,0}) tuple(%zero, %p)
+  ROOT %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+def test_kernels_attributes_have_line_breaks():
+    (reduced,) = hlo.collectives(KERNEL)
+    assert (reduced.count, reduced.bytes) == (3, 3 * 4 * 8 * 4)
+
+
+def test_arrays_are_what_is_written_to_memory():
+    found = {array.instruction: array for array in hlo.arrays(KERNEL)}
+    assert found.keys() >= {"p", "kernel", "y", "less"}
+    assert "inside" not in found
+    assert [(a.dtype, a.dims) for a in hlo.arrays(KERNEL) if a.instruction == "kernel"] == [
+        ("bf16", (4, 2)),
+        ("f32", (4, 128)),
+    ]

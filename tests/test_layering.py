@@ -37,6 +37,7 @@ ROWS = (
         "sampling",
         "program_cache",
     },
+    {"attention", "cross_entropy"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
     {"preemption", "workdir"},
@@ -95,7 +96,7 @@ FOLDERS = {
         "bpe",
         "config_json",
     ),
-    "hlo": ("__init__", "loops", "groups", "text"),
+    "hlo": ("__init__", "loops", "groups", "arrays", "text"),
     "plan": (
         "tables",
         "__init__",

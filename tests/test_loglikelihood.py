@@ -10,9 +10,9 @@ from flax import nnx
 from tiny import MODEL
 
 from maxmars.config import MeshConfig
+from maxmars.cross_entropy import cross_entropy
 from maxmars.loglikelihood import Choices, LogLikelihoods, pack_choices
 from maxmars.model import (
-    cross_entropy,
     graph_and_abstract_params,
     init_params,
     logical_axes,

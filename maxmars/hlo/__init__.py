@@ -26,6 +26,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from maxmars.hlo.arrays import ArrayShape as ArrayShape
+from maxmars.hlo.arrays import arrays as arrays
 from maxmars.hlo.groups import axes_of_groups, axes_of_pairs, explicit_groups, replica_groups
 from maxmars.hlo.loops import Frame, trip_count
 from maxmars.hlo.text import Instruction, parse, shape_bytes, tuple_elements

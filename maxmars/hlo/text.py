@@ -10,10 +10,12 @@ import functools
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:.* )?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_END = re.compile(r"\}(, execution_thread=.*)?$")
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 
 
@@ -88,13 +90,13 @@ def parse(text: str) -> Module:
       ValueError: the text is not HLO.
     """
     computations, entry, name, body, root = {}, None, None, {}, None
-    for line in text.splitlines():
+    for line in _lines(text):
         if name is None:
             header = None if line.startswith("HloModule") else _HEADER.match(line)
             if header:
                 name, body, root = header[2], {}, None
                 entry = name if header[1] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             if body:
                 computations[name] = Computation(name, body, root or list(body.values())[-1])
             name = None
@@ -105,6 +107,18 @@ def parse(text: str) -> Module:
         raise ValueError("this is not the text of an HLO module: it has no ENTRY computation.")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     return Module(computations, entry, math.prod(map(int, counts)))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a module; an attribute with line breaks in it, as kernels have, is joined."""
+    whole = ""
+    for line in text.splitlines():
+        if whole.startswith("  ") and not (line.startswith("  ") or _END.match(line)):
+            whole += line
+        else:
+            yield whole
+            whole = line
+    yield whole
 
 
 def tuple_elements(shape: str) -> list[str]:

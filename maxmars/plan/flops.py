@@ -48,6 +48,8 @@ def _repeats(eqn: Any) -> int:
             return eqn.params["length"]
         case "shard_map":  # its shapes are one device's
             return math.prod(eqn.params["mesh"].shape.values())
+        case "pallas_call":  # a kernel, run once for each place of its grid, the skipped ones too
+            return math.prod(eqn.params["grid_mapping"].grid)
         case _:
             return 1
 

@@ -8,6 +8,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from maxmars.attention import choose_attention
 from maxmars.plan import Plan
 from maxmars.plan.estimate import ASSUMPTIONS
 from maxmars.plan.memory import peak_bytes
@@ -19,12 +20,16 @@ def print_plan(plan: Plan, console: rich.console.Console) -> None:
     axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     slices = f", {plan.topology.num_slices} slices" if plan.topology.num_slices > 1 else ""
     chip = "fake CPU device" if plan.topology.chip is None else plan.topology.chip.name
+    attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
     lines = [
         f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {plan.topology.name}"
         f"{slices} = {plan.mesh.size} x {chip} ({axes})",
         f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
-        f"{config.microbatch_size} sequences, remat {config.model.remat}",
+        f"{config.microbatch_size} sequences, remat {config.model.remat}, attention "
+        f"{attention.implementation}",
     ]
+    if attention.reason is not None:
+        lines.append(f"attention is plain and slower: {attention.reason}")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     for table in (_memory_table(plan), _traffic_table(plan)):
         console.print(table)

@@ -19,9 +19,10 @@ from hellaswag_questions import (
 from tiny import MODEL
 
 from maxmars.config import MeshConfig
+from maxmars.cross_entropy import cross_entropy
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.hellaswag import PROTOCOLS, HellaSwag, Scores, load_questions, write_questions
-from maxmars.model import cross_entropy, graph_and_abstract_params, init_params
+from maxmars.model import graph_and_abstract_params, init_params
 from maxmars.sharding import make_mesh
 from maxmars.trained_model import open_trained_model
 

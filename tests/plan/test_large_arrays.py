@@ -1,0 +1,84 @@
+"""What GPT-2's programs for TPUs never write to memory; needs the compiler of the extra `tpu`."""
+
+import dataclasses
+import importlib.util
+import math
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import tiny_config
+
+from maxmars import hlo
+from maxmars.config import MeshConfig
+from maxmars.plan import make_plan
+from maxmars.plan.topology import get_topology
+
+ROOT = Path(__file__).parents[2]
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
+)
+
+
+def large_arrays(program, config, mesh):
+    """Arrays of length x length for each head, and float32 logits of a device's tokens."""
+    model, length = config.model, config.model.max_seq_len
+    rows = config.microbatch_size // (mesh["data"] * mesh["fsdp"])
+    heads, vocab = model.num_heads // mesh["tensor"], model.padded_vocab_size // mesh["tensor"]
+    found = []
+    for array in hlo.arrays(program):
+        others = [n for n in array.dims if n != length]
+        if array.dims.count(length) >= 2 and {heads, rows * heads} & set(others):
+            found.append(array)
+        many = math.prod(array.dims) >= rows * length * vocab
+        if many and vocab in array.dims and array.dtype == "f32":
+            found.append(array)
+    return found
+
+
+CONFIG = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
+MESH = {"data": 1, "fsdp": 8, "tensor": 1}
+
+
+@pytest.mark.parametrize("dims", [(2, 4, 16, 16), (8, 16, 16), (3, 4, 2, 16, 16), (2, 16, 264)])
+def test_large_arrays_are_found(dims):
+    program = jax.jit(lambda x: jnp.sin(x)).lower(jax.ShapeDtypeStruct(dims, jnp.float32))
+    assert large_arrays(program.compile(), CONFIG, MESH)
+
+
+@pytest.mark.parametrize("dims", [(2, 16, 32), (16, 16), (3, 2, 16, 128), (16, 264)])
+def test_other_arrays_are_not(dims):
+    program = jax.jit(lambda x: jnp.sin(x)).lower(jax.ShapeDtypeStruct(dims, jnp.float32))
+    assert not large_arrays(program.compile(), CONFIG, MESH)
+
+
+def gpt2(size, **changes):
+    """480 x 1,024 tokens at once, on 16 chips."""
+    get_config = runpy.run_path(str(ROOT / "configs" / "gpt2.py"))["get_config"]
+    config = get_config(size=size, optimizer="mars")
+    model = dataclasses.replace(config.model, num_layers=2, **changes)
+    return dataclasses.replace(
+        config, model=model, num_microbatches=1, mesh=MeshConfig(data=1, fsdp=16)
+    )
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("change", [{}, {"remat": "full"}, {"document_end_id": 50256}])
+def test_gpt2_small_writes_none_on_tpus(change):
+    config = gpt2("small", **change)
+    plan = make_plan(config, get_topology("v5e:4x4"), evaluate=not change)
+    for step in filter(None, (plan.train_step, plan.eval_step)):
+        text = step.executable.as_text()
+        assert "splash_mha" in text
+        assert large_arrays(text, config, plan.mesh.shape) == []
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_plain_attention_writes_them():
+    config = gpt2("small", attention="plain", remat="full")
+    plan = make_plan(config, get_topology("v5e:4x4"), evaluate=False)
+    assert large_arrays(plan.train_step.executable, config, plan.mesh.shape)

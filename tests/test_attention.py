@@ -1,0 +1,142 @@
+"""The attention kernels against the plain formula, and which of them is chosen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import MODEL
+
+from maxmars import attention as attention_module
+from maxmars import sharding
+from maxmars.attention import (
+    Choice,
+    attention,
+    causal_attention,
+    choose_attention,
+    cudnn_attention,
+    splash_attention,
+)
+from maxmars.config import MeshConfig
+
+INTERPRETED = functools.partial(splash_attention, interpret=True)
+SCALE = jnp.float32(64**-0.5 / 3)  # as of a third layer: no power of two
+
+
+def inputs(dtype, shape=(2, 256, 2, 64)):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(3)]
+
+
+def document_numbers(rows, length):
+    """Documents of about 50 tokens, with borders inside the kernel's blocks."""
+    ends = np.random.default_rng(1).random((rows, length)) < 0.02
+    return jnp.asarray(np.cumsum(ends, axis=1), jnp.int32)
+
+
+def result_and_gradients(function, q, k, v, documents):
+    """Attention, and the gradients of a sum in which each number has another weight."""
+
+    def weighted(q, k, v):
+        found = function(q, k, v, SCALE, documents)
+        weights = jnp.sin(jnp.arange(found.size, dtype=jnp.float32)).reshape(found.shape)
+        return (found.astype(jnp.float32) * weights).sum(), found
+
+    (_, found), grads = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
+    return found, *grads
+
+
+def assert_close(found, expected, tolerance):
+    for name, a, b in zip(("result", "dq", "dk", "dv"), found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
+
+
+# In float32 only the order of sums differs. In bfloat16 the two round at other places (the kernel
+# scales the queries and rounds them, and keeps weights before the division) by 2^-9 each, and dk
+# and dq are sums of such terms.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [256, 200])
+def test_splash_equals_the_plain_formula(dtype, masked, length):
+    q, k, v = inputs(dtype, (2, length, 2, 64))
+    documents = document_numbers(2, length) if masked else None
+    expected = result_and_gradients(causal_attention, *inputs("float32", q.shape), documents)
+    found = result_and_gradients(INTERPRETED, q, k, v, documents)
+    assert {x.dtype for x in found} == {jnp.dtype(dtype)}
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
+def test_splash_over_several_blocks(monkeypatch):
+    monkeypatch.setattr(attention_module, "_MAX_BLOCK", 128)
+    arrays, documents = inputs("float32", (1, 300, 1, 64)), document_numbers(1, 300)
+    expected = result_and_gradients(causal_attention, *arrays, documents)
+    assert_close(result_and_gradients(INTERPRETED, *arrays, documents), expected, 1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_splash_on_a_mesh(monkeypatch, masked):
+    monkeypatch.setitem(attention_module._KERNELS, "cpu", ("splash", "CPUs"))
+    monkeypatch.setattr(attention_module, "splash_attention", INTERPRETED)
+    choose_attention.cache_clear()
+    config = dataclasses.replace(MODEL, attention="splash")
+    arrays = inputs("float32", (4, 128, 4, 8))
+    documents = document_numbers(4, 128) if masked else None
+    expected = result_and_gradients(causal_attention, *arrays, documents)
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+        found = result_and_gradients(functools.partial(attention, config), *arrays, documents)
+    choose_attention.cache_clear()
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernel"), [("tpu", "splash"), ("cpu", "plain"), (None, "plain")]
+)
+def test_the_kernel_is_that_of_the_devices(platform, kernel):
+    config = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    assert choose_attention(config, platform) == Choice(kernel)
+    assert choose_attention(dataclasses.replace(config, attention="plain"), platform) == Choice(
+        "plain"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "reason"),
+    [
+        ({"compute_dtype": "float64"}, "tpu", "does not compute in model.compute_dtype=float64"),
+        ({"compute_dtype": "float32"}, "gpu", "does not compute in model.compute_dtype=float32"),
+        ({"embed_dim": 2048}, "gpu", "refuses"),  # heads of 512, and there is no GPU
+    ],
+)
+def test_a_reason_for_the_plain_formula(changes, platform, reason):
+    config = dataclasses.replace(MODEL, **{"compute_dtype": "bfloat16"} | changes)
+    choice = choose_attention(config, platform)
+    assert choice.implementation == "plain"
+    assert reason in choice.reason
+    kernel = {"tpu": "splash", "gpu": "cudnn"}[platform]
+    with pytest.raises(ValueError, match=f"model.attention={kernel} is not possible: .*{reason}"):
+        choose_attention(dataclasses.replace(config, attention=kernel), platform)
+
+
+def test_a_kernel_of_other_devices():
+    config = dataclasses.replace(MODEL, attention="splash")
+    with pytest.raises(ValueError, match="splash needs TPUs, but the devices are of platform cpu"):
+        choose_attention(config, "cpu")
+    with pytest.raises(ValueError, match=r"cudnn needs NVIDIA GPUs, .* platform tpu"):
+        choose_attention(dataclasses.replace(MODEL, attention="cudnn"), "tpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [256, 200])
+def test_cudnn_equals_the_plain_formula(masked, length):
+    documents = document_numbers(2, length) if masked else None
+    shape = (2, length, 2, 64)
+    expected = result_and_gradients(causal_attention, *inputs("float32", shape), documents)
+    found = result_and_gradients(cudnn_attention, *inputs("bfloat16", shape), documents)
+    assert_close(found, expected, TOLERANCE["bfloat16"])

@@ -1,0 +1,103 @@
+"""The chunked loss against the plain one: values, gradients, meshes, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmars import cross_entropy, hlo, sharding
+from maxmars.config import MeshConfig
+
+VOCAB, PADDED = 250, 256
+
+
+@pytest.fixture(params=["one chunk", "even chunks", "filled up"])
+def chunks(request, monkeypatch):
+    """Of the 96 tokens: one chunk, 3 of 32, and 5 of 20 of which the last is filled up."""
+    row_bytes, sizes = 4 * PADDED, {"one chunk": 96, "even chunks": 32, "filled up": 20}
+    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", row_bytes * sizes[request.param])
+
+
+def inputs(dtype="float32", rows=8, length=12):
+    rng = np.random.default_rng(0)
+    x, table = rng.normal(size=(rows, length, 16)), rng.normal(size=(PADDED, 16))
+    targets = rng.integers(0, VOCAB, (rows, length))
+    return jnp.asarray(x, dtype), jnp.asarray(table, dtype), jnp.asarray(targets, jnp.int32)
+
+
+def plain(x, table, targets):
+    logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+    logits = jnp.where(jnp.arange(PADDED) < VOCAB, logits, jnp.finfo(jnp.float32).min)
+    return cross_entropy.cross_entropy(logits, targets)
+
+
+def weighted(losses, x, table, targets):
+    """A sum in which each token has another weight, so that no gradient can hide in a mean."""
+    found = losses(x, table, targets)
+    return (found * jnp.arange(found.size).reshape(found.shape)).mean()
+
+
+def with_grads(function, *arguments):
+    return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(*arguments)
+
+
+def assert_same(found, expected, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+FUNCTIONS = {
+    "mean_loss": (
+        lambda *arrays: cross_entropy.mean_loss(*arrays, VOCAB),
+        lambda *arrays: plain(*arrays).mean(),
+    ),
+    "token_losses": (
+        functools.partial(weighted, lambda *arrays: cross_entropy.token_losses(*arrays, VOCAB)),
+        functools.partial(weighted, plain),
+    ),
+}
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_loss_and_gradients_equal_the_plain_ones(name):
+    chunked, reference = FUNCTIONS[name]
+    assert_same(with_grads(chunked, *inputs()), with_grads(reference, *inputs()))
+    assert_same(jax.jit(chunked)(*inputs()), reference(*inputs()))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(2, 4, 1), (2, 2, 2), (1, 1, 8)])
+def test_the_same_on_a_mesh(name, shape):
+    chunked, reference = FUNCTIONS[name]
+    data, fsdp, tensor = shape
+    expected = with_grads(reference, *inputs())
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))):
+        assert_same(with_grads(chunked, *inputs()), expected)
+
+
+def logits_in(function, tokens, vocab):
+    """float32 arrays of a program with gradients that have so many tokens' logits, or more."""
+    program = jax.jit(jax.value_and_grad(function, argnums=(0, 1))).lower(*inputs()).compile()
+    return [
+        array
+        for array in hlo.arrays(program)
+        if array.dtype == "f32" and vocab in array.dims and np.prod(array.dims) >= tokens * vocab
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_logits_of_all_tokens_are_never_there(name, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * PADDED * 24)  # 24 of 96 tokens
+    chunked, reference = FUNCTIONS[name]
+    assert logits_in(reference, 96, PADDED)
+    assert logits_in(chunked, 24, PADDED)
+    assert not logits_in(chunked, 25, PADDED)
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=2, tensor=4))):
+        monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * PADDED // 4 * 24)
+        assert not logits_in(chunked, 25, PADDED // 4)  # of the 48 of a device
+        assert not logits_in(chunked, 17, PADDED)  # nor gathered; the table has 16 columns
