@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
@@ -21,8 +22,8 @@ from maxmars.sharding import RULES
 
 Implementation = Literal["plain", "splash", "cudnn"]
 RESIDUALS = "attention"
-"""Name under which a remat policy can keep what splash attention's backward pass needs of the
-forward one: the result and each query's log of the softmax's denominator."""
+"""Name under which a remat policy can keep what the backward pass needs of the forward one: the
+result and, of splash attention, each query's log of the softmax's denominator."""
 
 _KERNELS: dict[str, tuple[Implementation, str]] = {
     "tpu": ("splash", "TPUs"),
@@ -85,7 +86,7 @@ def attention(
     platform = None if mesh.empty else mesh.abstract_device.platform
     implementation = choose_attention(config, platform).implementation
     if implementation == "plain" or branches is not None:
-        return causal_attention(q, k, v, scale, documents, branches)
+        return checkpoint_name(causal_attention(q, k, v, scale, documents, branches), RESIDUALS)
     kernel = splash_attention if implementation == "splash" else cudnn_attention
     heads, rows = RULES.spec("batch", "length", "heads", None), RULES.spec("batch", "length")
     return jax.shard_map(

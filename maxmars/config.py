@@ -54,9 +54,11 @@ class GPT2Config:
     """What computes attention: `splash` is a kernel for TPUs, `cudnn` one for NVIDIA GPUs, neither
     of which keeps length x length numbers a head; `plain` runs anywhere. auto takes the kernel of
     the devices, and says why where it cannot."""
-    remat: Literal["full", "dots"] | None = None
-    """Rematerialisation of a block in the backward pass: `full` keeps only its input, `dots` keeps
-    the results of its matrix products, None keeps everything."""
+    remat: Literal["auto", "full", "attention", "dots"] | None = None
+    """Rematerialisation: what is kept of a block for the backward pass, which computes the rest
+    again. `full` keeps its input; `attention` also queries, keys, values and what attention made of
+    them; `dots` these and the results of all products with weights; None keeps everything. `auto`
+    takes the last of these that fits the device's memory, and None on a CPU."""
     scan_unroll: int = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 

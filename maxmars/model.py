@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars import cross_entropy
-from maxmars.attention import attention
+from maxmars.attention import RESIDUALS, attention
 from maxmars.config import GPT2Config
 from maxmars.sharding import constrain
 
@@ -121,7 +122,7 @@ class Attention(nnx.Module):
 
     def qkv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
         """Queries, keys and values."""
-        qkv = self.c_attn(x)
+        qkv = checkpoint_name(self.c_attn(x), "qkv")
         return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
 
     def scale(self, layer_index: Int[Array, ""], dtype: Any) -> Float[Array, ""]:
@@ -356,11 +357,16 @@ def _unroll(config: GPT2Config) -> int:
 
 
 def _remat(block: Any, config: GPT2Config) -> Any:
+    policies = jax.checkpoint_policies
     match config.remat:
-        case None:
+        case None | "auto":  # which `remat.choose_remat` has replaced where gradients are taken
             return block
         case "full":
-            policy = jax.checkpoint_policies.nothing_saveable
+            policy = policies.nothing_saveable
+        case "attention":
+            policy = policies.save_only_these_names("qkv", RESIDUALS)
         case "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(RESIDUALS)
+            )
     return jax.checkpoint(block, policy=policy, prevent_cse=False)

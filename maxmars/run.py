@@ -26,6 +26,7 @@ from maxmars.mesh_checks import check_mesh
 from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
 from maxmars.model import num_parameters
 from maxmars.program_cache import ProgramCache, default_directory
+from maxmars.remat import choose_remat
 from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.train_step import (
     TrainState,
@@ -127,7 +128,8 @@ def open_run(
         progress.message(f"attention is plain and slower: {attention.reason}")
     directory = default_directory(workdir, mesh.devices.flat[0].platform)
     programs = stack.enter_context(ProgramCache(directory, progress.message))
-    train_step = make_train_step(config, mesh)
+    with watchdog.watching("choosing model.remat"):
+        train_step = make_train_step(choose_remat(config, mesh, progress.message), mesh)
     with watchdog.watching("reading the checkpoint"):
         state, step, position = _restore_or_init(
             config, workdir, train_step, checkpointer, initial, progress

@@ -16,11 +16,11 @@ if sys.argv[1] == "keep":
 import jax, jax.numpy as jnp
 
 @jax.jit
-def products(x):  # temporaries of 4 MiB each
+def products(x):  # temporaries of 16 MiB each
     y = x @ x
     return ((y @ x) @ y).sum()
 
-x = jnp.ones((1024, 1024))
+x = jnp.ones((2048, 2048))
 products(x).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):

@@ -19,6 +19,8 @@ from maxmars.model import (
     num_parameters,
     token_losses,
 )
+from maxmars.plan.flops import matmul_flops
+from maxmars.remat import POLICIES
 
 
 def apply(config, params, tokens):
@@ -183,7 +185,14 @@ def test_vocabulary_padding_does_not_change_the_loss():
 
 
 @pytest.mark.parametrize(
-    "change", [{"remat": "full"}, {"remat": "dots"}, {"scan_unroll": 3}, {"scan_unroll": 100}]
+    "change",
+    [
+        {"remat": "full"},
+        {"remat": "attention"},
+        {"remat": "dots"},
+        {"scan_unroll": 3},
+        {"scan_unroll": 100},
+    ],
 )
 def test_remat_and_unroll_change_nothing_but_rounding(change):
     params = init_params(MODEL, 0)
@@ -203,8 +212,27 @@ def test_remat_saves_memory():
         loss = jax.grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
         return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
 
-    everything, dots, full = temporaries(None), temporaries("dots"), temporaries("full")
-    assert full < dots < everything
+    sizes = [temporaries(remat) for remat in reversed(POLICIES)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_remat_recomputes_no_more_than_it_says():
+    def flops(remat):
+        graph, abstract = graph_and_abstract_params(dataclasses.replace(MODEL, remat=remat))
+        tokens = jax.ShapeDtypeStruct((1, MODEL.max_seq_len + 1), jnp.int32)
+        grad = jax.grad(lambda p, t: token_losses(nnx.merge(graph, p), t).mean())
+        return sum(matmul_flops(jax.make_jaxpr(grad)(abstract, tokens)).values())
+
+    layers, length, width = MODEL.num_layers, MODEL.max_seq_len, MODEL.embed_dim
+    product = 2 * layers * length * width**2  # FLOPs of one [T, D] x [D, D] in each layer
+    logits = 2 * layers * length**2 * width
+    least = flops(None)
+    assert flops("auto") == least
+    # What the gradients need again: the weights of attention; under `attention` also its projection
+    # and the MLP's hidden layer; under `full` also q, k, v and what attention made of them.
+    assert flops("dots") == least + logits
+    assert flops("attention") == least + 5 * product + logits
+    assert flops("full") == least + 8 * product + 2 * logits
 
 
 def test_bfloat16_compute_keeps_logits_and_loss_in_float32():

@@ -26,9 +26,11 @@ from maxmars.data.pipeline import TrainBatches, TrainRows, open_data
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.evaluate import make_eval_step, validation_loss
+from maxmars.metrics import MetricsWriter
 from maxmars.model import graph_and_abstract_params
 from maxmars.sharding import make_mesh
 from maxmars.train import train
+from maxmars.train_step import TrainStep
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -297,3 +299,37 @@ def test_checkpoints_by_the_clock(tmp_path):
     train(config, tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert len(metrics_of(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took
+
+
+def test_metrics_come_one_step_late_and_nothing_compiles_after_the_first_of_each(
+    tmp_path, monkeypatch
+):
+    events = []
+    call, write = TrainStep.__call__, MetricsWriter.write
+
+    def dispatch(self, state, tokens):
+        result = call(self, state, tokens)
+        events.append("dispatch")
+        return result
+
+    def report(self, step, metrics):
+        if "train/loss" in metrics:
+            events.append(step)
+        write(self, step, metrics)
+
+    monkeypatch.setattr(TrainStep, "__call__", dispatch)
+    monkeypatch.setattr(MetricsWriter, "write", report)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: events.append("compile") if "backend_compile" in event else None
+    )
+    # Evaluations after steps 0, 3, 6 and 7, checkpoints after 4 and 7.
+    config = tiny_config(num_steps=7, checkpoint=CheckpointConfig(every=4))
+    train(config, tmp_path / "run")
+    steps = [event for event in events if event != "compile"]
+    assert steps[:3] == ["dispatch", "dispatch", 1]
+    # Before an evaluation or a checkpoint the steps before it are reported; else one is under way.
+    for step in (1, 2, 5):
+        assert steps[: steps.index(step)].count("dispatch") == step + 1
+    # The first checkpoint, after step 4, is the last that has something to compile.
+    assert events.index("compile") < events.index("dispatch")
+    assert "compile" not in events[events.index(5) :]

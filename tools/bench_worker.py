@@ -33,15 +33,17 @@ class MaxmarsSteps:
         from maxmars import sharding
         from maxmars.data.pipeline import TrainBatches, open_data
         from maxmars.mesh_checks import check_mesh
+        from maxmars.remat import choose_remat
         from maxmars.train_step import init_train_state, make_train_step
 
         # What compiles twice here, once to run and once to be read, must be the same program.
         jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
         self.num_compiles, self.compile_seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._count)
-        self.config = config
         self.scratch = scratch
         self.mesh = sharding.make_mesh(config.mesh)
+        config = choose_remat(config, self.mesh, lambda text: print(text, file=sys.stderr))
+        self.config = config
         check_mesh(config, self.mesh.shape)
         tokens = open_data(config.data, "train", model=config.model)
         self.train_step = make_train_step(config, self.mesh)

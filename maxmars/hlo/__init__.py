@@ -89,6 +89,13 @@ class Memory:
     figure. Whether a program fits is decided by this and not by argument + temp, which may count
     memory twice, or leave out what kernels allocate (temp was 0 for a splash attention)."""
 
+    def most_bytes(self, *, tpu: bool) -> int:
+        """Most memory in use: the TPU compiler's own figure; elsewhere arguments, outputs that take
+        the place of none, and temporaries. XLA's peak of a CPU program leaves these out."""
+        if tpu and self.peak_bytes:
+            return self.peak_bytes
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+
 
 def memory(compiled: Any) -> Memory:
     """Memory of a `jax.stages.Compiled`, as the compiler reports it.

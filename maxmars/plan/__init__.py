@@ -21,8 +21,9 @@ from maxmars.model import num_parameters
 from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
 from maxmars.optimizer_config import MarsConfig, MuonConfig
 from maxmars.optimizer_factory import matrix_specs
-from maxmars.plan.compiled import Compiled, compile_eval_step, compile_train_step
+from maxmars.plan.compiled import Compiled, compile_eval_step
 from maxmars.plan.estimate import ASSUMPTIONS, Estimate, Flops, count_flops, estimate
+from maxmars.plan.fit import compile_chosen
 from maxmars.plan.memory import ChipMemory, chip_memory, peak_bytes
 from maxmars.plan.topology import Topology
 from maxmars.plan.traffic import Traffic, largest_bytes, traffic
@@ -109,7 +110,8 @@ def make_plan(
     """Compile a run's programs for a topology and read from them what it needs.
 
     Args:
-      config: what to train; its mesh must fit the topology.
+      config: what to train; its mesh must fit the topology. Of `model.remat` `auto` the plan has
+        what `train` chooses there.
       topology: from `get_topology`.
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
@@ -122,7 +124,7 @@ def make_plan(
         raise ValueError(f"--price {price} must not be negative: it is money a chip and hour.")
     mesh = sharding.make_mesh(config.mesh, topology.devices)
     chip = topology.chip
-    step = compile_train_step(config, mesh, topology)
+    config, step = compile_chosen(config, mesh, topology)
     rows = traffic(step.collectives, mesh, topology)
     tokens = config.num_microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
     memory = chip_memory(

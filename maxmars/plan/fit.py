@@ -6,17 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+
+from jax.sharding import Mesh
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
 from maxmars.plan.compiled import CompiledTrainStep, DoesNotFitError, compile_train_step
 from maxmars.plan.memory import peak_bytes
 from maxmars.plan.topology import Topology
-
-Remat = Literal["full", "dots"] | None
-POLICIES: tuple[Remat, ...] = (None, "dots", "full")
-"""Rematerialisation, from the least arithmetic to the least memory."""
+from maxmars.remat import POLICIES, USABLE, Remat, first_that_fits, with_remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +99,37 @@ def find_fit(
     )
 
 
+def compile_chosen(
+    config: TrainConfig, mesh: Mesh, topology: Topology
+) -> tuple[TrainConfig, CompiledTrainStep]:
+    """The compiled train step, and the config with the policy that `train` chooses for `auto`.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+      DoesNotFitError: the compiler refuses even the last policy.
+    """
+    chip, steps = topology.chip, dict[Remat, CompiledTrainStep]()
+    if config.model.remat != "auto":
+        return config, compile_train_step(config, mesh, topology)
+    if chip is None:
+        config = with_remat(config, None)
+        return config, compile_train_step(config, mesh, topology)
+
+    def fits(remat: Remat) -> bool:
+        try:
+            steps[remat] = compile_train_step(with_remat(config, remat), mesh, topology)
+        except DoesNotFitError:
+            if remat == POLICIES[-1]:
+                raise
+            return False
+        return peak_bytes(steps[remat].memory, chip) <= USABLE * chip.memory_bytes
+
+    remat, _ = first_that_fits(fits)
+    return with_remat(config, remat), steps[remat]
+
+
 def _with(config: TrainConfig, remat: Remat, num_microbatches: int) -> TrainConfig:
-    model = dataclasses.replace(config.model, remat=remat)
-    return dataclasses.replace(config, model=model, num_microbatches=num_microbatches)
+    return dataclasses.replace(with_remat(config, remat), num_microbatches=num_microbatches)
 
 
 def _first(counts: list[int], fits: Callable[[int], bool]) -> int | None:

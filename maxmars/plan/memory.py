@@ -80,11 +80,8 @@ def chip_memory(
 
 
 def peak_bytes(memory: Memory, chip: Chip | None) -> int:
-    """Most memory in use: the TPU compiler's own figure; elsewhere arguments, outputs that take the
-    place of none, and temporaries. XLA's peak of a CPU program leaves the temporaries out."""
-    if chip is not None and chip.network == "ICI" and memory.peak_bytes:
-        return memory.peak_bytes
-    return memory.argument_bytes + memory.temp_bytes + memory.output_bytes - memory.alias_bytes
+    """Most memory in use; see `hlo.Memory.most_bytes`."""
+    return memory.most_bytes(tpu=chip is not None and chip.network == "ICI")
 
 
 def bytes_on_chip(tree: Any) -> int:
