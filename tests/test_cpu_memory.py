@@ -46,8 +46,9 @@ def page_faults(word: str, **environment: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_temporaries_are_not_given_back() -> None:
-    assert page_faults("leave") > 1000
-    assert page_faults("keep") < 100
+    given_back = page_faults("leave")
+    assert given_back > 1000
+    assert page_faults("keep") < given_back / 4
     # What the environment says about malloc counts.
     assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > 1000
 
