@@ -60,6 +60,8 @@ def train(
     """
     started = time.monotonic()
     workdir = resolve(workdir)
+    if profile is not None:
+        _check_profile(profile, 0, config.num_steps, workdir)  # before anything is written
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, workdir / "checkpoints"))
         run = open_run(config, workdir, init_from, resume_overrides, watchdog, stack)
@@ -126,24 +128,30 @@ def _hooks(run: Run) -> Hooks:
     ]
 
 
+def _check_profile(
+    profile: tuple[int, int], step: int, num_steps: int, workdir: str | os.PathLike[str]
+) -> None:
+    first, last = profile
+    if not step + 2 <= first <= last <= num_steps:
+        raise ValueError(
+            f"--profile {first}:{last} must name steps of this run from step {step + 2} on, "
+            f"after the one that compiles, to {num_steps}."
+        )
+    if is_remote(workdir):
+        raise ValueError(
+            f"--profile {first}:{last} writes into the workdir, and {workdir} is a bucket; "
+            "trace in a short run with a --workdir on a disk."
+        )
+
+
 def _make_tracer(
     run: Run, profile: tuple[int, int] | None, stack: contextlib.ExitStack
 ) -> StepTracer | None:
     if profile is None:
         return None
-    first, last = profile
-    if not run.step + 2 <= first <= last <= run.config.num_steps:
-        raise ValueError(
-            f"--profile {first}:{last} must name steps of this run from step {run.step + 2} on, "
-            f"after the one that compiles, to {run.config.num_steps}."
-        )
-    if is_remote(run.workdir):
-        raise ValueError(
-            f"--profile {first}:{last} writes into the workdir, and {run.workdir} is a bucket; "
-            "trace in a short run with a --workdir on a disk."
-        )
+    _check_profile(profile, run.step, run.config.num_steps, run.workdir)
     directory = Path(run.workdir) / "profile" / f"host_{jax.process_index():03d}"
-    tracer = StepTracer(first, last, directory)
+    tracer = StepTracer(*profile, directory)
     stack.callback(tracer.close)
     return tracer
 

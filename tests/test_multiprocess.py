@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +190,21 @@ def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
+def found_by_one_process_and_by_two(program: Path, cache: Path) -> list[Any]:
+    """What each of three processes prints after FOUND: one alone, then two together."""
+    found = []
+    for count in (1, 2):
+        port = str(free_port())
+        processes = [
+            start_python([str(program), str(count), str(i), port], 8 // count, cache)
+            for i in range(count)
+        ]
+        for output in [finish(process) for process in processes]:
+            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
+            found.append(json.loads(line.removeprefix("FOUND ")))
+    return found
+
+
 def test_two_processes_see_the_stream_of_one(tmp_path):
     """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
     for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
@@ -197,16 +213,7 @@ def test_two_processes_see_the_stream_of_one(tmp_path):
     program = tmp_path / "streams.py"
     tests = str(Path(__file__).parent)
     program.write_text(STREAMS.format(tests=tests, directory=tmp_path))
-    found = []
-    for count in (1, 2):
-        arguments = [str(program), str(count)], str(free_port())
-        processes = [
-            start_python([*arguments[0], str(i), arguments[1]], 8 // count, tmp_path / "cache")
-            for i in range(count)
-        ]
-        for output in [finish(process) for process in processes]:
-            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
-            found.append(json.loads(line.removeprefix("FOUND ")))
+    found = found_by_one_process_and_by_two(program, tmp_path / "cache")
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 12
     for name in ("shards", "mixture", "random windows"):
@@ -220,16 +227,7 @@ def test_two_processes_score_hellaswag_as_one(tmp_path):
     program = tmp_path / "score.py"
     tests = str(Path(__file__).parent)
     program.write_text(HELLASWAG.format(tests=tests, questions=str(questions)))
-    found = []
-    for count in (1, 2):
-        arguments = [str(program), str(count)], str(free_port())
-        processes = [
-            start_python([*arguments[0], str(i), arguments[1]], 8 // count, tmp_path / "cache")
-            for i in range(count)
-        ]
-        for output in [finish(process) for process in processes]:
-            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
-            found.append(json.loads(line.removeprefix("FOUND ")))
+    found = found_by_one_process_and_by_two(program, tmp_path / "cache")
     assert [count for count, _ in found] == [1, 2, 2]
     for name, expected in found[0][1].items():
         for _, scores in found[1:]:

@@ -59,6 +59,7 @@ def test_steps_that_cannot_be_traced_are_refused(tmp_path, steps):
         ValueError, match=r"--profile \d:\d must name steps of this run from step 2"
     ):
         train(config, tmp_path / "run", profile=steps)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_without_a_trace_is_refused(tmp_path):
