@@ -42,9 +42,9 @@ class MaxmarsSteps:
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self.scratch = scratch
         self.mesh = sharding.make_mesh(config.mesh)
+        check_mesh(config, self.mesh.shape)
         config = choose_remat(config, self.mesh, lambda text: print(text, file=sys.stderr))
         self.config = config
-        check_mesh(config, self.mesh.shape)
         tokens = open_data(config.data, "train", model=config.model)
         self.train_step = make_train_step(config, self.mesh)
         self.state = init_train_state(config, self.mesh)
@@ -137,12 +137,11 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
 def main() -> None:
     """Answer until the input ends."""
     from maxmars.config import from_dict
-    from maxmars.cpu_memory import keep_freed_memory
-
-    keep_freed_memory()  # for PyTorch too: both sides have the same C library
+    from maxmars.cpu_memory import keep_freed_memory_if_small
 
     kind, path = sys.argv[1:]
     config = from_dict(json.loads(Path(path).read_text()))
+    keep_freed_memory_if_small(config)  # for PyTorch too: both sides have the same C library
     with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
         steps = make(kind, config, Path(scratch))
         made = time.perf_counter()

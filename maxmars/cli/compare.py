@@ -20,7 +20,7 @@ from maxmars.cli.config_file import (
     split_positionals,
 )
 from maxmars.config import TrainConfig
-from maxmars.cpu_memory import keep_freed_memory
+from maxmars.cpu_memory import keep_freed_memory_if_small
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Contender
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
     contenders = _contenders(configs, arguments.learning_rates)
-    keep_freed_memory()
+    keep_freed_memory_if_small(contenders[0].config)
     # Imported late: they load JAX.
     from maxmars.compare.comparison import compare
     from maxmars.compare.record import Comparison

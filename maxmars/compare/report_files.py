@@ -13,7 +13,7 @@ from maxmars.config import to_dict
 from maxmars.metrics import json_number
 from maxmars.report.curves import Line
 from maxmars.report.document import Document, Picture, Section, Table
-from maxmars.report.figures import RateLine, RatePoint, draw_losses, draw_rates
+from maxmars.report.figures import RateLine, draw_losses, draw_rates
 
 _NONE = "–"
 
@@ -58,15 +58,7 @@ def _draw(summary: Summary, directory: Path) -> Iterator[Picture]:
             of = "tokens" if against == "tokens" else "time of the steps (number times median)"
             caption = f"Validation loss against {of}, each at its best learning rate{band}."
             yield Picture(path=path, caption=caption)
-    rates = [
-        RateLine(
-            name=o.contender.name,
-            points=tuple(
-                RatePoint(learning_rate=r.learning_rate, losses=r.losses) for r in o.rates
-            ),
-        )
-        for o in summary.outcomes
-    ]
+    rates = [RateLine(name=o.contender.name, points=o.rates) for o in summary.outcomes]
     path = directory / "learning_rates"
     if draw_rates(rates, path):
         caption = "Final validation loss against learning rate; small marks are single seeds, an x "

@@ -25,18 +25,10 @@ from maxmars.compare.statistics import (
     paired_test,
 )
 from maxmars.report.curves import Line
+from maxmars.report.figures import RatePoint
 
 TOLERANCE = 0.05
 """Nats above the best loss at which a learning rate still counts as good."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RateResult:
-    """The cells at one learning rate."""
-
-    learning_rate: float
-    losses: tuple[float, ...]
-    """By seed, infinite where diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +36,7 @@ class Outcome:
     """What a comparison found of one contender."""
 
     contender: Contender
-    rates: tuple[RateResult, ...]
+    rates: tuple[RatePoint, ...]
     best_rate: float | None
     """None where all diverged, and then all that follows from it is None too."""
     loss: Interval | None
@@ -136,7 +128,7 @@ def _outcome(
     seeds = comparison.seeds
     mine = [result for cell, result in results.items() if cell.contender == contender.name]
     rates = tuple(
-        RateResult(learning_rate=r, losses=tuple(losses_at(contender, r, seeds, results)))
+        RatePoint(learning_rate=r, losses=tuple(losses_at(contender, r, seeds, results)))
         for r in contender.learning_rates
     )
     best = best_rate(contender, seeds, results)
@@ -206,7 +198,7 @@ def _next_rate(contender: Contender, edge: Literal["low", "high"]) -> float:
     return float(f"{ends[0] ** 2 / ends[1]:.3g}")
 
 
-def _basin(rates: Sequence[RateResult]) -> Basin | None:
+def _basin(rates: Sequence[RatePoint]) -> Basin | None:
     scanned = [rate for rate in rates if rate.losses]
     losses = [rate.losses[0] for rate in scanned]
     return basin([rate.learning_rate for rate in scanned], losses, TOLERANCE) if scanned else None
