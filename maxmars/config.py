@@ -223,6 +223,9 @@ class LogConfig:
 
     every: int = 10
     """Steps between metrics lines."""
+    norms: bool = True
+    """Also write norms of gradients, parameters and updates: of embeddings, attention, MLP, and of
+    norms and biases. They are taken in the compiled step."""
 
     def __post_init__(self) -> None:
         """Reject intervals below one."""
