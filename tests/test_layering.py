@@ -26,7 +26,7 @@ ROWS = (
     {"model_parts"},
     {"optimizer_factory", "hellaswag", "hf"},
     {"loglikelihood", "kv_cache"},
-    {"step_trace"},
+    {"step_trace", "trackers"},
     {
         "model",
         "optim",
