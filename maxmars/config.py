@@ -223,10 +223,21 @@ class LogConfig:
 
     every: int = 10
     """Steps between metrics lines."""
+    norms: bool = True
+    """Also write norms of gradients, parameters and updates: of embeddings, attention, MLP, and of
+    norms and biases. They are taken in the compiled step."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, to `<workdir>/tensorboard` (extra `tensorboard`)."""
+    wandb: Literal["online", "offline"] | None = None
+    """Also send the metrics to Weights & Biases, or keep them in `<workdir>/wandb` for `wandb sync`
+    (extra `wandb`). WANDB_MODE in the environment overrides which of the two; None does neither."""
+    wandb_project: str = "maxmars"
+    """Project of Weights & Biases; see also WANDB_ENTITY."""
 
     def __post_init__(self) -> None:
-        """Reject intervals below one."""
+        """Reject intervals below one, and projects without a name."""
         require_positive(self, "every")
+        require(bool(self.wandb_project), "log.wandb_project must not be empty.")
 
 
 @dataclass(frozen=True, kw_only=True)

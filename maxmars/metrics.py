@@ -16,9 +16,9 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import rich.console
 import rich.live
@@ -67,6 +67,23 @@ def flops_per_token(num_parameters: int, config: GPT2Config) -> int:
     return 6 * num_parameters + attention
 
 
+@runtime_checkable
+class Tracker(Protocol):
+    """What takes the lines of metrics as well, such as a `trackers.Tracker`."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a line."""
+        ...
+
+    def sync(self) -> None:
+        """Have all lines where a kill does not reach them."""
+        ...
+
+    def close(self) -> None:
+        """Take no more."""
+        ...
+
+
 class MetricsWriter:
     """Appends to `<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
 
@@ -81,13 +98,15 @@ class MetricsWriter:
         resume_step: int = 0,
         *,
         may_write: Callable[[], None] = lambda: None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
-        For `may_write` see `workdir.open_lines`.
+        For `may_write` see `workdir.open_lines`. The `trackers` get each line too, and are closed.
         """
         self._lines = None
+        self._trackers = trackers
         if not _is_primary():
             return
         path = workdir / "metrics.jsonl"
@@ -101,16 +120,22 @@ class MetricsWriter:
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
+        for tracker in self._trackers:
+            tracker.write(step, metrics)
 
     def sync(self) -> None:
         """Have all lines where a kill does not reach them; see `workdir.BucketLines.sync`."""
         if self._lines is not None:
             self._lines.sync()
+        for tracker in self._trackers:
+            tracker.sync()
 
     def close(self) -> None:
         """Close the file; `write` must not be called after it."""
         if self._lines is not None:
             self._lines.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> MetricsWriter:
         """The writer; `with` closes it."""
@@ -125,6 +150,14 @@ def recorded_steps(workdir: Workdir, key: str) -> set[int]:
     """Steps for which `<workdir>/metrics.jsonl`, once opened by a `MetricsWriter`, has a value."""
     lines = map(json.loads, (read_text(workdir / "metrics.jsonl") or "").splitlines())
     return {line["step"] for line in lines if key in line}
+
+
+def read_json(path: Workdir) -> Any:
+    """What a JSON file holds; None if there is none, or if it holds something else."""
+    try:
+        return json.loads(read_text(path) or "null")
+    except ValueError:
+        return None
 
 
 def write_json(path: Workdir, value: Any) -> None:

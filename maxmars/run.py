@@ -28,6 +28,7 @@ from maxmars.model import num_parameters
 from maxmars.program_cache import ProgramCache, default_directory
 from maxmars.remat import choose_remat
 from maxmars.resume import continued_config, record_changes, stored_config
+from maxmars.trackers import check_trackers, open_trackers
 from maxmars.train_step import (
     TrainState,
     TrainStep,
@@ -90,6 +91,7 @@ def open_run(
     # Everything that can be wrong is found before anything is written.
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh.shape)
+    check_trackers(config.log, workdir)
     attention = choose_attention(config.model, mesh.devices.flat[0].platform)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
@@ -138,6 +140,7 @@ def open_run(
         record_changes(workdir, step, stored, config)
     batches = TrainBatches(tokens, config, mesh, position=position)
     stack.callback(batches.close)
+    trackers = open_trackers(config, workdir, step, say=progress.message, may_write=owner)
     return Run(
         config=config,
         workdir=workdir,
@@ -149,7 +152,9 @@ def open_run(
         checkpointer=checkpointer,
         programs=programs,
         watchdog=watchdog,
-        writer=stack.enter_context(MetricsWriter(workdir, step, may_write=owner)),
+        writer=stack.enter_context(
+            MetricsWriter(workdir, step, may_write=owner, trackers=trackers)
+        ),
         progress=progress,
         state=state,
         step=step,

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxmars.metrics import flops_per_token, peak_flops
 from maxmars.model import num_parameters
+from maxmars.model_parts import learning_rate_scales, named_norms
 from maxmars.run import Run
 from maxmars.skipped_steps import write_skipped_step
 
@@ -43,6 +45,8 @@ class StepReporter:
         self._steps = -1
         self._paused = 0.0
         self._waited = 0.0
+        self._clipped: list[Any] = []  # of each step since the last line, still on the device
+        self._rate_scales = learning_rate_scales(run.config.optimizer, run.config.model)
 
     def add(self, step: int, metrics: Any) -> None:
         """Report the step before and keep this one."""
@@ -76,19 +80,32 @@ class StepReporter:
             return
         (step, metrics), self._pending = self._pending, None
         run = self._run
-        in_a_row = "train/skipped_in_a_row"
+        in_a_row, clipped = "train/skipped_in_a_row", "train/grad_clipped"
+        if clipped in metrics:
+            self._clipped.append(metrics[clipped])
         skipped = metrics[in_a_row].item()  # waits for the step
         self._steps += 1
         due = step == 1 or step % run.config.log.every == 0 or step == run.config.num_steps
         if not due and not skipped:
             return
-        fetched = jax.device_get({k: v for k, v in metrics.items() if k != in_a_row})
-        values = {name: value.item() for name, value in fetched.items()}
+        fetched = jax.device_get({k: v for k, v in metrics.items() if k not in (in_a_row, clipped)})
+        values = self._named(fetched)
         if skipped:
             self._skipped(step, values, skipped)
         values |= self._rates()
         run.writer.write(step, values)
         run.progress.update(step, values)
+
+    def _named(self, fetched: dict[str, Any]) -> dict[str, float]:
+        """What a step measured, and what follows from it, as numbers."""
+        norms = fetched.pop("train/norms", None)
+        values = {name: value.item() for name, value in fetched.items()}
+        for part, scale in self._rate_scales.items():
+            values[f"train/learning_rate/{part}"] = scale * values["train/learning_rate"]
+        if self._clipped:
+            values["train/grad_clip_fraction"] = float(np.mean(jax.device_get(self._clipped)))
+            self._clipped.clear()
+        return values if norms is None else values | named_norms(norms)
 
     def _rates(self) -> dict[str, float]:
         if self._since is None or self._steps < 1:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -30,13 +31,13 @@ from maxmars.model import (
     logical_axes,
     mean_loss,
 )
+from maxmars.model_parts import norms_array, parameter_parts, squared_norms
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.optimizer_config import MarsConfig, SophiaConfig
 from maxmars.optimizer_factory import (
     make_optimizer,
     make_schedule,
     opt_state_shardings,
-    parameter_kinds,
 )
 
 Metrics = dict[str, jax.Array]
@@ -153,7 +154,9 @@ class TrainStep:
           The new state and the metrics `train/loss` (nats a token), `train/grad_norm` (before the
           clip), `train/learning_rate`, `train/skipped` and `train/skipped_in_a_row` (steps whose
           update was not applied), `train/update_rms/KIND` for linear, embedding and vector, with a
-          clip per matrix `train/clip_fraction`, and `train/orthogonality_error` if measured.
+          clip `train/grad_clipped` (whether it was active), with one per matrix
+          `train/clip_fraction`, `train/orthogonality_error` if measured, and with `log.norms`
+          `train/norms`, whose names `model_parts.named_norms` knows.
         """
         with jax.set_mesh(self.mesh):
             return self.jitted(state, tokens)
@@ -243,19 +246,22 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
 
-    def clipped_gradients(params: Any) -> tuple[jax.Array, Any, jax.Array]:
+    parts = parameter_parts(config.model)
+
+    def clipped_gradients(params: Any) -> tuple[jax.Array, Any, jax.Array, dict[str, jax.Array]]:
         with jax.named_scope("model"):
             loss, grads = mean_loss_and_grads(_loss_function(config), params, tokens)
             # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
         with jax.named_scope("clip"):
             grads = jax.tree.map(lambda g: g * config.gradient_multiplier, grads)
-            return loss, *clip_by_global_norm(grads, config.gradient_clip_norm)
+            squares = squared_norms(parts, grads)
+            return loss, *clip_by_global_norm(grads, config.gradient_clip_norm), squares
 
-    loss, grads, grad_norm = clipped_gradients(state.params)
+    loss, grads, grad_norm, grad_squares = clipped_gradients(state.params)
     extra, grad_norms = {}, [grad_norm]
     if _is_exact(config):
-        _, extra["prev_grads"], prev_norm = clipped_gradients(state.prev_params)
+        _, extra["prev_grads"], prev_norm, _ = clipped_gradients(state.prev_params)
         grad_norms.append(prev_norm)
     if isinstance(config.optimizer, SophiaConfig):
         extra["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, tokens)
@@ -270,7 +276,13 @@ def _step(
         )
         old = _Written(state.params, state.opt_state, state.prev_params)
         written = _where(apply, new, old)
-        update_metrics = _update_metrics(config, updates, opt_state)
+        update_squares = squared_norms(parts, updates)
+        measured = _update_metrics(parts, updates, update_squares, opt_state)
+        if config.log.norms:
+            param_squares = squared_norms(parts, state.params)
+            measured["train/norms"] = norms_array(grad_squares, param_squares, update_squares)
+    if config.gradient_clip_norm is not None:
+        measured["train/grad_clipped"] = grad_norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
     metrics = {
         "train/loss": loss,
@@ -278,7 +290,7 @@ def _step(
         "train/learning_rate": learning_rate,
         "train/skipped": guard.num_skipped,
         "train/skipped_in_a_row": guard.skipped_in_a_row,
-        **update_metrics,
+        **measured,
     }
     return new_state, metrics
 
@@ -319,14 +331,18 @@ class _Written(NamedTuple):
     prev_params: Any
 
 
-def _update_metrics(config: TrainConfig, updates: Any, opt_state: Any) -> Metrics:
+def _update_metrics(
+    parts: Any, updates: Any, squares: dict[str, jax.Array], opt_state: Any
+) -> Metrics:
     """Root mean square of each kind of parameter's update, and what the optimizer measures."""
-    sums: dict[str, Any] = {}
-    kinds = parameter_kinds(config.model)
-    for kind, update in zip(jax.tree.leaves(kinds), jax.tree.leaves(updates), strict=True):
-        squares, size = sums.get(kind, (0.0, 0))
-        sums[kind] = (squares + jnp.sum(jnp.square(update)), size + update.size)
-    metrics = {f"train/update_rms/{k}": jnp.sqrt(s / n) for k, (s, n) in sums.items()}
+    sizes: collections.Counter[str] = collections.Counter()
+    for part, update in zip(jax.tree.leaves(parts), jax.tree.leaves(updates), strict=True):
+        sizes[part] += update.size
+    kinds = {"linear": ("attention", "mlp"), "embedding": ("embedding",), "vector": ("vector",)}
+    metrics = {}
+    for kind, of in kinds.items():
+        total = sum(squares[part] for part in of)
+        metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / sum(sizes[part] for part in of))
     for name in ("clip_fraction", "orthogonality_error"):
         found = optax.tree.get_all_with_path(opt_state, name)
         given = [value for _, value in found if value is not None]

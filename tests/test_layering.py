@@ -23,9 +23,10 @@ ROWS = (
     {"evaluate", "generate", "init_from", "resume", "skipped_steps", "convert", "watchdog"},
     {"trained_model", "remat"},
     {"train_step", "checkpoint"},
+    {"model_parts"},
     {"optimizer_factory", "hellaswag", "hf"},
     {"loglikelihood", "kv_cache"},
-    {"step_trace"},
+    {"step_trace", "trackers"},
     {
         "model",
         "optim",

@@ -28,6 +28,7 @@ from maxmars.data_config import MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.evaluate import make_eval_step, validation_loss
 from maxmars.metrics import MetricsWriter
 from maxmars.model import graph_and_abstract_params
+from maxmars.model_parts import PARTS
 from maxmars.sharding import make_mesh
 from maxmars.train import train
 from maxmars.train_step import TrainStep
@@ -83,7 +84,12 @@ def test_what_a_run_leaves_behind(finished):
         "step",
         "train/loss",
         "train/grad_norm",
+        *(f"train/{name}_norm/{part}" for name in ("grad", "param", "update") for part in PARTS),
+        "train/param_norm",
+        "train/update_norm",
         "train/learning_rate",
+        "train/learning_rate/vector",
+        "train/grad_clip_fraction",
         "train/clip_fraction",
         "train/skipped",
         "train/update_rms/linear",
