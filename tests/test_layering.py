@@ -21,7 +21,7 @@ ROWS = (
     {"run"},
     {"lm_eval_adapter"},
     {"evaluate", "generate", "init_from", "resume", "skipped_steps", "convert", "watchdog"},
-    {"trained_model", "remat"},
+    {"trained_model", "remat", "precision"},
     {"train_step", "checkpoint"},
     {"model_parts"},
     {"optimizer_factory", "hellaswag", "hf"},
