@@ -152,6 +152,7 @@ FOLDERS = {
         "orthogonalization_plan",
         "matrix_layout",
         "newton_schulz",
+        "nnx_specs",
         "matrix_spec",
         "schedules",
     ),
