@@ -185,7 +185,9 @@ def read_sessions(workdir: Workdir) -> list[Session]:
 
 
 def _line(session: Session) -> str:
-    return json.dumps(vars(session) | {"seconds": {k: round(v, 3) for k, v in session.seconds.items()}})
+    return json.dumps(
+        vars(session) | {"seconds": {k: round(v, 3) for k, v in session.seconds.items()}}
+    )
 
 
 def _session(line: dict[str, Any]) -> Session:
