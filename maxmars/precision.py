@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from maxmars import distributed
 from maxmars.config import TrainConfig
 
-ComputeDtype = Literal["bfloat16", "float32"]
+ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Products of 1,024 x 768 x 3,072 on a processor with AMX, GFLOP/s in bfloat16 and float32: jaxlib
@@ -48,12 +48,12 @@ def choose_precision(
     return with_compute_dtype(config, dtype)
 
 
-def with_compute_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
+def with_compute_dtype(config: TrainConfig, dtype: ComputeDtype) -> TrainConfig:
     """The config with this type of matrix products."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
 
 
-def fastest_dtype(platform: str) -> tuple[ComputeDtype, str]:
+def fastest_dtype(platform: str) -> tuple[Literal["bfloat16", "float32"], str]:
     """The type in which matrix products are fast on a platform (`jax.Device.platform`), and why."""
     if platform != "cpu":
         return "bfloat16", "accelerators are made for it"
