@@ -1,22 +1,22 @@
 """Where the time of a run went, from its first start to now, restarts and lost steps included.
 
-Each start of the process is a session. `<workdir>/sessions.jsonl` gets its times now and then, so
-that a killed one is missed by half a minute at most; that time counts as restart.
+Each start of the process is a session. `<workdir>/sessions.jsonl` gets its times now and then; what
+a killed one did since it last wrote, at most a minute, counts as restart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from maxmars import distributed
-from maxmars.metrics import Lines, json_lines
-from maxmars.workdir import Workdir, open_lines, read_text, write_text
+from maxmars.metrics import json_lines
+from maxmars.workdir import BucketLines, DiskLines, Workdir, open_lines, read_text, write_text
 
 ACTIVITIES = {
     "steps": "steps that count",
@@ -31,7 +31,8 @@ ACTIVITIES = {
 }
 """What a run's time is spent on, and how a table calls it."""
 
-_EVERY_S = 30.0
+_LEAST_EVERY_S, _MOST_EVERY_S = 5.0, 60.0
+_EVERY_SHARE = 0.01  # of the session's time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def run_seconds(sessions: list[Session]) -> dict[str, float]:
     Steps that a later session made again count as `repeated`, at their session's mean time.
     """
     total = dict.fromkeys(ACTIVITIES, 0.0)
-    reached = float("inf")  # what later sessions went on from
+    reached = math.inf  # what later sessions went on from
     for session, after in zip(reversed(sessions), [None, *reversed(sessions)][:-1], strict=True):
         for name, seconds in session.seconds.items():
             total[name] += seconds
@@ -89,13 +90,13 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin to count."""
         self._clock = clock
-        self._start = time.time()
+        self._start, self._began = time.time(), clock()
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity, self._since = "start", clock()
         self._earlier: list[Session] = []
         self._first_step = self._last_step = 0
         self._done = False
-        self._lines: Lines | None = None
+        self._lines: DiskLines | BucketLines | None = None
         self._written = clock()
 
     def record(
@@ -110,6 +111,8 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
           step: that this session goes on from.
           may_write: see `workdir.open_lines`.
         """
+        from maxmars import distributed  # loads JAX, which reading does without
+
         self._first_step = self._last_step = step
         if not distributed.is_primary():
             return
@@ -142,8 +145,15 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
     def reached(self, step: int, *, done: bool = False, write: bool = False) -> None:
         """The run has come to this step, and perhaps to its end; written now and then."""
         self._last_step, self._done = step, done
-        if write or self._clock() - self._written > _EVERY_S:
+        now = self._clock()
+        every_s = _EVERY_SHARE * (now - self._began)
+        every_s = min(max(every_s, _LEAST_EVERY_S), _MOST_EVERY_S)
+        if write or now - self._written > every_s:
             self._write()
+
+    def share(self) -> float:
+        """Share of the run's time so far that went into steps that count."""
+        return shares(run_seconds(self.sessions()))["steps"]
 
     def sessions(self) -> list[Session]:
         """All of the run, this one as it stands."""
@@ -185,9 +195,8 @@ def read_sessions(workdir: Workdir) -> list[Session]:
 
 
 def _line(session: Session) -> str:
-    return json.dumps(
-        vars(session) | {"seconds": {k: round(v, 3) for k, v in session.seconds.items()}}
-    )
+    seconds = {name: round(spent, 3) for name, spent in session.seconds.items()}
+    return json.dumps(vars(session) | {"seconds": seconds})
 
 
 def _session(line: dict[str, Any]) -> Session:

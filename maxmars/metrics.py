@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl, environment.json, and the progress line.
+"""What a run records: metrics.jsonl and environment.json.
 
 Keys: those of `train_step.TrainStep`, `perf/tokens_per_sec`, `perf/step_time` and `perf/data_wait`
 (seconds a step, and those of them in which the loop waited for tokens), `perf/mfu` (absent where
@@ -9,20 +9,16 @@ stopped training), `eval/loss`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
 import platform
 import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-import rich.console
-import rich.live
-import rich.text
 
 import maxmars
 from maxmars.config import GPT2Config
@@ -148,8 +144,20 @@ class MetricsWriter:
 
 def recorded_steps(workdir: Workdir, key: str) -> set[int]:
     """Steps for which `<workdir>/metrics.jsonl`, once opened by a `MetricsWriter`, has a value."""
-    lines = map(json.loads, (read_text(workdir / "metrics.jsonl") or "").splitlines())
-    return {line["step"] for line in lines if key in line}
+    return {line["step"] for line in read_metrics(workdir) if key in line}
+
+
+def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+    """The lines of `<workdir>/metrics.jsonl`; none if there is no such file."""
+    return list(json_lines(read_text(workdir / "metrics.jsonl") or ""))
+
+
+def json_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, without a last one that is, or was, being written."""
+    for line in text.splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def read_json(path: Workdir) -> Any:
@@ -188,88 +196,6 @@ def write_environment(workdir: Workdir, mesh: jax.sharding.Mesh) -> None:
     """Write `environment(mesh)` to `<workdir>/environment.json`; only the primary process does."""
     if _is_primary():
         write_json(workdir / "environment.json", environment(mesh))
-
-
-class ProgressLine:
-    """Progress of a run: one live line on a terminal, otherwise one line for each update.
-
-    Only the primary process prints; see `copy_to` for the others.
-    """
-
-    def __init__(
-        self,
-        num_steps: int,
-        *,
-        console: rich.console.Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Show progress towards `num_steps` on `console` (default: standard output)."""
-        self._num_steps = num_steps
-        self._console = console or rich.console.Console(highlight=False)
-        self._clock = clock
-        self._first: tuple[int, float] | None = None  # step and time of the first update
-        self._enabled = _is_primary()
-        self._copy: Callable[[str], None] | None = None
-        self._live: rich.live.Live | None = None
-        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = rich.live.Live(console=self._console, auto_refresh=False)
-            self._live.start()
-
-    def copy_to(self, write: Callable[[str], None]) -> None:
-        """From now on, in every process, give each line to `write` as well."""
-        self._copy = write
-
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show metrics after `step` steps: `train/loss`, and `perf/...` as far as it is there."""
-        line = self._line(step, metrics)
-        if self._live is None:
-            self.message(line)
-        else:
-            if self._copy is not None:
-                self._copy(line)
-            text = rich.text.Text(line, no_wrap=True, overflow="ellipsis")
-            self._live.update(text, refresh=True)
-
-    def message(self, text: str) -> None:
-        """Print a line; on a terminal, above the live line."""
-        if self._copy is not None:
-            self._copy(text)
-        if self._enabled:
-            self._console.print(text, markup=False, soft_wrap=True)
-            self._console.file.flush()
-
-    def close(self) -> None:
-        """End the live line, which stays on the screen as it is."""
-        if self._live is not None:
-            self._live.stop()
-
-    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        width = len(str(self._num_steps))
-        parts = [f"step {step:>{width}}/{self._num_steps}"]
-        parts.append(f"loss {float(metrics['train/loss']):.4f}")
-        if "perf/tokens_per_sec" in metrics:
-            parts.append(f"{_short(float(metrics['perf/tokens_per_sec']))} tok/s")
-        if "perf/mfu" in metrics:
-            parts.append(f"MFU {float(metrics['perf/mfu']):.1%}")
-        remaining_s = self._remaining_s(step, metrics)
-        if remaining_s is not None:
-            parts.append(f"ETA {_duration(remaining_s)}")
-        return "  ".join(parts)
-
-    def _remaining_s(self, step: int, metrics: Mapping[str, Any]) -> float | None:
-        """Seconds to the end at the pace since the first update, evaluations included.
-
-        At the first update, whose time is mostly compilation, at the pace of its steps alone.
-        """
-        now = self._clock()
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_time = self._first
-        if step > first_step:
-            return (self._num_steps - step) * (now - first_time) / (step - first_step)
-        if "perf/step_time" in metrics:
-            return (self._num_steps - step) * float(metrics["perf/step_time"])
-        return None
 
 
 def _kept_lines(text: str, resume_step: int) -> str:
@@ -311,25 +237,6 @@ def _git_commit(root: Path) -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _short(number: float) -> str:
-    """Three digits of a number and its magnitude: 987, 12.3k, 1.23M."""
-    for divisor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= divisor * 0.9995:
-            scaled = number / divisor
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f}{suffix}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    """A duration: 0:07, 12:34, 1:02:03 or 2d 03h."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02d}h"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def _is_primary() -> bool:

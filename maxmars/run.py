@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,14 +19,16 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.evaluate import EvalStep, make_eval_step, validation_loss
+from maxmars.goodput import Goodput
 from maxmars.hellaswag import HellaSwagInLoop
 from maxmars.host_log import HostLog
 from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, record_origin
 from maxmars.mesh_checks import check_mesh
-from maxmars.metrics import MetricsWriter, ProgressLine, write_environment, write_json
+from maxmars.metrics import MetricsWriter, write_environment, write_json
 from maxmars.model import num_parameters
 from maxmars.precision import choose_precision
 from maxmars.program_cache import ProgramCache, default_directory
+from maxmars.progress_line import ProgressLine
 from maxmars.remat import choose_remat
 from maxmars.resume import continued_config, record_changes, stored_config
 from maxmars.trackers import check_trackers, open_trackers
@@ -50,7 +52,11 @@ class Progress(Protocol):
         ...
 
     def message(self, text: str) -> None:
-        """Print a line."""
+        """Print lines."""
+        ...
+
+    def finish(self, text: str) -> None:
+        """Print the last lines."""
         ...
 
 
@@ -73,6 +79,7 @@ class Run:
     progress: Progress
     state: TrainState
     step: int
+    goodput: Goodput = field(default_factory=Goodput)
     eval_loss: float | None = None
     eval_step: int | None = None
 

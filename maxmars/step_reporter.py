@@ -55,6 +55,7 @@ class StepReporter:
         if self._since is None:
             jax.block_until_ready(metrics)
             self._since, self._waited = time.monotonic(), 0.0
+            self._run.goodput.begin("steps")
             self._run.programs.seal()
             seconds = self._since - self._started
             self._run.writer.write(step, {"perf/time_to_first_step": seconds})
@@ -93,6 +94,7 @@ class StepReporter:
         if skipped:
             self._skipped(step, values, skipped)
         values |= self._rates()
+        run.goodput.reached(step)
         run.writer.write(step, values)
         run.progress.update(step, values)
 
@@ -113,12 +115,14 @@ class StepReporter:
         now = time.monotonic()
         seconds = (now - self._since - self._paused) / self._steps
         waited = self._waited / self._steps
+        self._run.goodput.waited(self._waited)
         self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
         tokens_per_sec = self._run.config.tokens_per_step / seconds
         rates = {
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/step_time": seconds,
             "perf/data_wait": waited,
+            "perf/goodput": self._run.goodput.share(),
         }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak

@@ -15,10 +15,12 @@ import jax
 
 from maxmars import distributed
 from maxmars.config import TrainConfig
+from maxmars.goodput import Goodput
 from maxmars.init_from import InitFrom
 from maxmars.metrics import recorded_steps
 from maxmars.preemption import StopRequests
 from maxmars.run import Run, open_run
+from maxmars.run_summary import write_summary
 from maxmars.step_reporter import StepReporter
 from maxmars.step_trace import StepTracer
 from maxmars.watchdog import Watchdog
@@ -35,8 +37,9 @@ def train(
 ) -> bool:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `checkpoints/` and
-    `logs/` into `workdir`. Every process of a distributed run calls this.
+    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `sessions.jsonl`,
+    `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a distributed run
+    calls this.
 
     Args:
       config: what to train.
@@ -58,7 +61,7 @@ def train(
       FileNotFoundError: there is no data, or nothing to start from.
       OSError, ImportError: `workdir` cannot be written to; see `workdir.require_access`.
     """
-    started = time.monotonic()
+    started, goodput = time.monotonic(), Goodput()
     workdir = resolve(workdir)
     if profile is not None:
         _check_profile(profile, 0, config.num_steps, workdir)  # before anything is written
@@ -72,18 +75,16 @@ def train(
                 "start anew with another --workdir."
             )
             return True
+        assert run.checkpointer is not None
+        goodput.record(workdir, run.step, run.checkpointer.check_owner)
+        run.goodput = stack.enter_context(goodput)
         tracer = _make_tracer(run, profile, stack)
         stops = stack.enter_context(StopRequests())
-        if not take_steps(run, stops, started, tracer):
-            _save(run, wait=True)
-            run.progress.message(
-                f"stopped after {run.step} steps; the checkpoint is complete, and the same command "
-                "continues."
-            )
-            return False
+        done = take_steps(run, stops, started, tracer)
         _save(run, wait=True)
-        run.progress.message(_summary(run, time.monotonic() - started))
-        return True
+        goodput.reached(run.step, done=done)
+        run.progress.finish(write_summary(run, done=done))
+        return done
 
 
 def take_steps(
@@ -109,7 +110,10 @@ def take_steps(
     if _is_missing(run, run.config.eval.hellaswag_every, "eval/hellaswag_acc_norm"):
         _score_hellaswag(run)
     reporter = StepReporter(run, started + time.monotonic() - opened)
-    if not _loop(run, _hooks(run), stops, reporter, tracer):
+    run.goodput.begin("compile")
+    done = _loop(run, _hooks(run), stops, reporter, tracer)
+    run.goodput.begin("other")
+    if not done:
         return False
     evaluate(run)
     _score_hellaswag(run)
@@ -180,7 +184,7 @@ def _loop(
         reporter.add(run.step, metrics)
         if tracer is not None and run.step == tracer.last:
             run.watchdog.rest()
-            with reporter.paused():
+            with reporter.paused(), run.goodput.during("other"):
                 run.progress.message(tracer.end(metrics, run.train_step.text))
         if run.step == run.config.num_steps:
             break
@@ -215,14 +219,15 @@ def evaluate(run: Run) -> None:
     """Record the validation loss at the step where a run stands, once."""
     if run.evaluate is None or run.eval_step == run.step:
         return
-    run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
+    with run.goodput.during("evaluation"):
+        run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
     run.writer.write(run.step, {"eval/loss": run.eval_loss})
     run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
 
 
 def _score_hellaswag(run: Run) -> None:
     if run.hellaswag is not None:
-        with run.watchdog.watching("HellaSwag"):
+        with run.watchdog.watching("HellaSwag"), run.goodput.during("evaluation"):
             found = run.hellaswag(run.state.params)
         run.writer.write(run.step, found.metrics)
         run.progress.message(f"step {run.step}: {found.text}")
@@ -232,7 +237,9 @@ def _save(run: Run, *, wait: bool = False) -> None:
     if run.checkpointer is None:
         return
     fresh = run.eval_loss is not None and run.eval_step == run.step
-    with run.watchdog.watching(f"writing the checkpoint of step {run.step}"):
+    watching = run.watchdog.watching(f"writing the checkpoint of step {run.step}")
+    with watching, run.goodput.during("checkpoint"):
+        run.goodput.reached(run.step, write=True)
         run.writer.sync()  # a resume from this checkpoint shall find the lines of its steps
         blocked_s = run.checkpointer.save(
             run.step,
@@ -243,9 +250,3 @@ def _save(run: Run, *, wait: bool = False) -> None:
         )
     if blocked_s is not None:
         run.writer.write(run.step, {"perf/checkpoint_blocking_time": blocked_s})
-
-
-def _summary(run: Run, seconds: float) -> str:
-    loss = "" if run.eval_loss is None else f", validation loss {run.eval_loss:.4f} nats a token"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"done: {run.step} steps in {minutes} min {rest} s{loss}; see {run.workdir}"

@@ -76,6 +76,8 @@ def test_what_a_run_leaves_behind(finished):
         "environment.json",
         "logs",
         "metrics.jsonl",
+        "sessions.jsonl",
+        "summary.json",
         "tokenizer",
     }
     assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
@@ -98,6 +100,7 @@ def test_what_a_run_leaves_behind(finished):
         "perf/tokens_per_sec",
         "perf/step_time",
         "perf/data_wait",
+        "perf/goodput",
     }
     written = series(finished, "perf/checkpoint_blocking_time")
     assert list(written) == [2, 4, 6]
@@ -163,13 +166,36 @@ def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_pa
     schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
     train(tiny_config(num_steps=4, schedule=schedule), tmp_path)
     train(tiny_config(schedule=schedule), tmp_path)
-    assert "continuing from step 4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "continuing from step 4" in printed
+    assert "done: 6 steps, 1.54k tokens in 0:" in printed
     assert series(tmp_path, "train/loss") == series(finished, "train/loss")
     assert series(tmp_path, "eval/loss")[6] == series(finished, "eval/loss")[6]
     config = tiny_config()
     jax.tree.map(
         np.testing.assert_array_equal, params_of(tmp_path, config), params_of(finished, config)
     )
+    check_summary(tmp_path)
+
+
+def check_summary(workdir):
+    """What `summary.json` says of a run of 6 steps that was done after 4, and then continued."""
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["done"], summary["step"], summary["sessions"]) == (True, 6, 2)
+    assert summary["tokens"] == 6 * 16 * 16
+    losses, evaluations = series(workdir, "train/loss"), series(workdir, "eval/loss")
+    assert (summary["train/loss"], summary["eval/loss"]) == (losses[6], evaluations[6])
+    best = min(evaluations, key=evaluations.get)
+    assert summary["best"] == {"eval/loss": evaluations[best], "step": best}
+    clipped = series(workdir, "train/grad_clip_fraction")
+    assert summary["train/grad_clip_fraction"] == pytest.approx(np.mean(list(clipped.values())))
+    rates = list(series(workdir, "perf/tokens_per_sec").values())
+    assert summary["perf/tokens_per_sec"] == pytest.approx(np.median(rates))
+    seconds = summary["seconds"]
+    assert sum(seconds.values()) == pytest.approx(summary["wall_time_s"])
+    for name in ("steps", "compile", "start", "evaluation", "checkpoint"):
+        assert seconds[name] > 0
+    assert seconds["restart"] == seconds["repeated"] == 0
 
 
 @pytest.mark.slow

@@ -67,3 +67,6 @@ class CellProgress:
 
     def message(self, text: str) -> None:
         """Leave out what a cell says."""
+
+    def finish(self, text: str) -> None:
+        """Leave out what a cell comes to."""

@@ -13,10 +13,10 @@ from maxmars.compare.cells import Cell, CellResult
 from maxmars.compare.programs import Programs, ProgramStore
 from maxmars.config import TrainConfig, to_dict
 from maxmars.data.pipeline import TrainBatches
-from maxmars.metrics import MetricsWriter, write_environment, write_json
+from maxmars.metrics import MetricsWriter, read_metrics, write_environment, write_json
 from maxmars.preemption import StopRequests
 from maxmars.program_cache import ProgramCache
-from maxmars.report.curves import median_step_time, read_curve, read_metrics
+from maxmars.report.curves import median_step_time, read_curve
 from maxmars.run import Run, make_evaluate
 from maxmars.step_reporter import DivergedError
 from maxmars.train import take_steps

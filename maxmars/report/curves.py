@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxmars.config import TrainConfig, from_dict
+from maxmars.metrics import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +103,6 @@ def read_curve(workdir: Path, config: TrainConfig) -> Curve:
                 step_time_s=median_step_time(rows),
             )
     raise ValueError(f"the run in {workdir} has no losses yet; train it first.")
-
-
-def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`, without one that is still being written."""
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def median_step_time(rows: Sequence[dict[str, Any]]) -> float | None:
