@@ -137,13 +137,7 @@ def _on_device(
     """`_over_chunks` for the tokens of a device and its part of the vocabulary, out of `parts`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     size, count = _chunks(targets.size, len(table) * wide.itemsize)
-    first = jax.lax.axis_index(_TENSOR) * len(table) if parts > 1 else 0
-    vocab = _Vocabulary(table, first, vocab_size, parts)
-
-    def split(array: jax.Array) -> jax.Array:
-        flat = array.reshape(targets.size, *array.shape[2:])
-        filler = [(0, size * count - targets.size)] + [(0, 0)] * (flat.ndim - 1)
-        return jnp.pad(flat, filler).reshape(count, size, *flat.shape[1:])
+    vocab = _vocabulary(table, vocab_size, parts)
 
     def add(total: Any, chunk: Any) -> tuple[Any, Any]:
         losses, grads = _chunk(vocab, *chunk)
@@ -152,7 +146,7 @@ def _on_device(
         return total + grads[1], (losses, grads[0].astype(x.dtype))
 
     # The weights of what fills up the last chunk are zero.
-    chunks = jax.tree.map(split, (x, targets, weights))
+    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, targets, weights))
     zeros: Any = None if weights is None else jnp.zeros(table.shape, wide)
     table_grad, (losses, x_grad) = jax.lax.scan(add, zeros, chunks)
     losses = losses.reshape(-1)[: targets.size].reshape(targets.shape)
@@ -162,6 +156,101 @@ def _on_device(
     return losses, (x_grad[None], table_grad.astype(table.dtype)[None])
 
 
+def draw_targets(
+    x: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    uniforms: Float[Array, "B T"],
+    vocab_size: int,
+) -> Int[Array, "B T"]:
+    """For each position a token, drawn from the distribution of the logits x tableᵀ.
+
+    It is the token in whose share of [0, 1) the position's uniform number lies, with the shares in
+    the order of the vocabulary: but for rounding, neither chunks nor devices change it.
+
+    Args:
+      x: as in `token_losses`.
+      table: as in `token_losses`.
+      uniforms: independent numbers from [0, 1), of float32 at least.
+      vocab_size: rows of the table that are tokens; those after them are never drawn.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    draw = functools.partial(_draw_on_device, vocab_size=vocab_size)
+    if mesh.empty:
+        return draw(x, table, uniforms, parts=1)
+    rows = RULES.spec("batch", None)
+    return jax.shard_map(
+        functools.partial(draw, parts=mesh.shape[_TENSOR]),
+        in_specs=(rows, RULES.spec("vocab", None), rows),
+        out_specs=rows,
+        check_vma=False,
+    )(x, table, uniforms)
+
+
+def _draw_on_device(
+    x: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    uniforms: Float[Array, "B T"],
+    *,
+    vocab_size: int,
+    parts: int,
+) -> Int[Array, "B T"]:
+    """`draw_targets` for the tokens of a device and its part of the vocabulary, out of `parts`."""
+    vocab = _vocabulary(table, vocab_size, parts)
+    size, count = _chunks(uniforms.size, len(table) * uniforms.dtype.itemsize)
+    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
+    drawn = jax.lax.map(lambda chunk: _draw_chunk(vocab, *chunk), chunks)
+    return drawn.reshape(-1)[: uniforms.size].reshape(uniforms.shape)
+
+
+def _draw_chunk(
+    vocab: _Vocabulary, x: Float[Array, "C D"], uniforms: Float[Array, " C"]
+) -> Int[Array, " C"]:
+    """Tokens for a chunk: first which device's, then which block of its tokens, then which one.
+
+    So there is no running sum over all tokens, which would be as large as the logits.
+    """
+    logits = vocab.logits(x)
+    largest = logits.max(-1)
+    if vocab.parts > 1:
+        largest = jax.lax.pmax(largest, _TENSOR)
+    weights = jnp.exp(logits - largest[:, None])
+    blocks = weights.reshape(len(x), -1, _block_size(len(vocab.table)))
+    sums = blocks.sum(-1)
+    totals = sums.sum(-1, keepdims=True)
+    if vocab.parts > 1:
+        totals = jax.lax.all_gather(totals[:, 0], _TENSOR, axis=1)
+    part, point = _find_share(totals, uniforms * totals.sum(-1))
+    block, point = _find_share(sums, point)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token, _ = _find_share(inside, point)
+    token = vocab.first + block * blocks.shape[-1] + token
+    if vocab.parts > 1:
+        is_here = part == jax.lax.axis_index(_TENSOR)
+        token = jax.lax.psum(jnp.where(is_here, token, 0), _TENSOR)
+    return token
+
+
+def _find_share(
+    weights: Float[Array, "C N"], point: Float[Array, " C"]
+) -> tuple[Int[Array, " C"], Float[Array, " C"]]:
+    """In which weight a point of [0, sum) lies when they are put end to end, and how far into it.
+
+    Rounding may put the point beyond them all; it never makes the answer one of weight zero.
+    """
+    ends = jnp.cumsum(weights, axis=-1)
+    covers = (ends > point[:, None]) & (weights > 0)
+    last = weights.shape[-1] - 1 - jnp.argmax((weights > 0)[:, ::-1], axis=-1)
+    index = jnp.where(covers.any(-1), jnp.argmax(covers, axis=-1), last)
+    start = jnp.take_along_axis(ends - weights, index[:, None], axis=-1)[:, 0]
+    return index, point - start
+
+
+def _block_size(num_tokens: int) -> int:
+    """The divisor nearest to the root, on which there are about as many blocks as tokens in one."""
+    divisors = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(n * n / num_tokens)))
+
+
 def _chunks(num_tokens: int, row_bytes: int) -> tuple[int, int]:
     """Tokens of a chunk, so that its logits take about `_CHUNK_BYTES`, and number of chunks."""
     least = math.ceil(num_tokens * row_bytes / _CHUNK_BYTES)
@@ -169,6 +258,13 @@ def _chunks(num_tokens: int, row_bytes: int) -> tuple[int, int]:
         if num_tokens % (count * 128) == 0:  # whole tiles of a TPU, and nothing to fill up
             return num_tokens // count, count
     return math.ceil(num_tokens / least), least
+
+
+def _split_tokens(array: jax.Array, size: int, count: int) -> jax.Array:
+    """An array [B, T, ...] as [chunks, tokens of a chunk, ...], filled up with zeros."""
+    flat = array.reshape(-1, *array.shape[2:])
+    filler = [(0, size * count - len(flat))] + [(0, 0)] * (flat.ndim - 1)
+    return jnp.pad(flat, filler).reshape(count, size, *flat.shape[1:])
 
 
 class _Vocabulary(NamedTuple):
@@ -182,6 +278,25 @@ class _Vocabulary(NamedTuple):
     parts: int
     """Devices with a part each."""
 
+    @property
+    def ids(self) -> Int[Array, " V"]:
+        """The tokens of its rows."""
+        return self.first + jnp.arange(len(self.table))
+
+    def logits(self, x: Float[Array, "C D"]) -> Float[Array, "C V"]:
+        """In float32 at least; the lowest value for padding."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("cd,vd->cv", x, self.table, preferred_element_type=wide)
+        if len(self.table) * self.parts > self.vocab_size:
+            logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(wide).min)
+        return logits
+
+
+def _vocabulary(table: Float[Array, "V D"], vocab_size: int, parts: int) -> _Vocabulary:
+    """The part of the device that this runs on."""
+    first = jax.lax.axis_index(_TENSOR) * len(table) if parts > 1 else 0
+    return _Vocabulary(table, first, vocab_size, parts)
+
 
 def _chunk(
     vocab: _Vocabulary,
@@ -190,13 +305,10 @@ def _chunk(
     weights: Float[Array, " C"] | None,
 ) -> tuple[Float[Array, " C"], tuple[Float[Array, "C D"], Float[Array, "V D"]] | None]:
     """Losses of a chunk and, with weights, the gradient of their weighted sum."""
-    table, wide = vocab.table, jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=wide)
-    ids = vocab.first + jnp.arange(len(table))
-    if len(table) * vocab.parts > vocab.vocab_size:
-        logits = jnp.where(ids < vocab.vocab_size, logits, jnp.finfo(wide).min)
+    table, logits = vocab.table, vocab.logits(x)
+    wide = logits.dtype
     # A comparison joins the other passes over the logits, which a gather from them would not.
-    is_target = ids == targets[:, None]
+    is_target = vocab.ids == targets[:, None]
     picked = jnp.where(is_target, logits, 0).sum(-1)
     largest = logits.max(-1)
     total = jnp.exp(logits - largest[:, None]).sum(-1)

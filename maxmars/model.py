@@ -308,6 +308,16 @@ def mean_loss(model: GPT2, tokens: Int[Array, "B window"]) -> Float[Array, ""]:
     return cross_entropy.mean_loss(x, model.table(x.dtype), tokens[:, 1:], model.config.vocab_size)
 
 
+def mean_loss_of_drawn(model: GPT2, tokens: Int[Array, "B window"], key: Any) -> Float[Array, ""]:
+    """`mean_loss` with tokens to predict that the model draws itself, as a constant."""
+    x = model.hidden(tokens[:, :-1])
+    table, size = model.table(x.dtype), model.config.vocab_size
+    uniforms = jax.random.uniform(key, x.shape[:2], _at_least_float32(x.dtype))
+    constants = jax.lax.stop_gradient((x, table))
+    drawn = cross_entropy.draw_targets(*constants, uniforms, size)
+    return cross_entropy.mean_loss(x, table, drawn, size)
+
+
 @functools.cache
 def graph_and_abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The static part of the model and its parameters as a nested dict of `jax.ShapeDtypeStruct`.

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from maxmars import sharding
 from maxmars.config import TrainConfig
-from maxmars.cross_entropy import cross_entropy
 from maxmars.guard import Guard, check_step, new_guard
 from maxmars.mesh_checks import check_mesh
 from maxmars.model import (
@@ -30,6 +29,7 @@ from maxmars.model import (
     init_params,
     logical_axes,
     mean_loss,
+    mean_loss_of_drawn,
 )
 from maxmars.model_parts import norms_array, parameter_parts, squared_norms
 from maxmars.optim import needs_sampled_grads, sophia_state
@@ -306,9 +306,7 @@ def _sampled_gradients(
 
     def loss(params: Any, microbatch: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, key = microbatch
-        logits = nnx.merge(graph, params)(rows[:, :-1])
-        labels = jax.random.categorical(key, jax.lax.stop_gradient(logits))
-        return cross_entropy(logits, labels).mean()
+        return mean_loss_of_drawn(nnx.merge(graph, params), rows, key)
 
     def sampled(params: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)

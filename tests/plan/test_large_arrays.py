@@ -54,10 +54,10 @@ def test_other_arrays_are_not(dims):
     assert not large_arrays(program.compile(), CONFIG, MESH)
 
 
-def gpt2(size, **changes):
+def gpt2(size, optimizer="mars", **changes):
     """480 x 1,024 tokens at once, on 16 chips."""
     get_config = runpy.run_path(str(ROOT / "configs" / "gpt2.py"))["get_config"]
-    config = get_config(size=size, optimizer="mars")
+    config = get_config(size=size, optimizer=optimizer)
     model = dataclasses.replace(config.model, num_layers=2, **changes)
     return dataclasses.replace(
         config, model=model, num_microbatches=1, mesh=MeshConfig(data=1, fsdp=16)
@@ -66,7 +66,9 @@ def gpt2(size, **changes):
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("change", [{"remat": None}, {"document_end_id": 50256}])
+@pytest.mark.parametrize(
+    "change", [{"remat": None}, {"document_end_id": 50256}, {"optimizer": "sophia"}], ids=str
+)
 def test_gpt2_small_writes_none_on_tpus(change):
     config = gpt2("small", **change)
     plan = make_plan(config, get_topology("v5e:4x4"), evaluate="remat" in change)

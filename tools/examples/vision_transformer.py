@@ -13,7 +13,9 @@ The star marks the rate with the least validation loss; the test images choose n
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -236,18 +238,22 @@ def main() -> None:
     parser.add_argument("--images", choices=("digits", "made"), default="digits")
     given = parser.parse_args()
     names = list(OPTIMIZERS) if given.optimizer == "all" else given.optimizer.split(",")
-    results: dict[str, Any] = {}
     try:
         data = split(*(load_digits() if given.images == "digits" else make_images()))
         rates = [float(rate) for rate in (given.learning_rate or "").split(",") if rate]
-        for name in names:
-            start = time.perf_counter()
-            run = make_run(name, data, given.epochs)
-            results[name] = {
+
+        def cells(name: str) -> dict[float, list[dict[str, float]]]:
+            start, run = time.perf_counter(), make_run(name, data, given.epochs)
+            found = {
                 rate: [jax.device_get(run(rate, seed)) for seed in range(given.seeds)]
                 for rate in rates or OPTIMIZERS.get(name, (1e-3,))
             }
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+            return found
+
+        # A step is too small for more than one core.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            results = dict(zip(names, pool.map(cells, names), strict=True))
     except ValueError as error:
         parser.error(str(error))
     print("\n".join(["", *table(results)]))
