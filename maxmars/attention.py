@@ -30,7 +30,14 @@ _KERNELS: dict[str, tuple[Implementation, str]] = {
     "gpu": ("cudnn", "NVIDIA GPUs"),
     "cuda": ("cudnn", "NVIDIA GPUs"),  # what the compiler calls them where there are none
 }
-_MAX_BLOCK = 512
+# The fused backward pass of splash attention writes a term of the queries' gradient for each block
+# of keys, T / block of them, and computes T block / 2 logits that the mask then drops. At published
+# rates (of arithmetic half, as heads of 64 fill half of a matrix unit) both together take least at
+# sqrt(192 T) keys on v5e, sqrt(133 T) on v5p and sqrt(224 T) on v6e: near 512 up to T = 2,048 and
+# near 1,024 from 4,096 on. Nothing of it was timed on a TPU; 512 is what MaxText begins with.
+_BLOCK = 512
+_LONG = 4096
+_LONG_BLOCK = 1024
 _LANES = 128
 
 
@@ -148,7 +155,7 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length = q.shape[1]
-    block = min(_MAX_BLOCK, _round_up(length, _LANES))
+    block = min(_BLOCK, _round_up(length, _LANES))
     q, k, v = (_fill_up(x, block).swapaxes(1, 2) for x in (_scaled(q, scale), k, v))
     segments = None
     if documents is not None:
@@ -156,13 +163,12 @@ def splash_attention(
         segments = splash.SegmentIds(filled, filled)
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([splash.CausalMask((q.shape[2],) * 2)] * q.shape[1]),
-        # Untuned: blocks of 512 are common practice (MaxText, Levanter), and at 1,024 tokens they
-        # leave a quarter of the logits out. The fused backward pass makes them once, not twice.
+        # The fused backward pass makes the logits once, not twice.
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
-            block_kv_dkv=block,
+            block_kv_dkv=_backward_block(q.shape[2], block),
             use_fused_bwd_kernel=True,
         ),
         residual_checkpoint_name=RESIDUALS,
@@ -190,6 +196,11 @@ def cudnn_attention(
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=1.0, is_causal=True, implementation="cudnn"
     )[:, :length]
+
+
+def _backward_block(length: int, block: int) -> int:
+    """Keys of a block of the backward pass, in sequences of whole blocks; see `_BLOCK`."""
+    return _LONG_BLOCK if length >= _LONG and length % _LONG_BLOCK == 0 else block
 
 
 def _scaled(q: jax.Array, scale: jax.Array) -> jax.Array:
