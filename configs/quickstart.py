@@ -31,7 +31,7 @@ def get_config() -> TrainConfig:
             vocab_size=257,
             vocab_pad_multiple=8,
             use_bias=False,
-            compute_dtype="float32",  # faster than bfloat16 on a CPU
+            compute_dtype="auto",
             scan_unroll=4,
         ),
         optimizer=MarsConfig(learning_rate=6e-3),

@@ -43,8 +43,10 @@ class GPT2Config:
     """Added to the variance in every LayerNorm."""
     param_dtype: Literal["float32", "float64"] = "float32"
     """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
-    compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of matrix products; norms, logits, softmax and loss use float32 at least."""
+    compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of matrix products; norms, logits, softmax and loss use float32 at least. auto takes
+    bfloat16 on accelerators and on CPUs that are faster in it, else float32; a run that continues
+    keeps its type."""
     document_end_id: int | None = None
     """Id of the token that ends a document (gpt2: 50256, byte: 256), to keep attention within
     documents: no token then sees anything before the last such token at or before it, which so

@@ -234,7 +234,8 @@ class GPT2(nnx.Module):
             it that are of branch 0 or of its own. None is one text a row.
 
         Raises:
-          ValueError: a row without `positions` is longer than `max_seq_len`.
+          ValueError: a row without `positions` is longer than `max_seq_len`, or the type to compute
+            in was not chosen (see `precision`).
         """
         config, length = self.config, tokens.shape[1]
         if positions is None and length > config.max_seq_len:
@@ -244,6 +245,8 @@ class GPT2(nnx.Module):
             )
         # Gathered over fsdp before the lookup: a lookup in a table split by columns would leave the
         # activations split the same way and reshuffle them.
+        if config.compute_dtype == "auto":
+            raise ValueError("model.compute_dtype=auto must be chosen first: choose_precision.")
         x = constrain(self.table(config.compute_dtype)[tokens], "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:

@@ -21,6 +21,7 @@ from maxmars import distributed
 from maxmars.checkpoint import load_config, load_leaf_types
 from maxmars.config import TrainConfig, differences, to_dict
 from maxmars.digest import leaf_types
+from maxmars.precision import with_compute_dtype
 from maxmars.train_step import abstract_train_state
 from maxmars.workdir import Workdir, append_line
 
@@ -87,6 +88,8 @@ def continued_config(
         of such a name, or the checkpoint would not fit.
     """
     _check_names(stored, config, overrides)
+    if config.model.compute_dtype == "auto":  # which was chosen when the run began
+        config = with_compute_dtype(config, stored.model.compute_dtype)
     rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
     if rows:
         _check_changes(rows, config, checkpoints, mesh, overrides)

@@ -26,6 +26,7 @@ from maxmars.init_from import InitFrom, Initial, check_origin, load_initial, rec
 from maxmars.mesh_checks import check_mesh
 from maxmars.metrics import MetricsWriter, write_environment, write_json
 from maxmars.model import num_parameters
+from maxmars.precision import choose_precision
 from maxmars.program_cache import ProgramCache, default_directory
 from maxmars.progress_line import ProgressLine
 from maxmars.remat import choose_remat
@@ -99,7 +100,6 @@ def open_run(
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
-    attention = choose_attention(config.model, mesh.devices.flat[0].platform)
     checkpoints = workdir / "checkpoints"
     progress = ProgressLine(config.num_steps)
     stack.callback(progress.close)
@@ -113,6 +113,9 @@ def open_run(
             overrides=resume_overrides,
             say=progress.message,
         )
+    chosen: list[str] = []  # said once the host's log is open
+    config = choose_precision(config, mesh, chosen.append)
+    attention = choose_attention(config.model, mesh.devices.flat[0].platform)
     check_origin(workdir, init_from, continues=stored is not None)
     tokens = open_data(config.data, "train", model=config.model)
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
@@ -133,6 +136,8 @@ def open_run(
     host_log = HostLog(workdir, jax.process_index(), may_write=owner)
     progress.copy_to(stack.enter_context(host_log).write)
     progress.message(_description(config, mesh, tokens))
+    for text in chosen:
+        progress.message(text)
     if attention.reason is not None:
         progress.message(f"attention is plain and slower: {attention.reason}")
     directory = default_directory(workdir, mesh.devices.flat[0].platform)

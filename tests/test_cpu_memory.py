@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from maxmars.cli.config_file import load_config
-from maxmars.cpu_memory import keep_freed_memory, keep_freed_memory_if_small
+from maxmars.cpu_memory import (
+    keep_freed_memory,
+    keep_freed_memory_if_small,
+    restart_with_huge_pages,
+)
 
 # What of 128 MiB, filled and freed by a second thread, is still resident. One thread at a time, no
 # JAX: how much the heap of a real step grows, and when, is decided by how its threads interleave.
@@ -80,3 +84,50 @@ def test_only_small_runs_keep_what_they_free(monkeypatch: pytest.MonkeyPatch) ->
     keep_freed_memory_if_small(load_config(f"{configs}/quickstart.py"))
     keep_freed_memory_if_small(load_config(f"{configs}/compare_tiny.py"))
     assert len(kept) == 2
+
+
+RESTARTED = """
+import os, sys
+from pathlib import Path
+from maxmars import cpu_memory
+cpu_memory._HUGE_PAGES = Path(sys.argv[1])
+cpu_memory.platform.libc_ver = lambda: ("glibc", sys.argv[2])
+cpu_memory.restart_with_huge_pages()
+print(os.getpid(), sys.stdin.readline(), os.environ.get("GLIBC_TUNABLES"), sys.argv[3:])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
+@pytest.mark.parametrize(
+    ("pages", "version", "environment", "tunables"),
+    [
+        ("always [madvise] never", "2.35", {}, "glibc.malloc.hugetlb=1"),
+        ("[always] madvise never", "2.35", {}, None),
+        ("always [madvise] never", "2.31", {}, None),
+        ("always [madvise] never", "2.35", {"JAX_PLATFORMS": "cuda"}, None),
+        ("always [madvise] never", "2.35", {"GLIBC_TUNABLES": "x.y=1"}, "x.y=1"),
+    ],
+)
+def test_a_process_starts_anew_for_huge_pages(
+    tmp_path: Path, pages: str, version: str, environment: dict[str, str], tunables: str | None
+) -> None:
+    path = tmp_path / "enabled"
+    path.write_text(pages)
+    others = {n: v for n, v in os.environ.items() if not n.startswith(("MALLOC_", "GLIBC_"))}
+    with subprocess.Popen(
+        [sys.executable, "-c", RESTARTED, str(path), version, "an argument"],
+        env=others | {"JAX_PLATFORMS": "cpu"} | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        out, _ = process.communicate("input")
+    assert out == f"{process.pid} input {tunables} ['an argument']\n"
+
+
+def test_huge_pages_are_left_to_those_who_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started anew"))
+    monkeypatch.setattr("maxmars.cpu_memory._HUGE_PAGES", Path("/absent"))
+    monkeypatch.setattr("maxmars.cpu_memory.platform.libc_ver", lambda: ("glibc", "2.40"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    restart_with_huge_pages()

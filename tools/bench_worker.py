@@ -33,6 +33,7 @@ class MaxmarsSteps:
         from maxmars import sharding
         from maxmars.data.pipeline import TrainBatches, open_data
         from maxmars.mesh_checks import check_mesh
+        from maxmars.precision import choose_precision
         from maxmars.remat import choose_remat
         from maxmars.train_step import init_train_state, make_train_step
 
@@ -43,6 +44,7 @@ class MaxmarsSteps:
         self.scratch = scratch
         self.mesh = sharding.make_mesh(config.mesh)
         check_mesh(config, self.mesh.shape)
+        config = choose_precision(config, self.mesh, lambda text: print(text, file=sys.stderr))
         config = choose_remat(config, self.mesh, lambda text: print(text, file=sys.stderr))
         self.config = config
         tokens = open_data(config.data, "train", model=config.model)
@@ -126,9 +128,15 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
     """What takes the steps."""
     if kind == "maxmars":
         return MaxmarsSteps(config, scratch)
+    import torch
     from torch_gpt2 import TorchSteps
 
     from maxmars.config import to_dict
+    from maxmars.precision import fastest_dtype, with_compute_dtype
+
+    if config.model.compute_dtype == "auto":  # the same on both sides
+        dtype, _ = fastest_dtype("gpu" if torch.cuda.is_available() else "cpu")
+        config = with_compute_dtype(config, dtype)
 
     vocab_rows = config.model.padded_vocab_size
     return TorchSteps(to_dict(config), vocab_rows, compiled=kind == "torch-compiled")
@@ -137,11 +145,13 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
 def main() -> None:
     """Answer until the input ends."""
     from maxmars.config import from_dict
-    from maxmars.cpu_memory import keep_freed_memory_if_small
+    from maxmars.cpu_memory import keep_freed_memory_if_small, restart_with_huge_pages
 
     kind, path = sys.argv[1:]
     config = from_dict(json.loads(Path(path).read_text()))
-    keep_freed_memory_if_small(config)  # for PyTorch too: both sides have the same C library
+    # As `maxmars train` does, and for PyTorch too: both sides have the same C library.
+    restart_with_huge_pages()
+    keep_freed_memory_if_small(config)
     with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
         steps = make(kind, config, Path(scratch))
         made = time.perf_counter()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxmars
+from maxmars.cpu_memory import restart_with_huge_pages
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
 _USER_ERRORS = (ValueError, OSError, ImportError)
@@ -53,9 +54,13 @@ def main(argv: list[str] | None = None) -> None:
         where `train` was asked to stop and has saved, hangs or lost a process of the run, 130 after
         Ctrl-C elsewhere. Errors that are not the user's pass through with their traceback.
     """
+    if argv is None:
+        argv = sys.argv[1:]
+        if argv[:1] in (["train"], ["compare"]):
+            restart_with_huge_pages()
     try:
         try:
-            code = _dispatch(sys.argv[1:] if argv is None else argv)
+            code = _dispatch(argv)
         finally:
             sys.stdout.flush()  # while a closed pipe can still be noticed
     except KeyboardInterrupt:

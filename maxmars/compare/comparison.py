@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from maxmars import sharding
 from maxmars.checkpoint.lock import acquire
 from maxmars.compare.batched_cells import (
     Step,
@@ -27,6 +28,7 @@ from maxmars.compare.report_files import write_report
 from maxmars.compare.search import next_cells
 from maxmars.config import TrainConfig
 from maxmars.metrics import write_json
+from maxmars.precision import choose_precision
 from maxmars.preemption import StopRequests
 from maxmars.program_cache import ProgramCache, default_directory
 from maxmars.report.figures import require_matplotlib
@@ -61,7 +63,7 @@ def compare(
         lock = acquire(workdir / "cells")
         assert lock is not None, "there is one process"
         stack.callback(lock.release)
-        comparison = open_record(comparison, workdir)
+        comparison = open_record(_with_precision(comparison, devices), workdir)
         progress = stack.enter_context(CellProgress())
         longest = max((c.config.hang_timeout_s or 0 for c in comparison.contenders), default=0)
         platform = (devices or jax.devices())[0].platform
@@ -80,6 +82,17 @@ def compare(
         session.cache.seal()
     write_report(workdir)
     return True
+
+
+def _with_precision(comparison: Comparison, devices: Sequence[jax.Device] | None) -> Comparison:
+    """The comparison with `model.compute_dtype` `auto` replaced, so that all cells share it."""
+    contenders = tuple(
+        dataclasses.replace(
+            c, config=choose_precision(c.config, sharding.make_mesh(c.config.mesh, devices))
+        )
+        for c in comparison.contenders
+    )
+    return dataclasses.replace(comparison, contenders=contenders)
 
 
 class _Runner:

@@ -9,6 +9,7 @@ tx = mars(3e-3, weight_decay=0.01)
 from maxmars.optim.mars import mars, moonlight, muon
 from maxmars.optim.matrix_spec import MatrixSpec
 from maxmars.optim.newton_schulz import newton_schulz
+from maxmars.optim.nnx_specs import matrix_specs_of
 from maxmars.optim.orthogonalization_plan import OrthogonalizationPlan, plan_orthogonalization
 from maxmars.optim.orthogonalize import orthogonality_error, orthogonalize
 from maxmars.optim.scale_by_mars import ScaleByMarsState, scale_by_mars
@@ -34,6 +35,7 @@ __all__ = [
     "ScaleBySoapState",
     "ScaleBySophiaState",
     "mars",
+    "matrix_specs_of",
     "moonlight",
     "muon",
     "needs_sampled_grads",

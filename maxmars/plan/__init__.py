@@ -27,6 +27,7 @@ from maxmars.plan.fit import compile_chosen
 from maxmars.plan.memory import ChipMemory, chip_memory, peak_bytes
 from maxmars.plan.topology import Topology
 from maxmars.plan.traffic import Traffic, largest_bytes, traffic
+from maxmars.precision import choose_precision
 from maxmars.train_step import make_train_step
 
 
@@ -110,8 +111,8 @@ def make_plan(
     """Compile a run's programs for a topology and read from them what it needs.
 
     Args:
-      config: what to train; its mesh must fit the topology. Of `model.remat` `auto` the plan has
-        what `train` chooses there.
+      config: what to train; its mesh must fit the topology. Of `model.remat` and
+        `model.compute_dtype` `auto` the plan has what `train` chooses there.
       topology: from `get_topology`.
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
@@ -123,6 +124,7 @@ def make_plan(
     if price is not None and not price >= 0:
         raise ValueError(f"--price {price} must not be negative: it is money a chip and hour.")
     mesh = sharding.make_mesh(config.mesh, topology.devices)
+    config = choose_precision(config, mesh)
     chip = topology.chip
     config, step = compile_chosen(config, mesh, topology)
     rows = traffic(step.collectives, mesh, topology)

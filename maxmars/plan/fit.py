@@ -14,6 +14,7 @@ from maxmars.config import TrainConfig
 from maxmars.plan.compiled import CompiledTrainStep, DoesNotFitError, compile_train_step
 from maxmars.plan.memory import peak_bytes
 from maxmars.plan.topology import Topology
+from maxmars.precision import choose_precision
 from maxmars.remat import POLICIES, USABLE, Remat, first_that_fits, with_remat
 
 
@@ -60,6 +61,7 @@ def find_fit(
       ValueError: nothing fits.
     """
     mesh = sharding.make_mesh(config.mesh, topology.devices)
+    config = choose_precision(config, mesh)
     shards, batch = sharding.batch_shards(mesh), config.global_batch_size
     counts = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n % shards == 0]
     if not counts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Section:
 
     title: str
     parts: tuple[str | Table | Picture, ...]
-    """Strings are paragraphs."""
+    """Strings are paragraphs, with `code` in backticks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,8 @@ def _html_part(part: str | Table | Picture) -> Iterator[str]:
         yield f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
         yield f"<figcaption>{caption}</figcaption></figure>"
     else:
-        yield f"<p>{html.escape(part)}</p>"
+        code = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(part))
+        yield f"<p>{code}</p>"
 
 
 def _html_row(cells: Sequence[str], tag: str) -> str:

@@ -1,4 +1,6 @@
 import json
+import runpy
+import typing
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,7 @@ from tiny import short_config
 
 from maxmars.cli import compare, main
 from maxmars.cli.config_file import UsageError, load_config, split_positionals
+from maxmars.config import differences
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 WORKDIR = ("--workdir", "nowhere")
@@ -18,6 +21,17 @@ def test_the_config_of_the_comparison_has_every_optimizer():
     assert len({config.model for config in configs}) == 1
     config = configs[0]
     assert config.num_steps * config.tokens_per_step >= 1_000_000
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "xl"])
+def test_each_ablation_changes_one_field_of_mars(size):
+    file = Path(TINY).with_name("ablations.py")
+    choices = typing.get_args(runpy.run_path(str(file))["Optimizer"])
+    mars, *others = (load_config(f"{file}:size={size},optimizer={name}") for name in choices)
+    assert (mars.optimizer.gamma, mars.optimizer.clip_threshold) == (0.025, 1.0)
+    changed = [[row[0] for row in differences(mars, other)] for other in others]
+    assert [fields for fields in changed if len(fields) != 2 or fields[0] != "name"] == []
+    assert len({other.optimizer for other in others}) == len(others)
 
 
 @pytest.mark.slow

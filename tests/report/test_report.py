@@ -107,12 +107,12 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 
 def test_markup_in_names_stays_text(tmp_path):
     table = Table(columns=("a|b", "<i>"), rows=(("x & y", "1"),))
-    document = Document(title="<b>", sections=(Section(title="One", parts=(table, "p < 0.05")),))
+    document = Document(title="<b>", sections=(Section(title="One", parts=(table, "`p < q` <")),))
     document.write(tmp_path, {})
     page = (tmp_path / "report.html").read_text()
     assert "<title>&lt;b&gt;</title>" in page
     assert "<td>x &amp; y</td>" in page
-    assert "<p>p &lt; 0.05</p>" in page
+    assert "<p><code>p &lt; q</code> &lt;</p>" in page
     assert "| a&#124;b | <i> |\n|---|---:|\n" in (tmp_path / "report.md").read_text()
 
 

@@ -1,0 +1,141 @@
+"""What is a matrix in models of Flax's layers, of one's own, and of stacked ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from maxmars.optim import MatrixSpec, mars, matrix_specs_of
+
+RNGS = nnx.Rngs(0)
+
+
+def spec(batch=0, rows=0, cols=1):
+    axes = tuple(range(batch + rows + cols))
+    return MatrixSpec(
+        batch=axes[:batch], rows=axes[batch : batch + rows], cols=axes[batch + rows :]
+    )
+
+
+def found(model):
+    return nnx.to_pure_dict(matrix_specs_of(model))
+
+
+LAYERS = {
+    "linear": (nnx.Linear(4, 6, rngs=RNGS), spec(rows=1), spec()),
+    "convolution": (nnx.Conv(3, 6, (2, 5), rngs=RNGS), spec(rows=3), spec()),
+    "transposed": (nnx.ConvTranspose(3, 6, (2,), rngs=RNGS), spec(rows=2), spec()),
+    "transposed kernel": (
+        nnx.ConvTranspose(3, 6, (2,), transpose_kernel=True, rngs=RNGS),
+        MatrixSpec(rows=(0, 2), cols=(1,)),
+        spec(),
+    ),
+    "several axes": (
+        nnx.LinearGeneral((2, 3), (4, 5), axis=(-2, -1), rngs=RNGS),
+        spec(rows=2, cols=2),
+        spec(cols=2),
+    ),
+    "batched": (
+        nnx.LinearGeneral(2, 4, batch_axis={0: 3}, rngs=RNGS),
+        spec(batch=1, rows=1),
+        spec(batch=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels_and_biases_of_layers(name):
+    layer, kernel, bias = LAYERS[name]
+    assert found(layer) == {"kernel": kernel, "bias": bias}
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(10, 4, rngs=rngs)
+        self.positions = nnx.Param(jnp.ones((3, 4)), matrix_spec=None)
+        self.mix = nnx.Param(jnp.ones((4, 4)), matrix_spec=spec(rows=1))
+        self.scale = nnx.Param(jnp.ones(4))
+        self.layers = nnx.List([nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)])
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens) @ self.mix[...] * self.scale[...] + self.positions[...]
+        return self.norm(self.layers[0](x))
+
+
+def test_a_network():
+    projection = {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
+    attention = {name: projection for name in ("query", "key", "value")}
+    attention["out"] = {"kernel": spec(rows=2), "bias": spec()}
+    assert found(Network(nnx.Rngs(0))) == {
+        "table": {"embedding": MatrixSpec(rows=(1,), cols=(0,), embedding=True)},
+        "positions": spec(cols=2),
+        "mix": spec(rows=1),
+        "scale": spec(),
+        "layers": {0: attention},
+        "norm": {"scale": spec(), "bias": spec()},
+    }
+
+
+class Own(nnx.Module):
+    def __init__(self, rngs):
+        partition = PartitionSpec("fsdp")
+        own = MatrixSpec(rows=(0,), cols=(1, 2), split=(1,), partition=partition)
+        self.own = nnx.Param(jnp.ones((2, 3, 4)), matrix_spec=own)
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.norm = nnx.RMSNorm(3, rngs=rngs)
+
+
+def test_layers_stacked_by_vmap():
+    @nnx.vmap
+    def stack(rngs):
+        return Own(rngs)
+
+    assert found(stack(nnx.Rngs(0).split(5))) == {
+        "own": MatrixSpec(
+            batch=(0,), rows=(1,), cols=(2, 3), split=(2,), partition=PartitionSpec(None, "fsdp")
+        ),
+        "linear": {"kernel": spec(batch=1, rows=1), "bias": spec(batch=1)},
+        "norm": {"scale": spec(batch=1)},
+    }
+
+
+def test_metadata_overrules_a_layer():
+    layer = nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS)
+    assert found(layer)["kernel"] == spec(cols=2)
+
+
+def test_an_unknown_layer_must_say_what_it_is():
+    einsum = nnx.Einsum("ab,bc->ac", (3, 4), rngs=RNGS)
+    with pytest.raises(ValueError, match=r"0.kernel has shape \(3, 4\) and belongs to a Einsum"):
+        matrix_specs_of(nnx.List([einsum]))
+    einsum.kernel.set_metadata("matrix_spec", spec(rows=1))
+    assert found(einsum)["kernel"] == spec(rows=1)
+
+
+def test_the_optimizer_takes_them_and_a_mask_made_of_them():
+    """As a tree under `nnx.Optimizer`, and as plain dicts."""
+    model = Network(nnx.Rngs(0))
+    specs = matrix_specs_of(nnx.eval_shape(lambda: Network(nnx.Rngs(0))))
+    decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, specs)
+
+    def shampoo(specs, decays):
+        options = {"variant": "shampoo", "weight_decay": 0.5, "vector_weight_decay": 0.0}
+        return mars(0.1, matrix_specs=specs, mask=decays, **options)
+
+    optimizer = nnx.Optimizer(model, shampoo(specs, decays), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    before = nnx.to_pure_dict(jax.tree.map(jnp.copy, nnx.state(model, nnx.Param)))
+    plain = shampoo(nnx.to_pure_dict(specs), nnx.to_pure_dict(decays))
+    updates, _ = jax.jit(plain.update)(nnx.to_pure_dict(grads), plain.init(before), before)
+    nnx.jit(lambda model, optimizer: optimizer.update(model, grads))(model, optimizer)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    expected = optax.apply_updates(before, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, expected)
+    # A matrix of ones is its own direction, of spectral norm one; AdamW's step of a table is 1.
+    np.testing.assert_allclose(updates["mix"], -0.1 * (0.25 + 0.5), rtol=0.3)
+    np.testing.assert_allclose(updates["table"]["embedding"], -0.1, rtol=1e-3)
+    np.testing.assert_allclose(updates["layers"][0]["query"]["bias"], -0.1, rtol=1e-3)
