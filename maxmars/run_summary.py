@@ -9,8 +9,7 @@ import numpy as np
 
 from maxmars import distributed
 from maxmars.goodput import ACTIVITIES, run_seconds, shares
-from maxmars.metrics import json_number, read_metrics, write_json
-from maxmars.progress_line import duration, short
+from maxmars.metrics import duration, json_number, read_metrics, short, write_json
 from maxmars.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import queue
 import secrets
+import signal
 import tempfile
 import threading
 import time
@@ -86,7 +87,12 @@ def open_trackers(
     if mode is not None:
         run_id = _wandb_id(workdir, resume_step)
         trackers.append(
-            Tracker("W&B", lambda: _WeightsAndBiases(config, workdir, run_id, mode), say)
+            Tracker(
+                "W&B",
+                lambda: _WeightsAndBiases(config, workdir, run_id, mode),
+                say,
+                give_up=_end_wandb_process,
+            )
         )
     return trackers
 
@@ -108,12 +114,26 @@ class _Sink(Protocol):
 class Tracker:
     """A thread that opens, feeds and closes one sink; it never raises, and never waits for long."""
 
-    def __init__(self, name: str, make: Callable[[], _Sink], say: Callable[[str], None]) -> None:
-        """Start it; `say` is called by the methods only, and so in the caller's thread."""
-        self._name, self._make, self._say = name, make, say
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], _Sink],
+        say: Callable[[str], None],
+        *,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start it.
+
+        Args:
+          name: for people.
+          make: opens the sink, in the thread.
+          say: is told what fails, by the methods and so in the caller's thread.
+          give_up: is called if the sink does not close in time, lest the process hang at its end.
+        """
+        self._name, self._make, self._say, self._give_up = name, make, say, give_up
         self._queue: queue.Queue[Any] = queue.Queue(_MAX_LINES)
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._ended, self._behind = False, False
+        self._ended = self._behind = self._full = False
         self._thread = threading.Thread(target=self._feed, daemon=True, name=name)
         self._thread.start()
 
@@ -125,9 +145,9 @@ class Tracker:
         try:
             self._queue.put_nowait((step, dict(metrics)))
         except queue.Full:
-            if not self._behind:
+            if not self._full:
                 self._say(f"{self._name} takes no more lines: it will lack some of this run.")
-            self._behind = True
+            self._full = self._behind = True
 
     def sync(self) -> None:
         """Have all lines where a kill does not reach them, if that takes no more than seconds."""
@@ -135,8 +155,8 @@ class Tracker:
         done = threading.Event()
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(done)
-            if not self._ended:
-                done.wait(_SYNC_S)
+            if not self._ended and not self._behind:
+                self._behind = not done.wait(_SYNC_S)  # who was late is not waited for again
 
     def close(self) -> None:
         """Hand on what is left; `write` must not be called after it."""
@@ -145,6 +165,7 @@ class Tracker:
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             self._say(f"{self._name} does not answer: it will lack the end of this run.")
+            self._give_up()
         self._tell()
 
     def _tell(self) -> None:
@@ -292,6 +313,15 @@ def _is_logged_in() -> bool:
     import wandb
 
     return wandb.login(prompt=False, verify=False)
+
+
+def _end_wandb_process() -> None:
+    """End W&B's own process, a child of this one, for whose answer this one would wait for ever."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            if name == "wandb-core" and int(rest.split()[1]) == os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _wandb_id(workdir: Workdir, resume_step: int) -> str:

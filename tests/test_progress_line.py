@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from maxmars import distributed
-from maxmars.progress_line import ProgressLine, duration, short
+from maxmars.metrics import duration, short
+from maxmars.progress_line import ProgressLine
 
 pytestmark = pytest.mark.smoke
 

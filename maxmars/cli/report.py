@@ -34,6 +34,7 @@ def run(argv: list[str]) -> int:
     """Run `maxmars report`."""
     arguments = tyro.cli(ReportArguments, args=argv, prog="maxmars report")
     from maxmars.compare.record import RECORD
+    from maxmars.goodput import read_sessions
     from maxmars.report.run_report import write_run_report
 
     runs = [Path(name).expanduser().absolute() for name in arguments.runs]
@@ -50,7 +51,7 @@ def run(argv: list[str]) -> int:
         raise UsageError("maxmars report of several runs needs --out DIR: where to?")
     lines = [line for path in runs for line in _lines(path, several=len(runs) > 1)]
     out = runs[0] / "report" if arguments.out is None else Path(arguments.out).absolute()
-    write_run_report(lines, out)
+    write_run_report(lines, out, {path.name: read_sessions(path) for path in runs})
     print(f"report: {out / 'report.html'}")
     return 0
 

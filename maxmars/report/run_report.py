@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from maxmars.metrics import json_number
+from maxmars.goodput import ACTIVITIES, Session, run_seconds, shares
+from maxmars.metrics import duration, json_number
 from maxmars.report.curves import Line
 from maxmars.report.document import Document, Picture, Section, Table
 from maxmars.report.figures import draw_losses
 
 
-def write_run_report(lines: Sequence[Line], out: Path) -> None:
+def write_run_report(
+    lines: Sequence[Line], out: Path, sessions: Mapping[str, list[Session]] | None = None
+) -> None:
     """Write `report.md`, `report.html`, `report.json` and `figures/` into a directory.
+
+    Args:
+      lines: what to draw.
+      out: the directory.
+      sessions: of the runs, by the names of their lines, whose time is shown in a table.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -23,14 +31,31 @@ def write_run_report(lines: Sequence[Line], out: Path) -> None:
         if draw_losses(lines, path, against=against):
             caption = f"Loss against {of}; bands reach from the lowest to the highest seed."
             pictures.append(Picture(path=path, caption=caption))
+    times = {name: run_seconds(found) for name, found in (sessions or {}).items() if found}
     document = Document(
         title=f"Runs: {', '.join(line.name for line in lines)}",
         sections=(
             Section(title="Runs", parts=(_table(lines),)),
+            *_where_the_time_went(times),
             Section(title="Figures", parts=tuple(pictures)),
         ),
     )
-    document.write(out, [_json(line) for line in lines])
+    document.write(out, [_json(line, times.get(line.name)) for line in lines])
+
+
+def _where_the_time_went(times: Mapping[str, Mapping[str, float]]) -> Iterator[Section]:
+    """A table of shares of wall-clock time, a column a run; none where nothing is known."""
+    if not times:
+        return
+    known = {name: shares(seconds) for name, seconds in times.items()}
+    rows = [("time", *(duration(sum(seconds.values())) for seconds in times.values()))]
+    rows += [
+        (text, *(f"{found[activity]:.1%}" for found in known.values()))
+        for activity, text in ACTIVITIES.items()
+        if any(found[activity] for found in known.values())
+    ]
+    table = Table(columns=("share of the time", *known), rows=tuple(rows))
+    yield Section(title="Where the time went", parts=(table,))
 
 
 def _table(lines: Sequence[Line]) -> Table:
@@ -47,9 +72,10 @@ def _row(line: Line) -> tuple[str, ...]:
     return line.name, first.loss_name, f"{tokens[-1]:,}", final, lowest, step
 
 
-def _json(line: Line) -> dict:
+def _json(line: Line, seconds: Mapping[str, float] | None) -> dict:
     return {
         "name": line.name,
+        "seconds": seconds,
         "curves": [
             {
                 "loss_of": curve.loss_name,

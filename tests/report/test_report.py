@@ -10,6 +10,7 @@ from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.config import to_dict
+from maxmars.goodput import ACTIVITIES
 from maxmars.report.curves import Curve, Line, read_run
 from maxmars.report.document import Document, Section, Table
 from maxmars.report.figures import RateLine, RatePoint, draw_losses, draw_rates
@@ -118,9 +119,15 @@ def test_markup_in_names_stays_text(tmp_path):
 
 def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in ("one", "two")]
+    seconds = dict.fromkeys(ACTIVITIES, 0.0) | {"steps": 90.0, "checkpoint": 10.0}
+    session = {"start": 0.0, "end": 100.0, "first_step": 0, "last_step": 20, "done": True}
+    (runs[1] / "sessions.jsonl").write_text(json.dumps(session | {"seconds": seconds}) + "\n")
     cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
     assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out
-    assert "| two | validation loss | 5,120 | 3.0000" in (tmp_path / "out/report.md").read_text()
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| two | validation loss | 5,120 | 3.0000" in text
+    assert "| share of the time | two |\n|---|---:|\n| time | 1:40 |" in text
+    assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in text
     assert (tmp_path / "out" / "figures" / "loss_time.svg").is_file()
     cli.main(["report", str(runs[0])])
     assert (runs[0] / "report" / "report.html").is_file()
