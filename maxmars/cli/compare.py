@@ -37,7 +37,7 @@ best rate, all from the same weights on the same tokens, and test which one is b
 
 A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
 Learning rates are those of --learning-rates, for all (1e-3,3e-3) or by name
-(adamw=1e-3,3e-3,mars=6e-3); else the config's own times 1/2, 1, 2 and 4.
+(adamw=1e-3,3e-3,mars=6e-3); else those that DIR has, or the config's own times 1/2, 1, 2 and 4.
 Any field of the configs can be changed for all of them, such as --eval.every 100.
 
 Finished cells are kept: after Ctrl-C (exit code 75) or a kill the same command continues.
@@ -57,8 +57,8 @@ class CompareArguments(ConfigArguments):
     optimizers: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
     """Values of the config file's choice `optimizer`, each of which makes a contender."""
     learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
-    """Grid for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3; None takes the config's own
-    rate times 1/2, 1, 2 and 4."""
+    """Grid for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3; the others' are those of the
+    workdir's comparison so far, or the config's own rate times 1/2, 1, 2 and 4."""
     seeds: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """Seeds at the best rate: the config's seed and those that follow it; the first scans the
     grid."""
@@ -91,17 +91,19 @@ def run(argv: list[str]) -> int:
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
-    contenders = _contenders(configs, arguments.learning_rates)
-    keep_freed_memory_if_small(contenders[0].config)
+    given = _given_rates(arguments.learning_rates, list(configs))
+    keep_freed_memory_if_small(configs[baseline])
     # Imported late: they load JAX.
     from maxmars.compare.comparison import compare
-    from maxmars.compare.record import Comparison
+    from maxmars.compare.record import Comparison, recorded_rates
     from maxmars.preemption import EXIT_CODE
     from maxmars.workdir import is_remote, resolve
 
     if is_remote(resolve(arguments.workdir)):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     workdir = Path(arguments.workdir).expanduser().absolute()
+    # So that a grid is extended by naming the new rates alone.
+    contenders = _contenders(configs, recorded_rates(workdir) | given)
     first = contenders[0].config.seed
     comparison = Comparison(
         contenders=contenders,
@@ -170,23 +172,27 @@ def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     return dict(zip(names, configs.values(), strict=True))
 
 
-def _contenders(configs: Mapping[str, TrainConfig], text: str | None) -> tuple[Contender, ...]:
+def _contenders(
+    configs: Mapping[str, TrainConfig], rates: Mapping[str, tuple[float, ...]]
+) -> tuple[Contender, ...]:
+    """The contenders, with the config's own grid where there are no rates."""
     from maxmars.compare.cells import Contender
 
-    given = {} if text is None else _parse_rates(text, list(configs))
     return tuple(
         Contender(
             name=name,
             config=config,
-            learning_rates=given.get(name)
+            learning_rates=rates.get(name)
             or tuple(float(f"{config.optimizer.learning_rate * f:.6g}") for f in _FACTORS),
         )
         for name, config in configs.items()
     )
 
 
-def _parse_rates(text: str, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
+def _given_rates(text: str | None, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Learning rates by contender; a name holds for all rates up to the next one."""
+    if text is None:
+        return {}
     found: dict[str, set[float]] = {}
     owners: Sequence[str] = names
     for item in text.split(","):

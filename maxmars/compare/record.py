@@ -113,6 +113,13 @@ def open_record(comparison: Comparison, workdir: Path) -> Comparison:
     return dataclasses.replace(comparison, contenders=contenders)
 
 
+def recorded_rates(workdir: Path) -> dict[str, tuple[float, ...]]:
+    """The learning rates of each contender that a workdir compares; nothing if it compares none."""
+    path = workdir / RECORD
+    fields = json.loads(path.read_text()) if path.is_file() else {"compared": {}}
+    return {name: tuple(rates) for name, rates in fields["compared"].items()}
+
+
 def read_record(workdir: Path) -> Comparison:
     """What a workdir compares.
 

@@ -48,7 +48,13 @@ def xla_qr(x: Square) -> Square:
     """Q by the Householder decomposition that XLA expands, as JAX has it do on TPU."""
 
     def call(target: str, result: Any, *arguments: jax.Array) -> Any:
-        call = jax.ffi.ffi_call(target, result, custom_call_api_version=1, legacy_backend_config="")
+        call = jax.ffi.ffi_call(
+            target,
+            result,
+            vmap_method="broadcast_all",  # both take any number of stacked axes
+            custom_call_api_version=1,
+            legacy_backend_config="",
+        )
         return call(*arguments)
 
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -8,6 +8,7 @@ from tiny import short_config
 
 from maxmars.cli import compare, main
 from maxmars.cli.config_file import UsageError, load_config, split_positionals
+from maxmars.compare.record import open_record
 from maxmars.config import differences
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
@@ -86,16 +87,34 @@ def test_what_cannot_be_compared(words, message, capsys):
 
 def test_learning_rates_for_all_and_by_name():
     names = ["adamw", "mars"]
-    both = compare._parse_rates("3e-3,1e-3", names)
+    both = compare._given_rates("3e-3,1e-3", names)
     assert both == {"adamw": (1e-3, 3e-3), "mars": (1e-3, 3e-3)}
-    own = compare._parse_rates("adamw=1e-3,2e-3,mars=6e-3", names)
+    own = compare._given_rates("adamw=1e-3,2e-3,mars=6e-3", names)
     assert own == {"adamw": (1e-3, 2e-3), "mars": (6e-3,)}
-    assert compare._parse_rates("mars=6e-3", names) == {"mars": (6e-3,)}
+    assert compare._given_rates("mars=6e-3", names) == {"mars": (6e-3,)}
+
+
+def test_a_grid_is_extended_by_naming_the_new_rate_alone(tmp_path, monkeypatch):
+    seen = []
+
+    def stub(comparison, workdir):
+        seen.append({c.name: c.learning_rates for c in open_record(comparison, workdir).contenders})
+        return False
+
+    monkeypatch.setattr("maxmars.compare.comparison.compare", stub)
+    words = ["compare", TINY, "--optimizers", "adamw,mars", "--workdir", str(tmp_path)]
+    for rates in ([], ["--learning-rates", "adamw=0.5"], []):
+        with pytest.raises(SystemExit):
+            main([*words, *rates])
+    first, extended, again = seen
+    assert extended["mars"] == again["mars"] == first["mars"]
+    # The rates of finished cells join the grid; there are none.
+    assert extended["adamw"] == again["adamw"] == (0.5,)
 
 
 def test_the_grid_is_around_the_configs_own_rate():
     configs = {"adamw": load_config(f"{TINY}:optimizer=adamw")}
-    (contender,) = compare._contenders(configs, None)
+    (contender,) = compare._contenders(configs, {})
     own = configs["adamw"].optimizer.learning_rate
     assert contender.learning_rates == (own / 2, own, own * 2, own * 4)
 
