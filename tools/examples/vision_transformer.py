@@ -184,7 +184,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
             "the digits come with scikit-learn, which is not installed: pip install -e '.[peers]', "
             "or give --images made."
         ) from None
-    found = load()
+    found: Any = load()
     return found["images"] / 16, found["target"]
 
 
