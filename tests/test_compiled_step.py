@@ -50,3 +50,14 @@ def test_queries_keys_and_values_come_from_one_product():
         rf"stablehlo.dot_general.*tensor<{MODEL.embed_dim}x([\dx]*){heads}\) ->", text
     )
     assert set(weights) == {"3x"}  # forward and backward, and none of D x D
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "mars"])
+def test_parameters_are_not_transposed(optimizer):
+    """But for the gradient of each kernel, which the product that makes it can write that way."""
+    model = dataclasses.replace(MODEL, embed_dim=48)  # unlike other sizes
+    text = lowered(tiny_config(optimizer=OPTIMIZERS[optimizer], model=model)).as_text()
+    found = re.findall(r"stablehlo.transpose .*-> tensor<([\dx]*)xf32>", text)
+    heads = f"{model.num_heads}x{model.head_dim}"
+    kernels = [f"48x3x{heads}", f"{heads}x48", "48x192", "192x48"]
+    assert sorted(dims for dims in found if "48" in dims.split("x")) == sorted(kernels)
