@@ -30,13 +30,20 @@ _KERNELS: dict[str, tuple[Implementation, str]] = {
     "gpu": ("cudnn", "NVIDIA GPUs"),
     "cuda": ("cudnn", "NVIDIA GPUs"),  # what the compiler calls them where there are none
 }
+
 # The fused backward pass of splash attention writes a term of the queries' gradient for each block
-# of keys, T / block of them, and computes T block / 2 logits that the mask then drops. At published
-# rates (of arithmetic half, as heads of 64 fill half of a matrix unit) both together take least at
-# sqrt(192 T) keys on v5e, sqrt(133 T) on v5p and sqrt(224 T) on v6e: near 512 up to T = 2,048 and
-# near 1,024 from 4,096 on. Nothing of it was timed on a TPU; 512 is what MaxText begins with.
+# of keys, which the program then adds up; larger blocks also make logits that the mask drops. One
+# head of one sequence takes, in microseconds, by the compiler's estimate of what is outside the
+# kernels (libtpu 0.0.52, heads of 64, clocks taken as 1.5 GHz of v5e and 1.75 GHz of v6e and v5p)
+# and five products of all logits that are made, at half the published peak:
+#   tokens             1,024           2,048                4,096
+#   keys in a block    512  1,024      512  1,024  2,048    512  1,024  2,048
+#   v5e                 15     12       55     47     46    177    148    143
+#   v6e                  8      6       37     39     24    111     96    102
+#   v5p                 11      7       27     29     22     80     71      -
+# Nothing was timed on a TPU. Elsewhere blocks are of 512, which MaxText begins with.
 _BLOCK = 512
-_LONG = 4096
+_WHOLE = 2048
 _LONG_BLOCK = 1024
 _LANES = 128
 
@@ -200,7 +207,9 @@ def cudnn_attention(
 
 def _backward_block(length: int, block: int) -> int:
     """Keys of a block of the backward pass, in sequences of whole blocks; see `_BLOCK`."""
-    return _LONG_BLOCK if length >= _LONG and length % _LONG_BLOCK == 0 else block
+    if length <= _WHOLE:
+        return length
+    return block if length % _LONG_BLOCK else _LONG_BLOCK
 
 
 def _scaled(q: jax.Array, scale: jax.Array) -> jax.Array:

@@ -73,18 +73,18 @@ def test_splash_equals_the_plain_formula(dtype, masked, length):
     assert_close(found, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("long", [4096, 384])
-def test_splash_over_several_blocks(monkeypatch, long):
+@pytest.mark.parametrize(("whole", "keys"), [(128, 256), (128, 384), (384, 128)])
+def test_splash_over_several_blocks(monkeypatch, whole, keys):
     monkeypatch.setattr(attention_module, "_BLOCK", 128)
-    monkeypatch.setattr(attention_module, "_LONG", long)
-    monkeypatch.setattr(attention_module, "_LONG_BLOCK", 384)
+    monkeypatch.setattr(attention_module, "_WHOLE", whole)
+    monkeypatch.setattr(attention_module, "_LONG_BLOCK", keys)
     arrays, documents = inputs("float32", (1, 300, 1, 64)), document_numbers(1, 300)
     expected = result_and_gradients(causal_attention, *arrays, documents)
     assert_close(result_and_gradients(INTERPRETED, *arrays, documents), expected, 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("length", "keys"), [(128, 128), (1024, 512), (2048, 512), (4096, 1024), (4608, 512)]
+    ("length", "keys"), [(128, 128), (1024, 1024), (2048, 2048), (4096, 1024), (4608, 512)]
 )
 def test_blocks_of_keys_in_the_backward_pass(length, keys):
     assert attention_module._backward_block(length, min(512, length)) == keys
