@@ -51,6 +51,15 @@ def test_qr_is_lapacks(x64, dtype, tolerance):
     assert distance(xla_qr(jnp.zeros((1, 24, 24))), np.eye(24)) == 0
 
 
+@pytest.mark.parametrize("decompose", [xla_qr, jacobi_eigenvectors])
+def test_stacks_of_stacks(decompose):
+    """As `maxmars compare` has them, with several learning rates in one program."""
+    x = np.random.default_rng(0).normal(size=(3, 2, 8, 8)).astype("float32")
+    x += x.swapaxes(2, 3)
+    together = jax.jit(jax.vmap(decompose))(x)
+    assert distance(together, [jax.jit(decompose)(each) for each in x]) < 1e-6
+
+
 @pytest.mark.parametrize("decompose", [orthonormal_columns, eigenvectors])
 def test_many_at_once_do_not_block(decompose):
     """With LAPACK of jaxlib 0.10 the second or third of these runs never ends."""
