@@ -94,7 +94,7 @@ class Life:
 
     def wait_for_a_step(self) -> None:
         """Return when it has reported one, or ended."""
-        while self.process.poll() is None and not re.search(r"^step +\d+/", self.output(), re.M):
+        while self.process.poll() is None and not re.search(r"\bstep +\d+/", self.output()):
             time.sleep(0.01)
 
     def continued_from(self) -> int | None:
@@ -102,7 +102,7 @@ class Life:
         found = re.search(r"continuing from step (\d+)", self.output())
         if found:
             return int(found[1])
-        return 0 if re.search(r"^step +\d+/", self.output(), re.M) else None
+        return 0 if re.search(r"\bstep +\d+/", self.output()) else None
 
     def kill(self) -> None:
         """End it at once."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which the colour-blind can tell apart, from dark to light.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)))
-_MARKERS = "osD^vPX*"
+_MARKERS = "osD^vPX*<"  # nine, so that the ninth line is not the first again
 _SIZE = (6.4, 4.2)  # inches
 _STYLE = {
     "font.size": 10,
