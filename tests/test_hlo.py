@@ -201,7 +201,8 @@ def test_collectives_of_the_train_step():
     text = compiled.as_text()
     found = hlo.collectives(text, step.mesh)
     assert hlo.collectives(without_trip_counts(text), step.mesh) == found
-    assert {c.scope for c in found} == {"model", "clip", "optimizer"}
+    # Mixed: XLA joins the norms of the gradients with those of parameters and updates.
+    assert {c.scope for c in found} - {"mixed"} == {"model", "clip", "optimizer"}
     model = [c for c in found if c.scope == "model"]
     rest = [c for c in found if c.scope != "model"]
     assert {c.op for c in rest} == {"all-reduce"}
