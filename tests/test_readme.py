@@ -64,4 +64,4 @@ def test_the_layout_names_every_module():
     for path in (ROOT / "maxmars").glob("*.py"):
         if not path.name.startswith("__"):
             assert path.name in tree, f"{path.name} is not in the README's layout"
-    assert len(TEXT.splitlines()) < 450  # one page for each command is too many
+    assert len(TEXT.splitlines()) < 500  # one page for each command is too many
