@@ -236,7 +236,7 @@ def _cost_notes(summary: Summary) -> Iterator[str]:
         yield "State and collectives are those of one device."
     yield (
         "The last column is the speed of all cells of a scan in one program (vmap over the "
-        "learning rate) over one after the other; where it is above 1, they were run so."
+        "learning rate) over one after the other; where it is above 1.1, they were run so."
     )
 
 
