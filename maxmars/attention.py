@@ -1,7 +1,8 @@
-"""Causal attention: the plain formula, and the kernels of TPUs and GPUs that stand for it.
+"""Causal attention: the plain formula, and what stands for it on TPUs, GPUs and CPUs.
 
-A kernel keeps the logits of a few queries and keys at a time, where the plain formula writes those
-of all T x T of them to memory. Each is checked against it in `tests/test_attention.py`.
+A kernel of TPUs or GPUs keeps the logits of a few queries and keys at a time, where the plain
+formula writes those of all T x T of them to memory. Each is checked against it in
+`tests/test_attention.py`.
 
 Shape letters: B batch, T length, H heads, K head_dim.
 """
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxmars.blocked_attention import blocked_attention
 from maxmars.config import GPT2Config
 from maxmars.sharding import RULES
 
-Implementation = Literal["plain", "splash", "cudnn"]
+Implementation = Literal["plain", "blocked", "splash", "cudnn"]
 RESIDUALS = "attention"
 """Name under which a remat policy can keep what the backward pass needs of the forward one: the
 result and, of splash attention, each query's log of the softmax's denominator."""
@@ -66,8 +68,10 @@ def choose_attention(config: GPT2Config, platform: str | None) -> Choice:
     """
     kernel, _ = _KERNELS.get(platform or "", (None, ""))
     wanted = config.attention
-    if wanted == "plain" or (wanted == "auto" and kernel is None):
-        return Choice("plain")
+    if wanted in ("plain", "blocked"):
+        return Choice(wanted)
+    if wanted == "auto" and kernel is None:
+        return Choice("blocked" if platform == "cpu" else "plain")
     if wanted not in ("auto", kernel):
         needed = next(devices for name, devices in _KERNELS.values() if name == wanted)
         raise ValueError(
@@ -101,6 +105,8 @@ def attention(
     implementation = choose_attention(config, platform).implementation
     if implementation == "plain" or branches is not None:
         return checkpoint_name(causal_attention(q, k, v, scale, documents, branches), RESIDUALS)
+    if implementation == "blocked":
+        return checkpoint_name(blocked_attention(q, k, v, scale, documents), RESIDUALS)
     kernel = splash_attention if implementation == "splash" else cudnn_attention
     heads, rows = RULES.spec("batch", "length", "heads", None), RULES.spec("batch", "length")
     return jax.shard_map(

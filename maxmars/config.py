@@ -52,10 +52,10 @@ class GPT2Config:
     documents: no token then sees anything before the last such token at or before it, which so
     begins the next document. Positions are counted from the window's start all the same, and every
     token is predicted. None attends over the whole window, as GPT-2 does."""
-    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    attention: Literal["auto", "plain", "blocked", "splash", "cudnn"] = "auto"
     """What computes attention: `splash` is a kernel for TPUs, `cudnn` one for NVIDIA GPUs, neither
-    of which keeps length x length numbers a head; `plain` runs anywhere. auto takes the kernel of
-    the devices, and says why where it cannot."""
+    of which keeps length x length numbers a head; `plain` and `blocked`, which is faster on CPUs,
+    run anywhere. auto takes what suits the devices, and says why where it cannot."""
     remat: Literal["auto", "full", "attention", "dots"] | None = None
     """Rematerialisation: what is kept of a block for the backward pass, which computes the rest
     again. `full` keeps its input; `attention` also queries, keys, values and what attention made of

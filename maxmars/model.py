@@ -243,10 +243,10 @@ class GPT2(nnx.Module):
                 f"a sequence of {length} tokens is longer than model.max_seq_len="
                 f"{config.max_seq_len}."
             )
-        # Gathered over fsdp before the lookup: a lookup in a table split by columns would leave the
-        # activations split the same way and reshuffle them.
         if config.compute_dtype == "auto":
             raise ValueError("model.compute_dtype=auto must be chosen first: choose_precision.")
+        # Gathered over fsdp before the lookup: a lookup in a table split by columns would leave the
+        # activations split the same way and reshuffle them.
         x = constrain(self.table(config.compute_dtype)[tokens], "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:

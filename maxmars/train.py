@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 from maxmars import distributed
 from maxmars.config import TrainConfig
+from maxmars.cpu_settings import give_back_freed_memory
 from maxmars.goodput import Goodput
 from maxmars.init_from import InitFrom
 from maxmars.metrics import recorded_steps
@@ -219,15 +220,24 @@ def evaluate(run: Run) -> None:
     """Record the validation loss at the step where a run stands, once."""
     if run.evaluate is None or run.eval_step == run.step:
         return
-    with run.goodput.during("evaluation"):
+    with run.goodput.during("evaluation"), _given_back(run):
         run.eval_loss, run.eval_step = run.evaluate(run.state.params), run.step
     run.writer.write(run.step, {"eval/loss": run.eval_loss})
     run.progress.message(f"step {run.step}: validation loss {run.eval_loss:.4f} nats a token")
 
 
+@contextlib.contextmanager
+def _given_back(run: Run) -> Iterator[None]:
+    """Before what is done now and then, and after it, a CPU's kept memory is given back."""
+    give_back_freed_memory(run.state)
+    yield
+    give_back_freed_memory(run.state)
+
+
 def _score_hellaswag(run: Run) -> None:
     if run.hellaswag is not None:
-        with run.watchdog.watching("HellaSwag"), run.goodput.during("evaluation"):
+        evaluation = run.goodput.during("evaluation")
+        with run.watchdog.watching("HellaSwag"), evaluation, _given_back(run):
             found = run.hellaswag(run.state.params)
         run.writer.write(run.step, found.metrics)
         run.progress.message(f"step {run.step}: {found.text}")
@@ -238,7 +248,7 @@ def _save(run: Run, *, wait: bool = False) -> None:
         return
     fresh = run.eval_loss is not None and run.eval_step == run.step
     watching = run.watchdog.watching(f"writing the checkpoint of step {run.step}")
-    with watching, run.goodput.during("checkpoint"):
+    with watching, run.goodput.during("checkpoint"), _given_back(run):
         run.goodput.reached(run.step, write=True)
         run.writer.sync()  # a resume from this checkpoint shall find the lines of its steps
         blocked_s = run.checkpointer.save(

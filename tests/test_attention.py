@@ -19,6 +19,7 @@ from maxmars.attention import (
     cudnn_attention,
     splash_attention,
 )
+from maxmars.blocked_attention import blocked_attention
 from maxmars.config import MeshConfig
 
 INTERPRETED = functools.partial(splash_attention, interpret=True)
@@ -73,6 +74,40 @@ def test_splash_equals_the_plain_formula(dtype, masked, length):
     assert_close(found, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("length", [20, 128, 200, 300])  # of 1, 2, 3 and 4 blocks
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_equal_the_plain_formula(length, masked):
+    arrays = inputs("float32", (2, length, 2, 16))
+    documents = document_numbers(2, length) if masked else None
+    expected = result_and_gradients(causal_attention, *arrays, documents)
+    assert_close(result_and_gradients(blocked_attention, *arrays, documents), expected, 1e-5)
+
+
+def test_blocks_in_bfloat16():
+    found = result_and_gradients(blocked_attention, *inputs("bfloat16"), None)
+    assert {x.dtype for x in found} == {jnp.dtype("bfloat16")}
+    expected = result_and_gradients(causal_attention, *inputs("float32"), None)
+    assert_close(found, expected, TOLERANCE["bfloat16"])
+
+
+def test_blocks_compute_no_logits_of_later_keys():
+    """Of 300 tokens in 4 blocks, 3/8 of the logits are never made, by count of the products'."""
+    flops = []
+    for function in (causal_attention, blocked_attention):
+        call = functools.partial(function, scale=SCALE)
+        program = jax.jit(call).lower(*inputs("float32", (1, 300, 1, 64))).compile()
+        flops.append(program.cost_analysis()["flops"])
+    assert flops[1] < 0.7 * flops[0]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_of_batched_cells(axis):
+    arrays = inputs("float32", (3, 3, 128, 2, 16))
+    batched = jax.vmap(functools.partial(blocked_attention, scale=SCALE), axis, axis)
+    plain = jax.vmap(functools.partial(causal_attention, scale=SCALE), axis, axis)
+    np.testing.assert_allclose(batched(*arrays), plain(*arrays), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("whole", "keys"), [(128, 256), (128, 384), (384, 128)])
 def test_splash_over_several_blocks(monkeypatch, whole, keys):
     monkeypatch.setattr(attention_module, "_BLOCK", 128)
@@ -106,14 +141,14 @@ def test_splash_on_a_mesh(monkeypatch, masked):
 
 
 @pytest.mark.parametrize(
-    ("platform", "kernel"), [("tpu", "splash"), ("cpu", "plain"), (None, "plain")]
+    ("platform", "kernel"), [("tpu", "splash"), ("cpu", "blocked"), (None, "plain")]
 )
 def test_the_kernel_is_that_of_the_devices(platform, kernel):
     config = dataclasses.replace(MODEL, compute_dtype="bfloat16")
     assert choose_attention(config, platform) == Choice(kernel)
-    assert choose_attention(dataclasses.replace(config, attention="plain"), platform) == Choice(
-        "plain"
-    )
+    for anywhere in ("plain", "blocked"):
+        wanted = dataclasses.replace(config, attention=anywhere)
+        assert choose_attention(wanted, platform) == Choice(anywhere)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from tiny import ADAMW, tiny_config
 
 from maxmars import sharding
 from maxmars.config import GuardConfig, MeshConfig
+from maxmars.gradients import Gradients
 from maxmars.optimizer_config import MarsConfig, SoapConfig, SophiaConfig
 from maxmars.train_step import (
     abstract_train_state,
-    clip_by_global_norm,
     init_train_state,
     make_train_step,
 )
@@ -321,14 +321,15 @@ def test_a_spike_of_the_loss_withholds_the_update():
     assert state.step == 7
 
 
-def test_clip_by_global_norm():
+def test_gradients_are_multiplied_and_clipped():
     grads = {"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}
-    clipped, norm = clip_by_global_norm(grads, 1.0)
-    assert norm == pytest.approx(5.0)
-    assert clipped["a"][0] == pytest.approx(0.6, abs=1e-6)
-    same, _ = clip_by_global_norm(grads, 10.0)
-    assert same["b"][0, 0] == 4.0
-    assert clip_by_global_norm(grads, None)[0] is grads
+    found = Gradients.of(grads, multiplier=2.0, max_norm=1.0)
+    assert found.norm == pytest.approx(10.0)
+    assert found.clipped()["a"][0] == pytest.approx(0.6, abs=1e-6)
+    assert found.squares({"a": "mlp", "b": "vector"})["vector"] == pytest.approx(64.0)
+    for max_norm in (20.0, None):
+        whole = Gradients.of(grads, multiplier=2.0, max_norm=max_norm).clipped()
+        assert whole["b"][0, 0] == 8.0
 
 
 # --- bad meshes ----------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ def main() -> None:
     if not args.traffic:
         if min(args.rounds, args.slow_rounds) < 1:
             parser.error("--rounds and --slow-rounds must be at least 1.")
-        from maxmars.cpu_memory import keep_freed_memory
+        from maxmars.cpu_settings import keep_freed_memory
 
         keep_freed_memory()
         print_times(args)

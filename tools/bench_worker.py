@@ -144,14 +144,14 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
 
 def main() -> None:
     """Answer until the input ends."""
+    from maxmars import cpu_settings
     from maxmars.config import from_dict
-    from maxmars.cpu_memory import keep_freed_memory_if_small, restart_with_huge_pages
 
     kind, path = sys.argv[1:]
     config = from_dict(json.loads(Path(path).read_text()))
     # As `maxmars train` does, and for PyTorch too: both sides have the same C library.
-    restart_with_huge_pages()
-    keep_freed_memory_if_small(config)
+    cpu_settings.restart_with_huge_pages()
+    cpu_settings.prepare(config)
     with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
         steps = make(kind, config, Path(scratch))
         made = time.perf_counter()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxmars
-from maxmars.cpu_memory import restart_with_huge_pages
+from maxmars.cpu_settings import restart_with_huge_pages
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
 _USER_ERRORS = (ValueError, OSError, ImportError)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from maxmars import cpu_settings
 from maxmars.cli.config_file import (
     ConfigArguments,
     UsageError,
@@ -20,7 +21,6 @@ from maxmars.cli.config_file import (
     split_positionals,
 )
 from maxmars.config import TrainConfig
-from maxmars.cpu_memory import keep_freed_memory_if_small
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Contender
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
     given = _given_rates(arguments.learning_rates, list(configs))
-    keep_freed_memory_if_small(configs[baseline])
+    cpu_settings.prepare(configs[baseline])
     # Imported late: they load JAX.
     from maxmars.compare.comparison import compare
     from maxmars.compare.record import Comparison, recorded_rates

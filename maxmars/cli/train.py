@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from maxmars import cpu_settings
 from maxmars.cli.config_file import UsageError, parse_arguments
 from maxmars.cli.train_arguments import USAGE, TrainArguments
-from maxmars.cpu_memory import keep_freed_memory_if_small
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`."""
     arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=USAGE)
-    keep_freed_memory_if_small(arguments.config)
+    cpu_settings.prepare(arguments.config)
     # Imported late: both load JAX, which --help and wrong arguments need not wait for.
     from maxmars import distributed
     from maxmars.init_from import InitFrom
