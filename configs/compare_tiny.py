@@ -59,11 +59,11 @@ def get_config(optimizer: Optimizer = "mars") -> TrainConfig:
 def get_optimizer(optimizer: Optimizer) -> OptimizerConfig:
     match optimizer:
         case "adamw":
-            return AdamWConfig(learning_rate=1e-3)
+            return AdamWConfig(learning_rate=2e-3)
         case "lion":
-            return LionConfig(learning_rate=5e-4, weight_decay=0.1)
+            return LionConfig(learning_rate=2.5e-4, weight_decay=0.1)
         case "soap":
-            return SoapConfig(learning_rate=4e-3)
+            return SoapConfig(learning_rate=8e-3)
         case "muon":
             return MuonConfig(learning_rate=2e-2)
         case "mars":
@@ -71,7 +71,7 @@ def get_optimizer(optimizer: Optimizer) -> OptimizerConfig:
         case "mars_exact":
             return MarsConfig(learning_rate=2e-3, exact=True)
         case "mars_lion":
-            return MarsConfig(learning_rate=5e-4, variant="lion", weight_decay=0.1)
+            return MarsConfig(learning_rate=2.5e-4, variant="lion", weight_decay=0.1)
         case "mars_shampoo":
             return MarsConfig(
                 learning_rate=2e-2, variant="shampoo", vector_learning_rate_scale=0.15

@@ -42,6 +42,7 @@ from maxmars.optimizer_factory import (
 )
 
 Metrics = dict[str, jax.Array]
+Squares = dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -154,8 +155,8 @@ class TrainStep:
         Returns:
           The new state and the metrics `train/loss` (nats a token), `train/grad_norm` (before the
           clip), `train/learning_rate`, `train/skipped` and `train/skipped_in_a_row` (steps whose
-          update was not applied), `train/update_rms/KIND` for linear, embedding and vector, with a
-          clip `train/grad_clipped` (whether it was active), with one per matrix
+          update was not applied), `train/update_rms/KIND` for linear, embedding and vector (0 where
+          it was not), with a clip `train/grad_clipped` (whether it was active), with one per matrix
           `train/clip_fraction`, `train/orthogonality_error` if measured, and with `log.norms`
           `train/norms`, whose names `model_parts.named_norms` knows.
         """
@@ -258,7 +259,7 @@ def _step(
         sampled["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, tokens)
     apply, guard = check_step(config.guard, state.guard, loss, [g.norm for g in given.values()])
 
-    def update() -> tuple[_Written, Metrics]:
+    def update() -> tuple[_Written, Squares]:
         tx = _optimizer(config, learning_rate, mesh)
         clipped = {name: found.clipped() for name, found in given.items()}
         updates, opt_state = tx.update(
@@ -269,20 +270,18 @@ def _step(
             opt_state=opt_state,
             prev_params=state.params if _is_exact(config) else None,
         )
-        squares = squared_norms(parts, updates)
-        measured = _update_metrics(parts, updates, squares, opt_state)
-        if config.log.norms:
-            of_params = squared_norms(parts, state.params)
-            measured["train/norms"] = norms_array(gradients.squares(parts), of_params, squares)
-        return written, measured
+        return written, squared_norms(parts, updates)
 
-    def keep() -> tuple[_Written, Metrics]:
-        _, measured = jax.eval_shape(update)
+    def keep() -> tuple[_Written, Squares]:
         old = _Written(state.params, state.opt_state, state.prev_params)
-        return old, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), measured)
+        return old, jax.tree.map(jnp.zeros_like, of_params)
 
+    of_params = squared_norms(parts, state.params)
     with jax.named_scope("optimizer"):
-        written, measured = _cond(mesh, apply, update, keep)
+        written, of_updates = _cond(mesh, apply, update, keep)
+    measured = _update_metrics(parts, state.params, of_updates, written.opt_state)
+    if config.log.norms:
+        measured["train/norms"] = norms_array(gradients.squares(parts), of_params, of_updates)
     if config.gradient_clip_norm is not None:
         measured["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
@@ -345,13 +344,11 @@ class _Written(NamedTuple):
     prev_params: Any
 
 
-def _update_metrics(
-    parts: Any, updates: Any, squares: dict[str, jax.Array], opt_state: Any
-) -> Metrics:
+def _update_metrics(parts: Any, params: Any, squares: Squares, opt_state: Any) -> Metrics:
     """Root mean square of each kind of parameter's update, and what the optimizer measures."""
     sizes: collections.Counter[str] = collections.Counter()
-    for part, update in zip(jax.tree.leaves(parts), jax.tree.leaves(updates), strict=True):
-        sizes[part] += update.size
+    for part, param in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True):
+        sizes[part] += param.size
     kinds = {"linear": ("attention", "mlp"), "embedding": ("embedding",), "vector": ("vector",)}
     metrics = {}
     for kind, of in kinds.items():
@@ -378,7 +375,7 @@ def _cond(
     mesh: Mesh, condition: jax.Array, true: Callable[[], Any], false: Callable[[], Any]
 ) -> Any:
     if mesh.devices.flat[0].platform == "cpu":
-        # A select in a loop over large arrays keeps XLA's CPU backend from vectorizing it (0.4x).
+        # A select makes XLA's CPU backend copy arrays, at half the speed or less.
         return jax.lax.cond(condition, true, false)
-    # Elsewhere it fuses into the update, which reads the old values anyway.
+    # Elsewhere an elementwise select fuses into the update, which reads the old values anyway.
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), true(), false())

@@ -39,6 +39,7 @@ from maxmars.optimizer_config import MarsConfig
 from maxmars.verify_resume import TRAIN_FROM_JSON, first_difference, series
 
 EVERY = 20  # steps between checkpoints
+STARTING_S = 300
 LONGEST_S = 6.0  # of a life after its first step
 KILLED_WHILE_STARTING = 0.2  # share of the lives
 
@@ -93,8 +94,16 @@ class Life:
         return max((step for step, _ in series(self.workdir)), default=0)
 
     def wait_for_a_step(self) -> None:
-        """Return when it has reported one, or ended."""
+        """Return when it has reported one, or ended.
+
+        Raises:
+          SystemExit: it did neither in time.
+        """
+        deadline = time.monotonic() + STARTING_S
         while self.process.poll() is None and not re.search(r"\bstep +\d+/", self.output()):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise SystemExit(f"no step was reported in {STARTING_S} s; see {self.log}")
             time.sleep(0.01)
 
     def continued_from(self) -> int | None:

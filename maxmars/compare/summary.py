@@ -46,7 +46,7 @@ class Outcome:
     next_rate: float | None
     """The rate by which to extend the grid there."""
     basin: Basin | None
-    """Rates within `TOLERANCE` of the best one, from the losses of the first seed."""
+    """Rates within `TOLERANCE` of the best one, by the means over the seeds that each has."""
     line: Line | None
     """The curves at the best rate."""
     test: PairedTest | None
@@ -200,7 +200,7 @@ def _next_rate(contender: Contender, edge: Literal["low", "high"]) -> float:
 
 def _basin(rates: Sequence[RatePoint]) -> Basin | None:
     scanned = [rate for rate in rates if rate.losses]
-    losses = [rate.losses[0] for rate in scanned]
+    losses = [float(np.mean(rate.losses)) for rate in scanned]
     return basin([rate.learning_rate for rate in scanned], losses, TOLERANCE) if scanned else None
 
 

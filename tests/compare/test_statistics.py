@@ -16,6 +16,7 @@ from maxmars.compare.statistics import (
     mean_interval,
     paired_test,
 )
+from maxmars.compare.summary import RatePoint, _basin
 
 INF, CONFIG = math.inf, tiny_config()
 
@@ -70,6 +71,18 @@ def test_the_width_of_a_basin():
     assert (found.low, found.open_low, found.high, found.open_high) == (2e-3, False, 8e-3, True)
     assert found.factor == 4
     assert basin(rates, [INF] * 4, 0.2) is None
+
+
+def test_a_basin_is_that_of_the_means_over_seeds():
+    """As the best rate is: here not the first seed's."""
+    rates = [
+        RatePoint(learning_rate=1e-3, losses=(1.90,)),
+        RatePoint(learning_rate=2e-3, losses=(1.97, 1.80, 1.81)),
+        RatePoint(learning_rate=4e-3, losses=(2.4,)),
+    ]
+    found = _basin(rates)
+    assert found.low == 1e-3
+    assert 2e-3 < found.high < 4e-3
 
 
 def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
