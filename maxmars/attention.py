@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmars.blocked_attention import blocked_attention
 from maxmars.config import GPT2Config
-from maxmars.sharding import RULES
+from maxmars.sharding import RULES, ambient_platform
 
 Implementation = Literal["plain", "blocked", "splash", "cudnn"]
 RESIDUALS = "attention"
@@ -100,9 +100,7 @@ def attention(
 
     That is the plain formula where there is no mesh, and for `branches`, of which no kernel knows.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    platform = None if mesh.empty else mesh.abstract_device.platform
-    implementation = choose_attention(config, platform).implementation
+    implementation = choose_attention(config, ambient_platform()).implementation
     if implementation == "plain" or branches is not None:
         return checkpoint_name(causal_attention(q, k, v, scale, documents, branches), RESIDUALS)
     if implementation == "blocked":

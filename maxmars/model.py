@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 from maxmars import cross_entropy
 from maxmars.attention import RESIDUALS, attention
 from maxmars.config import GPT2Config
-from maxmars.sharding import constrain
+from maxmars.narrowing_matmul import narrowing_matmul
+from maxmars.sharding import ambient_platform, constrain
 
 LAYERS = "layers"
 _INIT_STD = 0.02
@@ -89,7 +90,12 @@ class Linear(nnx.Module):
         leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
         # All tokens on one axis: XLA's CPU backend would write each weight gradient's activations
         # out transposed, element by element, where B and T are contracted as two axes (0.4x).
-        y = jnp.tensordot(x.reshape(-1, *inputs), kernel, axes=self.num_inputs)
+        x = x.reshape(-1, *inputs)
+        narrowing = kernel.ndim == 2 and kernel.shape[0] > kernel.shape[1]
+        if narrowing and ambient_platform() == "cpu":
+            y = narrowing_matmul(x, kernel)
+        else:
+            y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         y = y.reshape(*leading, *y.shape[1:])
         if self.config.use_bias:
             y = y + self.bias[...].astype(x.dtype)

@@ -108,6 +108,12 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
 
 
+def ambient_platform() -> str | None:
+    """Platform of the devices of the ambient mesh (`jax.set_mesh`); None where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh.abstract_device.platform
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch of shape [microbatches, rows, tokens]."""
     return NamedSharding(mesh, RULES.spec(None, "batch", None))

@@ -40,7 +40,7 @@ ROWS = (
         "program_cache",
     },
     {"attention", "cross_entropy"},
-    {"blocked_attention"},
+    {"blocked_attention", "narrowing_matmul"},
     {"sharding", "distributed", "digest", "orbax_io"},
     {"cluster", "roll_call", "lost_peers"},
     {"preemption", "workdir", "cpu_settings"},
