@@ -126,8 +126,14 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
-def written_after(kept: Tree, readers: tuple[Tree, ...]) -> Tree:
-    """The `kept` leaves, computed once every tree of `readers` is."""
+def written_after(kept: Tree, readers: tuple[Tree, ...], *, fused: bool) -> Tree:
+    """The `kept` leaves, computed once every tree of `readers` is.
+
+    Args:
+      kept: what is written over arrays that others read.
+      readers: what is computed from these arrays.
+      fused: whether accelerators compute all of it in one pass, which needs no order.
+    """
 
     def by_barrier(kept: Tree, readers: Tree) -> Tree:
         return jax.lax.optimization_barrier((kept, readers))[0]
@@ -147,6 +153,6 @@ def written_after(kept: Tree, readers: tuple[Tree, ...]) -> Tree:
 
     # The CPU compiler of JAX 0.10 drops the barrier before it places the copies. Where arrays may
     # be split over devices, reading an element would be communication.
-    if jax.device_count() > 1:
-        return by_barrier(kept, readers)
-    return jax.lax.platform_dependent(kept, readers, cpu=by_data, default=by_barrier)
+    on_cpus = by_barrier if jax.device_count() > 1 else by_data
+    default = (lambda kept, _: kept) if fused else by_barrier
+    return jax.lax.platform_dependent(kept, readers, cpu=on_cpus, default=default)

@@ -93,8 +93,8 @@ def test_plain_attention_writes_them():
 @needs_libtpu
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), MarsConfig()], ids=["adamw", "mars"])
 def test_no_parameter_is_copied_on_tpus(optimizer):
-    """Neither transposed nor in another layout, with one microbatch of few tokens. AdamW holds one
-    float32 tree of gradients and gathered layers; MARS holds one and a half more."""
+    """Neither transposed nor in another layout, with one microbatch of few tokens. Besides its
+    state a step holds one float32 tree of gradients, and gathered layers."""
     model = dataclasses.replace(
         MODEL, num_layers=6, num_heads=8, embed_dim=1024, max_seq_len=128, vocab_size=1024
     )
@@ -115,4 +115,4 @@ def test_no_parameter_is_copied_on_tpus(optimizer):
     ]
     assert copies == []
     params_bytes = 4 * num_parameters(model) / 4
-    assert hlo.memory(step).temp_bytes < (1.5 if optimizer == AdamWConfig() else 3) * params_bytes
+    assert hlo.memory(step).temp_bytes < 1.5 * params_bytes
