@@ -67,7 +67,13 @@ def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=Non
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"scale_attn_by_inverse_layer_idx": True, "use_bias": False}, {"document_end_id": 256}],
+    [
+        {},
+        pytest.param(
+            {"scale_attn_by_inverse_layer_idx": True, "use_bias": False}, marks=pytest.mark.slow
+        ),
+        {"document_end_id": 256},
+    ],
     ids=["plain", "inverse", "documents"],
 )
 def test_packed_continuations_equal_separate_rows(choices, change):

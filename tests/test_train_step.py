@@ -136,10 +136,10 @@ OPTIMIZERS = {
         *(("mars", mesh) for mesh in MESHES),
         ("adamw", "2,2,2"),
         ("exact", "2,2,2"),
-        ("sophia", "2,2,2"),
-        ("shampoo", "1,8,1"),
+        pytest.param("sophia", "2,2,2", marks=pytest.mark.slow),
+        pytest.param("shampoo", "1,8,1", marks=pytest.mark.slow),
         ("shampoo", "2,2,2"),
-        ("shampoo", "1,2,4"),
+        pytest.param("shampoo", "1,2,4", marks=pytest.mark.slow),
         ("m", "2,2,2"),
     ],
 )

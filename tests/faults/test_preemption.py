@@ -37,7 +37,9 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder, number):
     name = number.name
     process = start(folder, name)

@@ -20,6 +20,7 @@ def load_tool(name):
     return module
 
 
+@pytest.mark.slow
 def test_five_random_kills(monkeypatch, tmp_path, capsys):
     """`python tools/soak.py --kills 100` is the long form."""
     soak = load_tool("soak")
