@@ -54,9 +54,10 @@ class ScaleByMarsState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Momentum:
-    """c and m of every leaf, and the state that follows from them."""
+    """c before its clip, the clip's factors and m of every leaf, and the state that follows."""
 
     c: Tree
+    factors: Tree
     m: Tree
     buffer: Tree
     clip_fraction: jax.Array | None
@@ -133,7 +134,7 @@ class _Rule:
         nu = nu_max = error = None
         match self.variant:
             case "adamw":
-                nu, nu_max = self.second_moment(momentum.c, state)
+                nu, nu_max = self.second_moment(momentum.c, momentum.factors, state)
                 directions = self.adam(momentum.m, nu if nu_max is None else nu_max, count)
             case "lion":
                 directions = jax.tree.map(jnp.sign, momentum.m)
@@ -163,11 +164,14 @@ class _Rule:
             grads,
             last,
         )
-        fraction = None
+        factors, fraction = jax.tree.map(lambda c: jnp.ones([], c.dtype), c), None
         if self.clip_threshold is not None:
-            c, fraction = _clip(c, self.clip_threshold, specs)
-        m = jax.tree.map(lambda m, c: self.b1 * m + (1 - self.b1) * c, state.mu, c)
-        return _Momentum(c=c, m=m, buffer=m, clip_fraction=fraction)
+            factors, fraction = _clip_factors(c, self.clip_threshold, specs)
+        # The factor goes to the scalar: XLA's CPU backend would write a clipped c that two read.
+        m = jax.tree.map(
+            lambda m, c, f: self.b1 * m + ((1 - self.b1) * f) * c, state.mu, c, factors
+        )
+        return _Momentum(c=c, factors=factors, m=m, buffer=m, clip_fraction=fraction)
 
     def last_gradients(self, grads: Tree, state: ScaleByMarsState, prev_grads: Tree) -> Tree:
         """What the gradient is compared with; in the first step by the policy of `first_step`."""
@@ -214,11 +218,17 @@ class _Rule:
         step = (1 - gamma) * (1 - beta) / beta
         buffer = jax.tree.map(lambda b, g: beta * b + step * g, state.mu, grads)
         m = jax.tree.map(lambda b, g: gamma * g + beta * b, buffer, grads)
-        return _Momentum(c=None, m=m, buffer=buffer, clip_fraction=None)
+        return _Momentum(c=None, factors=None, m=m, buffer=buffer, clip_fraction=None)
 
-    def second_moment(self, c: Tree, state: ScaleByMarsState) -> tuple[Tree, Tree]:
+    def second_moment(self, c: Tree, factors: Tree, state: ScaleByMarsState) -> tuple[Tree, Tree]:
         """v and, with `amsgrad`, its running maximum."""
-        nu = jax.tree.map(lambda v, c: self.b2 * v + (1 - self.b2) * c * c, state.nu, c)
+        root = jnp.sqrt(jnp.asarray(1 - self.b2))
+        nu = jax.tree.map(
+            lambda v, c, f: self.b2 * v + jnp.square(root.astype(f.dtype) * f * c),
+            state.nu,
+            c,
+            factors,
+        )
         return nu, jax.tree.map(jnp.maximum, state.nu_max, nu) if self.amsgrad else None
 
     def adam(self, m: Tree, v: Tree, count: jax.Array) -> Tree:
@@ -376,11 +386,11 @@ def _is_zero(gamma: ScalarOrSchedule) -> bool:
     return isinstance(gamma, int | float) and gamma == 0
 
 
-def _clip(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
-    """Scale each matrix (or vector) of each stack down to norm `threshold`.
+def _clip_factors(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
+    """What scales each matrix (or vector) of each stack down to norm `threshold`.
 
     Returns:
-      The clipped tree, and the share of its matrices and vectors that were longer.
+      The factors, to be broadcast, and the share of matrices and vectors that were longer.
     """
 
     def norms(c: jax.Array, spec: MatrixSpec) -> jax.Array:
@@ -388,10 +398,8 @@ def _clip(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Array]:
         axes = spec.inner if c.ndim else ()
         return jnp.sqrt(jnp.sum(jnp.square(wide), axis=axes, keepdims=True))
 
-    def scaled(c: jax.Array, norm: jax.Array) -> jax.Array:
-        return (c.astype(norm.dtype) * (threshold / jnp.maximum(norm, threshold))).astype(c.dtype)
-
     norm_tree = jax.tree.map(norms, c, specs)
     leaves = jax.tree.leaves(norm_tree)
     longer = sum((jnp.sum(norm > threshold, dtype=jnp.float32) for norm in leaves), jnp.float32(0))
-    return jax.tree.map(scaled, c, norm_tree), longer / max(1, sum(norm.size for norm in leaves))
+    factors = jax.tree.map(lambda norm: threshold / jnp.maximum(norm, threshold), norm_tree)
+    return factors, longer / max(1, sum(norm.size for norm in leaves))
