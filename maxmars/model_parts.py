@@ -36,16 +36,11 @@ def parameter_parts(config: GPT2Config) -> Any:
 
 def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each part of a tree of the parameters' structure, by name."""
-    sums = no_squares()
+    sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
     for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         sums[part] += jnp.sum(jnp.square(wide))
     return sums
-
-
-def no_squares() -> dict[str, Float[Array, ""]]:
-    """The `squared_norms` of zeros."""
-    return dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
 
 
 def norms_array(*squares: Mapping[str, jax.Array]) -> Float[Array, "quantities parts"]:

@@ -32,7 +32,7 @@ from maxmars.model import (
     mean_loss,
     mean_loss_of_drawn,
 )
-from maxmars.model_parts import no_squares, norms_array, parameter_parts, squared_norms
+from maxmars.model_parts import norms_array, parameter_parts, squared_norms
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.optimizer_config import MarsConfig, SophiaConfig
 from maxmars.optimizer_factory import (
@@ -275,15 +275,16 @@ def _step(
 
     def keep() -> tuple[_Written, Squares]:
         old = _Written(state.params, state.opt_state, state.prev_params)
-        return old, no_squares()
+        return old, jax.tree.map(jnp.zeros_like, of_gradients)
 
+    of_gradients = gradients.squares(parts)
     with jax.named_scope("optimizer"):
         written, of_updates = _cond(mesh, apply, update, keep)
     measured = _update_metrics(parts, state.params, of_updates, written.opt_state)
     if config.log.norms:
         # Of the new ones: were the old still read here, XLA's CPU backend would copy them.
         of_params = squared_norms(parts, written.params)
-        measured["train/norms"] = norms_array(gradients.squares(parts), of_params, of_updates)
+        measured["train/norms"] = norms_array(of_gradients, of_params, of_updates)
     if config.gradient_clip_norm is not None:
         measured["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
