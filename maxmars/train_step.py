@@ -280,10 +280,10 @@ def _step(
     of_gradients = gradients.squares(parts)
     with jax.named_scope("optimizer"):
         written, of_updates = _cond(mesh, apply, update, keep)
-    measured = _update_metrics(parts, state.params, of_updates, written.opt_state)
-    if config.log.norms:
         # Of the new ones: were the old still read here, XLA's CPU backend would copy them.
         of_params = squared_norms(parts, written.params)
+    measured = _update_metrics(parts, state.params, of_updates, written.opt_state)
+    if config.log.norms:
         measured["train/norms"] = norms_array(of_gradients, of_params, of_updates)
     if config.gradient_clip_norm is not None:
         measured["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm

@@ -157,8 +157,8 @@ class _Rule:
     def momentum(self, grads: Tree, state: ScaleByMarsState, prev: Tree, specs: Tree) -> _Momentum:
         """c = clip(g + κ (g − last)) and m = β₁ m + (1 − β₁) c."""
         last = self.last_gradients(grads, state, prev)
-        gamma = self.gamma(state.count) if callable(self.gamma) else self.gamma
-        kappa = gamma * self.b1 / (1 - self.b1)
+        gamma, b1 = self.gamma(state.count) if callable(self.gamma) else self.gamma, self.b1
+        kappa = gamma * b1 / (1 - b1)
         c = jax.tree.map(
             lambda g, last: g + jnp.asarray(kappa, g.dtype) * (g - last.astype(g.dtype)),
             grads,
@@ -168,9 +168,7 @@ class _Rule:
         if self.clip_threshold is not None:
             factors, fraction = _clip_factors(c, self.clip_threshold, specs)
         # The factor goes to the scalar: XLA's CPU backend would write a clipped c that two read.
-        m = jax.tree.map(
-            lambda m, c, f: self.b1 * m + ((1 - self.b1) * f) * c, state.mu, c, factors
-        )
+        m = jax.tree.map(lambda m, c, f: b1 * m + ((1 - b1) * f) * c, state.mu, c, factors)
         return _Momentum(c=c, factors=factors, m=m, buffer=m, clip_fraction=fraction)
 
     def last_gradients(self, grads: Tree, state: ScaleByMarsState, prev_grads: Tree) -> Tree:
@@ -201,10 +199,8 @@ class _Rule:
     def next_last(self, grads: Tree, old_state: ScaleByMarsState, readers: Tree) -> Tree:
         """The gradient to keep, written over the old one once its `readers` are done.
 
-        Without that order the compiler may first copy the old one: 4 bytes a parameter, and time.
-        With it, a TPU's would make a second pass of what is one otherwise (libtpu 0.0.52: 0.13
-        bytes a byte of parameters more under fsdp=4, 0.5 where they are whole on each chip); but
-        Newton-Schulz ends the pass anyway.
+        Without that order a CPU's compiler may first copy the old one; a TPU's would make two
+        passes of one by it, but for Newton-Schulz, which ends the pass anyway.
         """
         if not self.keeps_last:
             return None
@@ -222,13 +218,12 @@ class _Rule:
 
     def second_moment(self, c: Tree, factors: Tree, state: ScaleByMarsState) -> tuple[Tree, Tree]:
         """v and, with `amsgrad`, its running maximum."""
-        root = jnp.sqrt(jnp.asarray(1 - self.b2))
-        nu = jax.tree.map(
-            lambda v, c, f: self.b2 * v + jnp.square(root.astype(f.dtype) * f * c),
-            state.nu,
-            c,
-            factors,
-        )
+        b2, root = self.b2, jnp.sqrt(jnp.asarray(1 - self.b2))
+
+        def average(v: jax.Array, c: jax.Array, f: jax.Array) -> jax.Array:
+            return b2 * v + jnp.square(root.astype(c.dtype) * f * c)
+
+        nu = jax.tree.map(average, state.nu, c, factors)
         return nu, jax.tree.map(jnp.maximum, state.nu_max, nu) if self.amsgrad else None
 
     def adam(self, m: Tree, v: Tree, count: jax.Array) -> Tree:
@@ -401,5 +396,5 @@ def _clip_factors(c: Tree, threshold: Scalar, specs: Tree) -> tuple[Tree, jax.Ar
     norm_tree = jax.tree.map(norms, c, specs)
     leaves = jax.tree.leaves(norm_tree)
     longer = sum((jnp.sum(norm > threshold, dtype=jnp.float32) for norm in leaves), jnp.float32(0))
-    factors = jax.tree.map(lambda norm: threshold / jnp.maximum(norm, threshold), norm_tree)
-    return factors, longer / max(1, sum(norm.size for norm in leaves))
+    share = longer / max(1, sum(norm.size for norm in leaves))
+    return jax.tree.map(lambda norm: threshold / jnp.maximum(norm, threshold), norm_tree), share
