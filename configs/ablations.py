@@ -3,23 +3,21 @@
 The correction's strength gamma (0 is none, 0.025 the papers'), the bound on each corrected
 gradient (1 is the papers'), and exact against approximate MARS, on two CPU cores:
 
-    maxmars compare configs/ablations.py --optimizers mars,gamma_0,gamma_0.1 --workdir DIR
+    maxmars compare ablations --optimizers mars,gamma_0,gamma_0.1 --workdir DIR
 
 and as the papers ran it, on a pod or a node, one run each; `maxmars report RUN RUN` compares them:
 
-    maxmars train configs/ablations.py:size=small,optimizer=gamma_0 --data.path DIR --mesh.fsdp 8
+    maxmars train ablations:size=small,optimizer=gamma_0 --data.path DIR --mesh.fsdp 8
 
 Published for small, best validation loss after 50B tokens of OpenWebText: exact 2.847, approximate
 2.849, AdamW 2.885.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
-from maxmars.cli.config_file import load_config
-from maxmars.config import TrainConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.config import MarsConfig, TrainConfig
+from maxmars.config.command_line import load_config
 
 Size = Literal["tiny", "small", "medium", "large", "xl"]
 Optimizer = Literal[
@@ -38,8 +36,7 @@ Optimizer = Literal[
 
 
 def get_config(size: Size = "tiny", optimizer: Optimizer = "mars") -> TrainConfig:
-    file = "compare_tiny.py:optimizer=mars" if size == "tiny" else f"gpt2.py:size={size}"
-    config = load_config(f"{Path(__file__).with_name(file)}")
+    config = load_config("compare_tiny" if size == "tiny" else f"gpt2:size={size}")
     assert isinstance(config.optimizer, MarsConfig)
     name = config.name if optimizer == "mars" else f"{config.name}-{optimizer}"
     return dataclasses.replace(config, name=name, optimizer=change(config.optimizer, optimizer))

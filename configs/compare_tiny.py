@@ -1,6 +1,6 @@
 """A GPT-2 of 0.35M parameters for comparing optimizers on two CPU cores, on the quickstart's text.
 
-    maxmars compare configs/compare_tiny.py --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
+    maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
 
 1,024 steps of 1,024 tokens a run. Each optimizer's learning rate is the lower middle of the grid
 that `maxmars compare` makes of it.
@@ -9,21 +9,19 @@ that `maxmars compare` makes of it.
 from typing import Literal
 
 from maxmars.config import (
+    AdamWConfig,
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
-    LogConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.optimizer_config import (
-    AdamWConfig,
     LionConfig,
+    LogConfig,
     MarsConfig,
     MuonConfig,
     OptimizerConfig,
+    PythonSourcesConfig,
+    ScheduleConfig,
     SoapConfig,
+    TrainConfig,
 )
 
 Optimizer = Literal[

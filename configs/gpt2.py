@@ -1,8 +1,8 @@
 """GPT-2 as the MARS papers ran it (arXiv 2411.10438, 2510.21800), with every optimizer.
 
-    maxmars train configs/gpt2.py:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
+    maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
-Choices: size=small|medium|large|xl, data=openwebtext|fineweb_edu, and
+Choices: size=tiny|small|medium|large|xl, data=openwebtext|fineweb_edu, and
 optimizer=adamw|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
 are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens.
@@ -32,20 +32,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from maxmars.config import EvalConfig, GPT2Config, ScheduleConfig, TrainConfig
-from maxmars.data_config import TokenShardsConfig
-from maxmars.optimizer_config import (
+from maxmars.config import (
     AdamWConfig,
     AdoptConfig,
+    EvalConfig,
+    GPT2Config,
     LionConfig,
     MarsConfig,
     MuonConfig,
     OptimizerConfig,
+    ScheduleConfig,
     SoapConfig,
     SophiaConfig,
+    TokenShardsConfig,
+    TrainConfig,
 )
 
-Size = Literal["small", "medium", "large", "xl"]
+Size = Literal["tiny", "small", "medium", "large", "xl"]
 Data = Literal["openwebtext", "fineweb_edu"]
 Optimizer = Literal[
     "adamw",
@@ -78,6 +81,16 @@ class Recipe:
 
 
 RECIPES: dict[Size, Recipe] = {
+    "tiny": Recipe(  # to try a recipe out on a laptop, with small's rates; nobody published it
+        model=GPT2Config(num_layers=4, num_heads=4, embed_dim=128, max_seq_len=256),
+        adamw=6e-4,
+        mars=6e-3,
+        vector=3e-3,
+        muon=2e-2,
+        mars_m={"openwebtext": 6e-3, "fineweb_edu": 1e-2},
+        minimum=3e-5,
+        microbatches=4,
+    ),
     "small": Recipe(
         model=GPT2Config.small(),
         adamw=6e-4,
@@ -149,9 +162,7 @@ def get_config(
     )
 
 
-def get_optimizer(  # noqa: C901, a table
-    optimizer: Optimizer, recipe: Recipe, data: Data
-) -> OptimizerConfig:
+def get_optimizer(optimizer: Optimizer, recipe: Recipe, data: Data) -> OptimizerConfig:
     match optimizer:
         case "adamw":
             return AdamWConfig(learning_rate=recipe.adamw, b1=0.9, b2=0.95, weight_decay=0.1)

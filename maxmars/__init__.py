@@ -4,4 +4,4 @@ Importing the package imports nothing heavy; take what you need from its modules
 `from maxmars.optim import mars` in any optax program.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,24 +1,46 @@
 """Eight fake CPU devices, and fixtures that tests share."""
 
+import gc
+import hashlib
+import importlib.metadata
 import os
-import tempfile
+import random
 from pathlib import Path
 
 import pytest
+from xla_flags import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Level 0 of LLVM halves the time of compiling; XLA's own passes, which choose the collectives and
-# the memory, stay as they are.
-FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
 GIVEN = os.environ.get("XLA_FLAGS", "")
-ADDED = [flag for flag in FLAGS if flag.split("=")[0] not in GIVEN]
+ADDED = [flag for flag in xla_flags(8).split() if flag.split("=")[0] not in GIVEN]
 os.environ["XLA_FLAGS"] = " ".join([GIVEN, *ADDED]).strip()
 
-# Many tests compile the same small programs: each is compiled once a session.
-_CACHE = tempfile.TemporaryDirectory(prefix="maxmars-jax-cache-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+
+# Many tests compile the same small programs: each is compiled once, and kept for the next session.
+# JAX writes entries without a lock, so each worker of xdist has a folder of its own; other versions
+# of jaxlib and other processors must not meet each other's programs.
+def _compilation_cache() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "maxmars" / "tests"
+    cpu = hashlib.sha256(
+        Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
+    )
+    programs = f"{importlib.metadata.version('jaxlib')}-{cpu.hexdigest()[:12]}"
+    root = Path(os.environ.get("MAXMARS_TEST_CACHE", default))
+    return root / programs / os.environ.get("PYTEST_XDIST_WORKER", "main")
+
+
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compilation_cache())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# JAX keeps many small objects of its programs, and Python would go through all of them again and
+# again to find unused ones: that took a fifth of the tests' time.
+gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules stay
+
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,3 +67,51 @@ def x64():
 
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def byte_tokens(tmp_path_factory) -> Path:
+    """A directory of byte tokens that `maxmars data prepare` made of 40 kB of generated text."""
+    from maxmars.cli import main
+
+    folder = tmp_path_factory.mktemp("byte_tokens")
+    draw, words = (
+        random.Random(0),
+        [
+            "the",
+            "model",
+            "reads",
+            "a",
+            "short",
+            "text",
+            "and",
+            "learns",
+            "every",
+            "word",
+            "of",
+            "it",
+        ],
+    )
+    lines = (" ".join(draw.choices(words, k=12)) + ".\n" for _ in range(700))
+    (folder / "text.txt").write_text("".join(lines))
+    main(["data", "prepare", str(folder / "text.txt"), str(folder / "tokens"), "--workers", "0"])
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="session")
+def finished_run(byte_tokens, tmp_path_factory) -> Path:
+    """The workdir of a trained run, for tests that read one; copy it before you change it.
+
+    A GPT-2 of two layers after 6 steps of MARS on `byte_tokens`, on a mesh of eight devices, with
+    checkpoints at steps 2, 4 and 6 and evaluations at 0, 3 and 6.
+    """
+    from maxmars.cli import main
+
+    workdir = tmp_path_factory.mktemp("finished_run") / "run"
+    options = """--num-processes 1 --num-steps 6 --global-batch-size 8 --schedule.warmup-steps 2
+        --model.num-layers 2 --model.num-heads 2 --model.embed-dim 32 --model.max-seq-len 32
+        --model.scan-unroll 1 --model.compute-dtype float32
+        --eval.every 3 --eval.num-windows 16 --eval.batch-size 8
+        --checkpoint.every 2 --checkpoint.keep-last 9 --log.every 1"""
+    main(["train", f"quickstart:data={byte_tokens}", "--workdir", str(workdir), *options.split()])
+    return workdir

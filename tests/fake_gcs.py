@@ -4,6 +4,7 @@ Objects have generations, and writes and deletions honour `ifGenerationMatch`, a
 There is one bucket, `bucket`; of those that are named like `status-403`, every request gets that.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -19,7 +20,12 @@ _COPY = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]
 
 
 class Server(ThreadingHTTPServer):
-    """Objects: name -> (generation, bytes)."""
+    """Objects: name -> (generation, bytes).
+
+    `failing` decides whether a read of contents gets 503, from its number (0, 1, ...) and name.
+    """
+
+    request_queue_size = 256  # gcsfs connects a hundred times at once; of five the rest would wait
 
     daemon_threads = True
 
@@ -28,6 +34,9 @@ class Server(ThreadingHTTPServer):
         self.objects, self.last, self.lock = {}, 0, threading.RLock()
         self.writes = []  # name, generation that the writer expected, generation that was there
         self.uploads = []  # names of resumable uploads
+        self.reads = []  # name and number of bytes of each read of contents
+        self.lists = []  # prefixes
+        self.failing = lambda number, name: False
 
     @property
     def url(self):
@@ -51,10 +60,24 @@ class Server(ThreadingHTTPServer):
     def text(self, name):
         return self.objects[name][1].decode()
 
+    def put_directory(self, directory, name):
+        """Upload the files of a directory on the disk."""
+        for path in directory.iterdir():
+            self.put(f"{name}/{path.name}", path.read_bytes())
+
     def put(self, name, content):
         with self.lock:
             self.last += 1
             self.objects[name] = (self.last, content)
+
+
+def crc32c(content):
+    """As the store gives it, by a library that comes with gcsfs; nothing where there is none."""
+    try:
+        import google_crc32c
+    except ImportError:
+        return ""
+    return base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
 
 
 @contextlib.contextmanager
@@ -93,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             "bucket": "bucket",
             "generation": str(generation),
             "size": str(len(content)),
+            "crc32c": crc32c(content),
             "updated": "2026-01-01T00:00:00.000Z",
         }
 
@@ -132,13 +156,19 @@ class Handler(BaseHTTPRequestHandler):
         generation, content = self.server.objects[name]
         if query.get("alt") != "media":
             return self.answer(200, self.metadata(name))
+        number = len(self.server.reads)
+        self.server.reads.append((name, 0))
+        if self.server.failing(number, name):
+            return self.fail(503)
         headers = {"x-goog-generation": generation}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked is None:
+            self.server.reads[number] = (name, len(content))
             return self.answer(200, content, headers)
         first, last = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
         if first > last:
             return self.answer(416, b"", headers)
+        self.server.reads[number] = (name, last + 1 - first)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return self.answer(206, content[first : last + 1], headers)
 
@@ -152,6 +182,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def get_objects(self, names, query, body):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        self.server.lists.append(prefix)
         start, end = query.get("startOffset", ""), query.get("endOffset")
         items, prefixes = [], set()
         for name in sorted(self.server.objects):
@@ -171,6 +202,11 @@ class Handler(BaseHTTPRequestHandler):
         match query.get("uploadType"):
             case "media":
                 return self.write(query["name"], query, body)
+            case "multipart":  # metadata and content, as gcsfs sends small files
+                boundary = re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])[1]
+                parts = body.split(f"--{boundary}".encode())[1:3]
+                metadata, content = (part.partition(b"\n\n")[2][:-1] for part in parts)
+                return self.write(json.loads(metadata)["name"], query, content)
             case "resumable":
                 self.server.uploads.append(query.get("name") or json.loads(body)["name"])
                 place = f"{self.server.url}{self.path}&upload_id={len(self.server.uploads) - 1}"

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmars.config import GPT2Config, ScheduleConfig, TrainConfig
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.optimizer_config import AdamWConfig, MarsConfig
+from maxmars.config import (
+    AdamWConfig,
+    GPT2Config,
+    MarsConfig,
+    PythonSourcesConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 
 class Reference:

@@ -10,11 +10,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config
 
-from maxmars import sharding
 from maxmars.checkpoint import Checkpointer
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.data.tokenizer import store_tokenizer
-from maxmars.model import graph_and_abstract_params
+from maxmars.data.tokenizer import save_tokenizer
+from maxmars.distributed import sharding
+from maxmars.model.gpt2 import graph_and_abstract_params
 
 BASE = GPT2Config(
     num_layers=3,
@@ -65,7 +65,7 @@ def make_run(workdir, config, params_of_step, tokenizer):
             state = {"params": jax.tree.map(jax.numpy.asarray, params)}
             checkpointer.save(step, state, data_position=0)
     if tokenizer is not None:
-        store_tokenizer(tokenizer, workdir / "tokenizer")
+        save_tokenizer(tokenizer, workdir / "tokenizer")
     return workdir
 
 

@@ -12,15 +12,15 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxmars.cli.config_file import load_config
 from maxmars.config import differences, to_dict
-from maxmars.model import graph_and_abstract_params, logical_axes, num_parameters
-from maxmars.optimizer_factory import make_schedule, parameter_groups
-from maxmars.sharding import AXES, RULES
+from maxmars.config.command_line import load_config
+from maxmars.distributed.sharding import AXES, RULES
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes, num_parameters
+from maxmars.train.optimizer import make_schedule, parameter_groups
 
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
-SIZES = ("small", "medium", "large", "xl")
+SIZES = ("tiny", "small", "medium", "large", "xl")
 OPTIMIZERS = (
     "adamw",
     "muon",

@@ -1,4 +1,4 @@
-"""The README's code runs, and its commands parse."""
+"""Every README: its Python runs, its commands have the flags that it names, its links exist."""
 
 import re
 import shlex
@@ -7,61 +7,91 @@ from pathlib import Path
 import pytest
 
 from maxmars.cli import COMMANDS, main
-from maxmars.cli.config_file import parse_arguments
 from maxmars.cli.train import TrainArguments
+from maxmars.config.command_line import parse_arguments, split_positionals
 
-ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-BASH = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
-COMMAND_LINES = [shlex.split(line, comments=True) for line in BASH.splitlines()]
-
-
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_python_blocks_run(code):
-    exec(code, {})
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = sorted((ROOT / "maxmars").glob("*/README.md"))
+READMES = [ROOT / "README.md", ROOT / "tools" / "README.md", *ROOMS]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in READMES}
 
 
-def test_commands_exist():
-    names = {line[1] for line in COMMAND_LINES if line and line[0] == "maxmars"}
-    assert names
-    assert names <= set(COMMANDS)
-    for line in COMMAND_LINES:
-        if line and line[0] == "bash":
-            assert (ROOT / line[1]).is_file()
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-TRAIN = [line[2:] for line in COMMAND_LINES if line[:2] == ["maxmars", "train"]]
+def command_lines(text: str) -> list[list[str]]:
+    script = "".join(blocks(text, "(?:ba)?sh")).replace("\\\n", " ")
+    return [words for line in script.splitlines() if (words := shlex.split(line, comments=True))]
 
 
-@pytest.mark.parametrize("arguments", TRAIN, ids=" ".join)
-def test_train_commands_parse(arguments, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    if "--help" in arguments:
-        with pytest.raises(SystemExit) as stop:
-            parse_arguments(TrainArguments, arguments, prog="maxmars train")
-        assert stop.value.code == 0
-        assert "--num-steps" in capsys.readouterr().out
-    else:
-        assert parse_arguments(TrainArguments, arguments, prog="maxmars train").config.name
+PYTHON = [(name, code) for name, text in TEXTS.items() for code in blocks(text, "python")]
+LINES = {(name, *line): line for name, text in TEXTS.items() for line in command_lines(text)}
+MAXMARS = {key: line[1:] for key, line in LINES.items() if line[0] == "maxmars"}
 
 
-LAUNCH = [line[1:] for line in COMMAND_LINES if line[:2] == ["maxmars", "launch"]]
+@pytest.fixture
+def place(finished_run, byte_tokens, tmp_path, monkeypatch):
+    """The current directory: a checkout with a finished run and prepared tokens in it."""
+    links = {"runs/quickstart": finished_run, "data/mine": byte_tokens, "configs": ROOT / "configs"}
+    for name, target in links.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "fetch.sh").touch()
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("arguments", LAUNCH, ids=" ".join)
-def test_launch_commands_parse(arguments, monkeypatch, capsys, tmp_path):
-    setup = tmp_path / "fetch.sh"
-    setup.touch()
-    monkeypatch.chdir(ROOT)
-    arguments = [str(setup) if word == setup.name else word for word in arguments]
-    main([*arguments[:2], "--dry-run", *arguments[2:]])
-    assert "maxmars train" in capsys.readouterr().out
+@pytest.mark.parametrize(("name", "code"), PYTHON, ids=[name for name, _ in PYTHON])
+def test_python_runs(name, code, place):
+    exec(compile(code, name, "exec"), {"__name__": "readme"})
 
 
-def test_the_layout_names_every_module():
-    tree = TEXT[TEXT.index("## Layout") : TEXT.index("## Development")]
-    for path in (ROOT / "maxmars").glob("*.py"):
-        if not path.name.startswith("__"):
-            assert path.name in tree, f"{path.name} is not in the README's layout"
-    assert len(TEXT.splitlines()) < 500  # one page for each command is too many
+@pytest.mark.parametrize("words", MAXMARS.values(), ids=map(" ".join, MAXMARS))
+def test_commands_have_these_flags(words, place, capsys):
+    command, *rest = words
+    assert command in COMMANDS
+    if command == "train" and "--help" not in rest:
+        assert parse_arguments(TrainArguments, rest, prog="maxmars train").config.name
+        return
+    before = rest[: rest.index("--")] if "--" in rest else rest
+    shown, _ = split_positionals(before)
+    if command == "launch" and shown[1:] and shown[1] not in ("status", "logs", "stop", "delete"):
+        main([command, rest[0], "--dry-run", *rest[1:]])
+        assert "maxmars train" in capsys.readouterr().out
+        return
+    # The help of the others has no use for their last words, which need not exist.
+    words_of_help = {
+        "launch": 2,
+        "data": 1,
+        "plan": 1,
+        "train": 1,
+        "compare": 1,
+        "verify-resume": 1,
+    }
+    shown = shown[: words_of_help.get(command, 0)]
+    with pytest.raises(SystemExit) as stop:
+        main([command, *shown, "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    flags = {word.partition("=")[0] for word in before if word.startswith("--") and word != "--"}
+    assert {flag for flag in flags if flag not in printed} == set()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_that_are_named_exist(name):
+    text, here = TEXTS[name], (ROOT / name).parent
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        assert link.startswith("http") or (here / link).exists(), link
+    in_text = re.findall(r"`((?:tests|tools|configs|maxmars|\.github|\.ci)/[\w/.]*\w)`", text)
+    in_commands = [w for key, line in LINES.items() if key[0] == name for w in line]
+    in_commands = [w for w in in_commands if re.match(r"(tests|tools|configs|\.ci)/", w)]
+    for path in [*in_text, *in_commands]:
+        assert (ROOT / path.partition(":")[0]).exists(), path
+
+
+def test_the_first_page_is_short_and_names_every_room():
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 180
+    for path in ROOMS:
+        assert f"](maxmars/{path.parent.name}/README.md)" in text

@@ -7,18 +7,20 @@ import numpy as np
 from token_directories import write_shards
 
 from maxmars.config import (
+    AdamWConfig,
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
     LogConfig,
+    MarsConfig,
     MeshConfig,
+    PythonSourcesConfig,
     ScheduleConfig,
+    TokenShardsConfig,
     TrainConfig,
 )
-from maxmars.data.pipeline import ValidationBatches
-from maxmars.data_config import PythonSourcesConfig, TokenShardsConfig
-from maxmars.model import graph_and_abstract_params, logical_axes
-from maxmars.optimizer_config import AdamWConfig, MarsConfig
+from maxmars.data.batches import ValidationBatches
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
 
 MODEL = GPT2Config(
     num_layers=3,
@@ -81,6 +83,11 @@ def short_config(tokens, **changes) -> TrainConfig:
         optimizer=ADAMW,
     )
     return dataclasses.replace(config, **changes)
+
+
+def batch_of(step, tokens):
+    """Tokens [microbatches, rows, window] as the batch of a train step, on its mesh."""
+    return {"tokens": jax.device_put(tokens, step.abstract_batch["tokens"].sharding)}
 
 
 def validation_batches(tokens, config, mesh) -> ValidationBatches:

@@ -1,7 +1,6 @@
 """Directories of tokens in every format that can be read, written without maxmars's own writers."""
 
 import hashlib
-import json
 
 import numpy as np
 
@@ -56,8 +55,13 @@ def write_llm_c(path, stream, magic=20240520, version=1, dtype="<u2"):
     path.write_bytes(header.tobytes() + stream.astype(dtype).tobytes())
 
 
-def write_tfds(data_dir, splits, *, shape=(None,), num_shards=2, metadata=None):
-    """A dataset by a real builder; `splits` maps names to lists of records. Its directory."""
+def write_tfds(
+    data_dir, splits, *, shape=(None,), num_shards=2, tokenizer=None, vocab_size=50257, **fields
+):
+    """A dataset by a real builder; `splits` maps names to lists of records. Its directory.
+
+    With a tokenizer it gets a description like that of our own writer, with `fields`.
+    """
     import tensorflow_datasets as tfds
 
     feature = tfds.features.Tensor(shape=shape, dtype=np.uint16)
@@ -81,6 +85,31 @@ def write_tfds(data_dir, splits, *, shape=(None,), num_shards=2, metadata=None):
     options = tfds.download.DownloadConfig(num_shards=num_shards)
     builder.download_and_prepare(download_config=options)
     directory = data_dir / "tokens" / "1.0.0"
-    if metadata is not None:
-        (directory / "meta.json").write_text(json.dumps(metadata))
+    if tokenizer is not None:
+        write_metadata(
+            directory,
+            Metadata(
+                tokenizer=tokenizer,
+                tokenizer_digest=hashlib.sha256(tokenizer.encode()).hexdigest(),
+                vocab_size=vocab_size,
+                dtype="uint16",
+                splits={
+                    name: describe_records(directory, name, records)
+                    for name, records in splits.items()
+                },
+                source="a test",
+                **{"record_tokens": len(next(iter(splits.values()))[0])} | fields,
+            ),
+        )
     return directory
+
+
+def describe_records(directory, name, records):
+    paths = sorted(directory.glob(f"tokens-{name}.array_record*"))
+    sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    counts = [sum(map(len, records)), *(0 for _ in paths[1:])]  # which file has which is not read
+    shards = [
+        Shard(file=path.name, num_tokens=count, sha256=sha256)
+        for path, count, sha256 in zip(paths, counts, sums, strict=True)
+    ]
+    return Split(num_tokens=counts[0], num_documents=1, shards=tuple(shards))

@@ -43,9 +43,13 @@ def memory_bytes(key: str) -> int:
 
 def run_config(num_layers: int) -> TrainConfig:
     """A run of GPT-2 small, to be stored with its checkpoints."""
-    from maxmars.config import CheckpointConfig, GPT2Config, TrainConfig
-    from maxmars.data_config import PythonSourcesConfig
-    from maxmars.optimizer_config import AdamWConfig
+    from maxmars.config import (
+        AdamWConfig,
+        CheckpointConfig,
+        GPT2Config,
+        PythonSourcesConfig,
+        TrainConfig,
+    )
 
     return TrainConfig(
         name="bench",
@@ -62,7 +66,7 @@ def abstract_state(config: TrainConfig, moments: int, sharding: Any) -> dict[str
     """The state's shapes: params and as many copies of them as there are moments."""
     import jax
 
-    from maxmars.model import graph_and_abstract_params
+    from maxmars.model.gpt2 import graph_and_abstract_params
 
     _, params = graph_and_abstract_params(config.model)
     params = jax.tree.map(
@@ -90,7 +94,7 @@ def measure(action: str, directory: str, moments: int, num_layers: int) -> dict[
 
     from maxmars.checkpoint import Checkpointer
     from maxmars.config import MeshConfig
-    from maxmars.sharding import make_mesh
+    from maxmars.distributed.sharding import make_mesh
 
     config = run_config(num_layers)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
@@ -174,7 +178,6 @@ def print_table(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

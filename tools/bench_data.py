@@ -1,17 +1,22 @@
-"""The token pipeline beside NumPy and Grain's DataLoader; `data prepare` beside bare tiktoken.
+"""Reading tokens beside other pipelines; `data prepare` beside bare tiktoken.
 
-    python tools/bench_data.py [--pipeline] [--rounds 9] [--seconds 0.3] [--tokens 50000000]
+    python tools/bench_data.py [--rounds 9] [--seconds 0.3] [--tokens 50000000]
     python tools/bench_data.py --prepare 'texts/*.txt' [--megabytes 400] [--workers 2] [--rounds 5]
 
-`--pipeline`, which is also what happens without flags, reads batches of 32 sequences of 1,024
-tokens on one core, from random tokens below GPT-2's 50,257 that it writes into a temporary
-directory. The contenders take turns, and each turn's rate is divided by the NumPy loop's of the
-same round, so what else the machine does falls on all. Printed are medians, and the lowest and
-highest of the ratios. Files are in the page cache: this is the cost of the code, not of a disk.
+Without `--prepare`, it reads batches of 32 sequences of 1,024 and of 128 tokens from random tokens
+below GPT-2's 50,257, which it writes into a temporary directory. The contenders take turns, and
+each turn's tokens per second of processor time, of all threads, are divided by those of get_batch
+in the same round, so what else the machine does falls on all. Printed are medians, and the lowest
+and highest of the ratios. Files are in the page cache: this is the cost of the code, not of a disk.
 
-The NumPy loop is nanoGPT's `get_batch` up to the tensor: it maps the file, draws 32 starts, and
-converts inputs and targets to int64 each. The pipeline's rows are what a process reads for a step
-(`TrainRows`), one int32 array, every id checked against the vocabulary.
+* get_batch is nanoGPT's, up to the tensor: it maps the file, draws 32 starts, and converts inputs
+  and targets to int64 each.
+* maxmars is what a process reads for a step, one int32 array, every id checked against the
+  vocabulary; also through the thread that reads ahead.
+* Grain is the chain of its documentation over the same windows: source, shuffle, repeat, batch.
+* DataLoader is PyTorch's, in this process, where PyTorch is installed.
+
+Then it opens a sparse file of 9e9 tokens and takes the first batch, and that of step 10^6.
 
 `--prepare` tokenises with GPT-2's vocabulary, against processes that do nothing but run tiktoken.
 The texts are cut into documents of a few thousand characters and repeated to the size wanted. Both
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -36,21 +42,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # processes that are spawned import this file: JAX would be a part of their start
+    import grain
     import numpy as np
 
-    from maxmars.data.pipeline import TrainRows
-    from maxmars.data.streams import TokenStream
-    from maxmars.data_config import Order
+    from maxmars.config import Order
+    from maxmars.data.token_files import TokenStream
 
-BATCH, LENGTH, VOCAB_SIZE = 32, 1024, 50257
-NUMPY = "NumPy get_batch"
+BATCH, LENGTHS, VOCAB_SIZE = 32, (1024, 128), 50257
+GET_BATCH = "nanoGPT's get_batch"
+SPARSE_TOKENS, FAR_STEP = 9_000_000_000, 10**6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pipeline", action="store_true", help="the default")
     parser.add_argument("--prepare", metavar="GLOB", help="UTF-8 texts to tokenise, quoted")
     parser.add_argument("--megabytes", type=float, default=400, help="text to tokenise")
     parser.add_argument("--workers", type=int, default=2, help="processes that tokenise")
@@ -59,133 +65,156 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
     arguments = parser.parse_args()
     if arguments.prepare is not None:
-        if arguments.pipeline:
-            parser.error("give one of --pipeline and --prepare.")
         size, workers = arguments.megabytes, arguments.workers
         compare_prepare(arguments.prepare, size, workers, arguments.rounds or 5)
         return
-    compare_pipelines(arguments.rounds or 9, arguments.seconds, arguments.tokens)
-
-
-def compare_pipelines(rounds: int, seconds: float, num_tokens: int) -> None:
-    """Print one line for each way to read: tokens a second, and ratios to the NumPy loop's."""
-    core = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})  # all threads of it
     with tempfile.TemporaryDirectory() as name:
-        readers = make_readers(Path(name), num_tokens)
-        rates: dict[str, list[float]] = {reader: [] for reader in readers}
-        for read in readers.values():
-            tokens_per_s(read, seconds)  # maps the files, and fills the page cache
-        for _ in range(rounds):
-            for reader, read in readers.items():
-                rates[reader].append(tokens_per_s(read, seconds))
-    print(f"{rounds} rounds of {seconds} s on core {core}, batches of {BATCH} x {LENGTH} tokens")
-    print(f"{'':32}{'tokens/s':>10}{'ratio: median':>15}{'min':>8}{'max':>8}")
-    for reader, found in rates.items():
-        ratios = [a / b for a, b in zip(found, rates[NUMPY], strict=True)]
-        spread = f"{statistics.median(ratios):15.3f}{min(ratios):8.3f}{max(ratios):8.3f}"
-        print(f"{reader:32}{statistics.median(found):10.2e}{spread}")
+        write_tokens(Path(name), arguments.tokens)
+        for length in LENGTHS:
+            readers = make_readers(Path(name), length)
+            compare_readers(readers, length, arguments.rounds or 9, arguments.seconds)
+        time_first_batches(Path(name))
 
 
-def tokens_per_s(read: Callable[[], Any], seconds: float) -> float:
-    start, batches = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < seconds:
-        read()
-        batches += 1
-    return batches * BATCH * LENGTH / elapsed
-
-
-def make_readers(root: Path, num_tokens: int) -> dict[str, Callable[[], Any]]:
-    """Functions that each read one batch, by name."""
+def write_tokens(root: Path, num_tokens: int) -> None:
+    """Two nanoGPT directories, `a` and `b`."""
     import numpy as np
-
-    from maxmars.data.formats import open_split
-    from maxmars.data.pipeline import ReadAhead
 
     rng = np.random.default_rng(0)
     for directory in ("a", "b"):
         (root / directory).mkdir()
         tokens = rng.integers(0, VOCAB_SIZE, num_tokens, np.uint16)
         tokens.tofile(root / directory / "train.bin")
+
+
+def compare_readers(
+    readers: dict[str, Callable[[], Any]], length: int, rounds: int, seconds: float
+) -> None:
+    """Print one line for each reader: tokens a CPU second, and ratios to get_batch's."""
+    rates: dict[str, list[float]] = {reader: [] for reader in readers}
+    for read in readers.values():
+        tokens_per_cpu_s(read, length, seconds)  # maps the files, and fills the page cache
+    for _ in range(rounds):
+        for reader, read in readers.items():
+            rates[reader].append(tokens_per_cpu_s(read, length, seconds))
+    print(f"{rounds} rounds of {seconds} s, batches of {BATCH} x {length} tokens")
+    print(f"{'':32}{'tokens/CPU s':>14}{'ratio: median':>15}{'min':>8}{'max':>8}")
+    for reader, found in rates.items():
+        ratios = [a / b for a, b in zip(found, rates[GET_BATCH], strict=True)]
+        spread = f"{statistics.median(ratios):15.3f}{min(ratios):8.3f}{max(ratios):8.3f}"
+        print(f"{reader:32}{statistics.median(found):14.2e}{spread}")
+
+
+def tokens_per_cpu_s(read: Callable[[], Any], length: int, seconds: float) -> float:
+    start, begin, batches = time.process_time(), time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        read()
+        batches += 1
+    return batches * BATCH * length / (time.process_time() - start)
+
+
+def make_readers(root: Path, length: int) -> dict[str, Callable[[], Any]]:
+    """Functions that each read one batch, by name."""
+    import grain
+
+    from maxmars.data.formats import open_split
+
     a, b = (open_split(root / directory, "train") for directory in ("a", "b"))
-    tfds = open_split(write_tfds(root, num_tokens // 50), "train")
-    ahead = ReadAhead(rows([a]).__next__, 2)
-    return {
-        NUMPY: numpy_get_batch(root / "a" / "train.bin"),
-        "maxmars shuffled": rows([a]).__next__,
-        "maxmars shuffled, read ahead": ahead.__next__,
-        "maxmars random_windows": rows([a], order="random_windows").__next__,
-        "maxmars mixture 0.7 : 0.3": rows([a, b], [0.7, 0.3]).__next__,
-        "maxmars shuffled, TFDS": rows([tfds]).__next__,
-        "Grain DataLoader": data_loader(a).__next__,
+    path = root / "a" / "train.bin"
+    random_windows = our_batches([a], length, order="random_windows")
+    shuffled = grain.MapDataset.source(Windows(path, length)).seed(0).shuffle()
+    readers = {
+        GET_BATCH: nanogpt_get_batch(path, length),
+        "maxmars, shuffled": iterate(our_batches([a], length)),
+        "maxmars, random windows": iterate(random_windows),
+        "maxmars, mixture 0.7 : 0.3": iterate(our_batches([a, b], length, [0.7, 0.3])),
+        "maxmars, shuffled, thread": iterate(our_batches([a], length), ahead=2),
+        "Grain, textbook chain": iterate(shuffled.repeat(10**6).batch(BATCH)),
     }
+    if importlib.util.find_spec("torch") is not None:
+        readers["PyTorch DataLoader"] = data_loader(path, length)
+    return readers
 
 
-def numpy_get_batch(path: Path) -> Callable[[], Any]:
+def nanogpt_get_batch(path: Path, length: int) -> Callable[[], Any]:
     import numpy as np
 
     rng = np.random.default_rng(0)
 
     def get_batch() -> tuple[np.ndarray, np.ndarray]:
         data = np.memmap(path, np.uint16, "r")
-        starts = rng.integers(len(data) - LENGTH, size=BATCH)
-        inputs = np.stack([data[i : i + LENGTH].astype(np.int64) for i in starts])
-        targets = np.stack([data[i + 1 : i + 1 + LENGTH].astype(np.int64) for i in starts])
+        starts = rng.integers(len(data) - length, size=BATCH)
+        inputs = np.stack([data[i : i + length].astype(np.int64) for i in starts])
+        targets = np.stack([data[i + 1 : i + 1 + length].astype(np.int64) for i in starts])
         return inputs, targets
 
     return get_batch
 
 
-def rows(
-    streams: list[TokenStream], weights: list[float] | None = None, order: Order = "shuffled"
-) -> TrainRows:
+def our_batches(
+    streams: list[TokenStream],
+    length: int,
+    weights: list[float] | None = None,
+    order: Order = "shuffled",
+    step: int = 0,
+) -> grain.MapDataset[Any]:
     import numpy as np
 
-    from maxmars.data.examples import training_examples
-    from maxmars.data.pipeline import TrainRows
+    from maxmars.data.sampling import process_batches, training_examples
 
-    examples = training_examples(streams, weights or [1.0], length=LENGTH, seed=0, order=order)
-    return TrainRows(examples, np.arange(BATCH)[None], global_batch_size=BATCH)
+    examples = training_examples(streams, weights or [1.0], length=length, seed=0, order=order)
+    return process_batches(examples, np.arange(BATCH)[None], BATCH, step * BATCH)
 
 
-def data_loader(stream: TokenStream) -> Iterator[Any]:
-    """Shuffled windows in batches, read in this process (workers would take other cores)."""
+def iterate(batches: grain.MapDataset[Any], ahead: int = 0) -> Callable[[], Any]:
     import grain
 
-    from maxmars.data.examples import TokenWindows
-
-    windows = TokenWindows(stream, LENGTH)
-    sampler = grain.samplers.IndexSampler(len(windows), shuffle=True, seed=0)
-    operations = [grain.transforms.Batch(BATCH, drop_remainder=True)]
-    return iter(grain.DataLoader(data_source=windows, sampler=sampler, operations=operations))
+    dataset = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    if ahead:
+        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=ahead)
+    return iter(dataset).__next__
 
 
-def write_tfds(root: Path, num_tokens: int) -> Path:
-    """A TFDS dataset of records of 1,024 tokens."""
-    import numpy as np
-    import tensorflow_datasets as tfds
+class Windows:
+    """The windows of a file, one an item, as the documentation of Grain and PyTorch has it."""
 
-    class Tokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        """Random tokens."""
+    def __init__(self, path: Path, length: int) -> None:
+        import numpy as np
 
-        VERSION = tfds.core.Version("1.0.0")
+        self.tokens, self.length = np.memmap(path, np.uint16, "r"), length
 
-        def _info(self) -> Any:
-            feature = tfds.features.Tensor(shape=(LENGTH,), dtype=np.uint16)
-            features = tfds.features.FeaturesDict({"tokens": feature})
-            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
 
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples()}
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self.length
+        return self.tokens[start : start + self.length + 1].astype("int64")
 
-        def _generate_examples(self) -> Iterator[Any]:
-            rng = np.random.default_rng(0)
-            for i in range(num_tokens // LENGTH):
-                yield i, {"tokens": rng.integers(0, VOCAB_SIZE, LENGTH, np.uint16)}
 
-    tfds.disable_progress_bar()
-    Tokens(data_dir=root, file_format="array_record").download_and_prepare()
-    return root / "tokens" / "1.0.0"
+def data_loader(path: Path, length: int) -> Callable[[], Any]:
+    """PyTorch's, in this process (workers would take other cores)."""
+    from torch.utils.data import DataLoader
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from DataLoader(Windows(path, length), BATCH, shuffle=True, drop_last=True)
+
+    return batches().__next__
+
+
+def time_first_batches(root: Path) -> None:
+    """Print how long opening and the first batch take, of 9e9 tokens that take no space on disk."""
+    from maxmars.data.formats import open_split
+
+    (root / "sparse").mkdir()
+    with (root / "sparse" / "train.bin").open("wb") as file:
+        file.truncate(2 * SPARSE_TOKENS)
+    for step in (0, FAR_STEP):
+        start = time.perf_counter()
+        stream = open_split(root / "sparse", "train")
+        iterate(our_batches([stream], LENGTHS[0], step=step))()
+        seconds = time.perf_counter() - start
+        print(f"{SPARSE_TOKENS:.0e} tokens, open and read step {step:,}: {1e3 * seconds:.1f} ms")
 
 
 DOCUMENT_CHARACTERS = 4000
@@ -231,13 +260,13 @@ def bare_seconds(path: Path, workers: int) -> float:
 
 
 def prepare_seconds(path: Path, directory: Path, workers: int) -> float:
-    from maxmars.data.corpus import LocalFiles
+    from maxmars.data.corpus import TextFiles
     from maxmars.data.prepare import prepare
     from maxmars.data.tokenizer import GPT2Tokenizer
 
     start = time.perf_counter()
     prepare(
-        LocalFiles([str(path)]),
+        TextFiles([str(path)]),
         directory,
         tokenizer=GPT2Tokenizer(),
         source=str(path),

@@ -47,15 +47,11 @@ Run = Callable[[], np.ndarray]
 
 def ours(directory: Path, questions: Path, count: int) -> Run:
     """maxmars on one device."""
-    import jax
-
-    from maxmars.config import MeshConfig
-    from maxmars.hellaswag import HellaSwag, load_questions
-    from maxmars.sharding import make_mesh
-    from maxmars.trained_model import open_trained_model
+    from maxmars.eval import load
+    from maxmars.eval.hellaswag import HellaSwag, load_questions
 
     asked = load_questions(questions, num_questions=count)
-    model = open_trained_model(directory, mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
+    model = load(directory)
 
     def encode() -> HellaSwag:
         mesh, tokenizer = model.mesh, model.tokenizer
@@ -114,7 +110,7 @@ def timed(run: Run) -> tuple[float, np.ndarray]:
 
 def make_model(arguments: argparse.Namespace, directory: Path) -> None:
     """Write the weights, with tokenizer files, as a Hugging Face directory."""
-    from maxmars.convert import export_model
+    from maxmars.eval.trained_model import export_model
 
     source = arguments.model
     if source is None:

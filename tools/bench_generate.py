@@ -19,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxmars import sharding
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.generate import generate_tokens
-from maxmars.model import graph_and_abstract_params, init_params
-from maxmars.sampling import GREEDY
-from maxmars.trained_model import TrainedModel
+from maxmars.distributed import sharding
+from maxmars.eval.generate import GREEDY, generate_tokens
+from maxmars.eval.trained_model import TrainedModel
+from maxmars.model.gpt2 import graph_and_abstract_params, init_params
 
 PROMPT = 64
 EVERY = 16

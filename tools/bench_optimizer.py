@@ -19,8 +19,8 @@ getting them again then take longer than the arithmetic.
 
 `--traffic` prints the bytes that one update moves between devices at GPT-2 XL's matrix shapes, on
 16 devices that need not be there: the update alone is compiled from shapes and shardings, and the
-collectives are read from the program (`maxmars.hlo`). Bytes are those of the results on one device,
-times loop trip counts; of a reduce-scatter, those of the operand.
+collectives are read from the program (`maxmars.plan.collectives`). Bytes are those of the results
+on one device, times loop trip counts; of a reduce-scatter, those of the operand.
 
 Without `--topology` the devices are fake CPU devices. Their compiler keeps float32 where a TPU's
 multiplies, and so gathers, in bfloat16: an optimizer that leaves its communication to the compiler
@@ -72,7 +72,7 @@ def matrices(stack: Stack, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeS
     import jax
     from jax.numpy import float32
 
-    from maxmars.sharding import RULES
+    from maxmars.distributed.sharding import RULES
 
     layers, d = stack.num_layers, stack.embed_dim
     shapes = {
@@ -143,7 +143,7 @@ def build_update(name: str, stack: Stack, mesh: jax.sharding.Mesh) -> jax.stages
     """An optimizer's update of a stack's matrices, lowered with the parameters' shardings."""
     import jax
 
-    from maxmars import sharding
+    from maxmars.distributed import sharding
 
     params = matrices(stack, mesh)
     tx = OPTIMIZERS[name](params, mesh)
@@ -177,8 +177,10 @@ COLUMNS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collecti
 
 def print_traffic(topology: str | None) -> None:
     """Print one line for each optimizer, model and mesh."""
-    from maxmars import hlo, sharding
     from maxmars.config import MeshConfig
+    from maxmars.distributed import sharding
+    from maxmars.plan.collectives import collectives, total_bytes
+    from maxmars.plan.compile import compiler_memory
 
     devices = get_devices(topology)
     print(f"GB that an update moves, on each of {NUM_DEVICES} devices ({topology or 'fake CPU'})")
@@ -188,10 +190,10 @@ def print_traffic(topology: str | None) -> None:
         for (data, fsdp, tensor), stack in CASES:
             mesh = sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
             compiled = build_update(name, stack, mesh).compile()
-            found = hlo.collectives(compiled, mesh)
-            cells = {column: hlo.total_bytes(found, op=column) for column in COLUMNS}
-            cells["total"] = hlo.total_bytes(found)
-            cells["temporaries"] = hlo.memory(compiled).temp_bytes
+            found = collectives(compiled, mesh)
+            cells = {column: total_bytes(found, op=column) for column in COLUMNS}
+            cells["total"] = total_bytes(found)
+            cells["temporaries"] = compiler_memory(compiled).temp_bytes
             numbers = "".join(f"{n / 1e9:{max(len(c) + 2, 7)}.2f}" for c, n in cells.items())
             print(f"{name:20}{stack.name:7}{f'{data},{fsdp},{tensor}':16}{numbers}", flush=True)
 
@@ -202,7 +204,7 @@ STEP_SEQUENCES = 8
 
 def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
     """The configs of the optimizers to time, without and with Newton-Schulz."""
-    from maxmars.optimizer_config import (
+    from maxmars.config import (
         AdamWConfig,
         AdoptConfig,
         LionConfig,
@@ -242,8 +244,8 @@ class Update:
         import jax.numpy as jnp
         import optax
 
-        from maxmars.optimizer_config import SophiaConfig
-        from maxmars.optimizer_factory import make_optimizer
+        from maxmars.config import SophiaConfig
+        from maxmars.train.optimizer import make_optimizer
 
         tx = make_optimizer(config, model, 1e-4)
         extra = {}
@@ -278,10 +280,9 @@ class WholeStep:
         import jax
         import jax.numpy as jnp
 
-        from maxmars.config import MeshConfig, TrainConfig
-        from maxmars.data_config import PythonSourcesConfig
-        from maxmars.sharding import make_mesh
-        from maxmars.train_step import init_train_state, make_train_step
+        from maxmars.config import MeshConfig, PythonSourcesConfig, TrainConfig
+        from maxmars.distributed.sharding import make_mesh
+        from maxmars.train.step import init_train_state, make_train_step
 
         train_config = TrainConfig(
             name="bench",
@@ -295,16 +296,16 @@ class WholeStep:
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.step = make_train_step(train_config, mesh)
         self.state = init_train_state(train_config, mesh)
-        tokens = self.step.abstract_tokens
-        self.tokens = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape) * 7919
-        self.tokens = jax.device_put(self.tokens % model.vocab_size, tokens.sharding)
+        abstract = self.step.abstract_batch["tokens"]
+        tokens = jnp.arange(abstract.size, dtype=jnp.int32).reshape(abstract.shape) * 7919
+        self.batch = {"tokens": jax.device_put(tokens % model.vocab_size, abstract.sharding)}
 
     def seconds(self) -> float:
         """Take a step, and say how long it took."""
         import jax
 
         start = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.tokens)
+        self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - start
 
@@ -313,7 +314,7 @@ def random_trees(model: Any) -> tuple[Any, Any]:
     """Parameters and gradients of a model's shapes."""
     import jax
 
-    from maxmars.model import graph_and_abstract_params
+    from maxmars.model.gpt2 import graph_and_abstract_params
 
     _, shapes = graph_and_abstract_params(model)
     leaves, treedef = jax.tree.flatten(shapes)
@@ -377,7 +378,6 @@ def print_times(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -394,9 +394,6 @@ def main() -> None:
     if not args.traffic:
         if min(args.rounds, args.slow_rounds) < 1:
             parser.error("--rounds and --slow-rounds must be at least 1.")
-        from maxmars.cpu_settings import keep_freed_memory
-
-        keep_freed_memory()
         print_times(args)
         return
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"

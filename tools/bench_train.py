@@ -36,8 +36,8 @@ from rich.table import Column, Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from maxmars.cli.config_file import UsageError, parse_config  # noqa: E402
 from maxmars.config import TrainConfig, to_dict  # noqa: E402
+from maxmars.config.command_line import UsageError, parse_config  # noqa: E402
 
 TOKENS_A_SPLIT = 2**20
 
@@ -177,8 +177,8 @@ def random_tokens(config: TrainConfig, directory: Path) -> TrainConfig:
     """The config on random tokens, which are written into `directory`."""
     import numpy as np
 
+    from maxmars.config import TokenShardsConfig
     from maxmars.data.sources import Metadata, Shard, Split, write_metadata
-    from maxmars.data_config import TokenShardsConfig
 
     vocabulary = config.model.vocab_size
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
@@ -253,7 +253,6 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> list[dict[str, An
 
 
 def main() -> None:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -30,12 +30,11 @@ class MaxmarsSteps:
         """Open the data and make the state; the first `run` compiles."""
         import jax
 
-        from maxmars import sharding
-        from maxmars.data.pipeline import TrainBatches, open_data
-        from maxmars.mesh_checks import check_mesh
-        from maxmars.precision import choose_precision
-        from maxmars.remat import choose_remat
-        from maxmars.train_step import init_train_state, make_train_step
+        from maxmars.config.mesh import check_mesh
+        from maxmars.data.batches import TrainBatches, open_data
+        from maxmars.distributed import sharding
+        from maxmars.train.auto import choose_precision, choose_remat
+        from maxmars.train.step import init_train_state, make_train_step
 
         # What compiles twice here, once to run and once to be read, must be the same program.
         jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
@@ -67,11 +66,11 @@ class MaxmarsSteps:
         last, metrics = None, {}
         for _ in range(steps):
             asked = time.perf_counter()
-            tokens = next(self.batches)
+            batch = next(self.batches)
             waited += time.perf_counter() - asked
-            self.state, metrics = self.train_step(self.state, tokens)
+            self.state, metrics = self.train_step(self.state, batch)
             if last is not None:  # one step late, as the loop does
-                last["train/skipped_in_a_row"].item()
+                last["train/consecutive_skips"].item()
             last = metrics
         jax.block_until_ready((self.state, metrics))
         return {
@@ -86,13 +85,16 @@ class MaxmarsSteps:
         """Versions, devices, memory, FLOPs, and the phases of some traced steps."""
         import jax
 
-        from maxmars import hlo
-        from maxmars.metrics import environment, flops_per_token, peak_flops
-        from maxmars.model import num_parameters
-        from maxmars.step_trace import PHASES, format_trace, read_trace, start_trace
+        from maxmars.checkpoint.environment import environment
+        from maxmars.config.chips import peak_flops
+        from maxmars.model.gpt2 import num_parameters
+        from maxmars.plan.compile import compiler_memory
+        from maxmars.plan.trace import PHASES, format_trace, read_trace
+        from maxmars.train.metrics import flops_per_token
+        from maxmars.train.tracer import start_trace
 
         text = self.train_step.text()
-        program = hlo.memory(self.train_step.lower().compile())  # from the cache
+        program = compiler_memory(self.train_step.lower().compile())  # from the cache
         start_trace(self.scratch / "trace")
         self.run(TRACED_STEPS)
         jax.profiler.stop_trace()
@@ -132,7 +134,7 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
     from torch_gpt2 import TorchSteps
 
     from maxmars.config import to_dict
-    from maxmars.precision import fastest_dtype, with_compute_dtype
+    from maxmars.train.auto import fastest_dtype, with_compute_dtype
 
     if config.model.compute_dtype == "auto":  # the same on both sides
         dtype, _ = fastest_dtype("gpu" if torch.cuda.is_available() else "cpu")
@@ -144,14 +146,10 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
 
 def main() -> None:
     """Answer until the input ends."""
-    from maxmars import cpu_settings
     from maxmars.config import from_dict
 
     kind, path = sys.argv[1:]
     config = from_dict(json.loads(Path(path).read_text()))
-    # As `maxmars train` does, and for PyTorch too: both sides have the same C library.
-    cpu_settings.restart_with_huge_pages()
-    cpu_settings.prepare(config)
     with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
         steps = make(kind, config, Path(scratch))
         made = time.perf_counter()

@@ -6,12 +6,12 @@ A small GPT-2 trains in legs, each in processes of its own over fake CPU devices
 another mesh (data, fsdp, tensor) or number of processes than the leg before, whose checkpoint it
 continues. Beside it runs the same training undisturbed on the first mesh. One line for each leg:
 
-    state    whether the digests of the state that was read on the new mesh are those of the saved
-    tokens   whether the batches of its steps have the digests of the undisturbed run's
-    drift    the largest difference of a loss in it from the undisturbed run's, in nats
+    state    whether the state that was read on the new mesh has the digests of the saved state
+    tokens   whether the batches of its steps have the digests of the undisturbed run's batches
+    drift    the largest difference between its losses and those of the undisturbed run, in nats
 
-Meshes sum in another order, so losses drift by rounding; state and tokens may not differ at all.
-Exits with 1 if one does. A leg costs a start of Python and JAX and a compilation, some 10 s.
+Another mesh sums in another order, so losses drift by rounding; state and tokens may not differ at
+all. Exits with 1 if they do. A leg costs a start of Python and JAX and a compilation, some 10 s.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxmars.checkpoint import load_digests
+from maxmars.checkpoint import list_steps, load, read
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
     LogConfig,
+    MarsConfig,
     MeshConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
     from_dict,
     to_dict,
 )
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.metrics import write_json
-from maxmars.optimizer_config import MarsConfig, MuonConfig, OptimizerConfig
-from maxmars.verify_resume import series
+from maxmars.distributed.files import write_json
+from maxmars.train.verify_resume import series
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars": MarsConfig(),
@@ -73,7 +75,7 @@ CHAINS = (
 
 
 def config_of(optimizer: str, place: Place, num_steps: int, all_steps: int) -> TrainConfig:
-    """A run of some milliseconds a step, up to `num_steps`."""
+    """The config of a leg that ends after `num_steps`; its steps take some milliseconds."""
     data, fsdp, tensor = place.mesh
     return TrainConfig(
         name="meshes",
@@ -99,7 +101,7 @@ def config_of(optimizer: str, place: Place, num_steps: int, all_steps: int) -> T
 
 
 def run_leg(workdir: Path, config: TrainConfig, processes: int) -> None:
-    """Train in processes of their own.
+    """Train, in `processes` new processes.
 
     Raises:
       SystemExit: one of them failed.
@@ -129,49 +131,48 @@ def run_leg(workdir: Path, config: TrainConfig, processes: int) -> None:
         raise SystemExit(f"a leg failed:\n{log.read_text()[-3000:]}")
 
 
-def leg(workdir: Path, processes: int, number: int, port: int) -> None:
-    """What a process of a leg does: train, and write down what it read."""
-    from maxmars import distributed, run
-    from maxmars.checkpoint import Checkpointer, Restored
-    from maxmars.data.pipeline import TrainBatches
-    from maxmars.digest import digest
-    from maxmars.train import train
+def leg(workdir: Path, num_processes: int, number: int, port: int) -> None:
+    """Run one process of a leg: record digests of what it reads, and train."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
 
-    if processes > 1:
-        distributed.initialize(f"127.0.0.1:{port}", processes, number)
+    from maxmars.checkpoint.digest import digest
+    from maxmars.data.batches import TrainBatches, open_data
+    from maxmars.distributed import processes
+    from maxmars.distributed.sharding import make_mesh
+    from maxmars.train import train
+    from maxmars.train.step import abstract_train_state
+
+    if num_processes > 1:
+        processes.initialize(f"127.0.0.1:{port}", num_processes, number)
 
     def write(kind: str, key: int, value: Any) -> None:
-        if distributed.is_primary():
+        if processes.is_primary():
             with (workdir / f"{kind}.jsonl").open("a") as file:
                 file.write(json.dumps([key, value]) + "\n")
 
-    class WrittenBatches(TrainBatches):
-        """Writes down a digest of each batch, whole."""
-
-        def __next__(self) -> Any:
-            import numpy as np
-            from jax.experimental import multihost_utils
-
-            begin, batch = self.position, super().__next__()
-            whole = np.asarray(multihost_utils.process_allgather(batch, tiled=True))
-            write("tokens", begin, hashlib.sha256(whole.tobytes()).hexdigest())
-            return batch
-
-    class WrittenCheckpointer(Checkpointer):
-        """Writes down the digests of the state that was read, as it lies on this mesh."""
-
-        def restore(self, *arguments: Any, **options: Any) -> Restored:
-            restored = super().restore(*arguments, **options)
-            write("restored", restored.step, digest(restored.state))
-            return restored
-
-    vars(run).update(TrainBatches=WrittenBatches, Checkpointer=WrittenCheckpointer)
-    train(from_dict(json.loads((workdir / "leg.json").read_text())), workdir)
-    distributed.shutdown()
+    config = from_dict(json.loads((workdir / "leg.json").read_text()))
+    mesh, position = make_mesh(config.mesh), 0
+    if list_steps(workdir / "checkpoints"):
+        restored = load(workdir / "checkpoints", abstract_train_state(config, mesh))
+        position = restored.checkpoint.data_position
+        write("restored", restored.checkpoint.step, digest(restored.state))
+    tokens = open_data(config.data, "train", model=config.model)
+    batches = TrainBatches(tokens, config, mesh, position=position)
+    while batches.position < config.num_steps * config.global_batch_size:
+        position = batches.position
+        sha = hashlib.sha256()
+        for array in jax.tree.leaves(next(batches)):
+            sha.update(np.asarray(multihost_utils.process_allgather(array, tiled=True)).tobytes())
+        write("tokens", position, sha.hexdigest())
+    batches.close()
+    train(config, workdir)
+    processes.shutdown()
 
 
 def written(workdir: Path, kind: str) -> dict[int, Any]:
-    """What the legs of a run wrote down."""
+    """The records of one kind of all legs of a run."""
     path = workdir / f"{kind}.jsonl"
     return dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
 
@@ -194,7 +195,7 @@ def check_chain(optimizer: str, chain: tuple[Place, ...], steps: int, out: Path)
         run_leg(run, config, place.processes)
         state = ""
         if number:
-            same = written(run, "restored").get(begin) == load_digests(run / "checkpoints", begin)
+            same = written(run, "restored").get(begin) == read(run / "checkpoints", begin).digests
             good &= same
             state = "equal" if same else "DIFFERENT"
         positions = [step * config.global_batch_size for step in range(begin, end)]
@@ -210,7 +211,6 @@ def check_chain(optimizer: str, chain: tuple[Place, ...], steps: int, out: Path)
 
 
 def main() -> None:
-    """Parse the command line."""
     if sys.argv[1:2] == ["--leg"]:
         workdir, *numbers = sys.argv[2:]
         leg(Path(workdir), *map(int, numbers))

@@ -1,15 +1,17 @@
-"""Kill a training run again and again, and see whether it ends where an undisturbed one does.
+"""Kill a training run again and again, and check that it ends where an undisturbed run ends.
 
     python tools/soak.py [--kills 100] [--seed 0] [--out DIR]
 
 A small GPT-2 trains on the sources of Python's standard library with MARS and saves every 20 steps.
 Its process is killed with SIGKILL at random times: while it starts, between steps, in the middle of
-saves. After the kills it may end. Then the same number of steps is trained undisturbed, and both
-must agree in every loss, every gradient norm and every array of the last state, bit by bit.
+saves. After the last kill the run may finish. Then another run takes the same number of steps
+undisturbed, and both must agree in every loss, every gradient norm and every array of the last
+state, bit by bit.
 
-Each life is one line of the table: the newest checkpoint that was complete when it began, the step
-it continued from, which must be the same, and the last step it reported. Exits with 1 if a life
-began anywhere else or the ends differ. A kill costs a start of Python and JAX, some 10 s.
+The table has a line for each process: the newest complete checkpoint when it started, the step that
+it continued from, and the last step that it reported. Exits with 1 if a process did not continue
+from the newest complete checkpoint, or if the two runs differ. A kill costs a start of Python and
+JAX, some 10 s.
 """
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ from maxmars.config import (
     EvalConfig,
     GPT2Config,
     LogConfig,
+    MarsConfig,
+    PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
     to_dict,
 )
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.metrics import write_json
-from maxmars.optimizer_config import MarsConfig
-from maxmars.verify_resume import TRAIN_FROM_JSON, first_difference, series
+from maxmars.distributed.files import write_json
+from maxmars.train.verify_resume import TRAIN_FROM_JSON, first_difference, series
 
 EVERY = 20  # steps between checkpoints
 STARTING_S = 300
-LONGEST_S = 6.0  # of a life after its first step
-KILLED_WHILE_STARTING = 0.2  # share of the lives
+LONGEST_S = 6.0  # from the first step of a process to its kill
+KILLED_WHILE_STARTING = 0.2  # share of the processes
 
 
 def small_config(num_steps: int) -> TrainConfig:
-    """A run of some milliseconds a step."""
+    """The config of a run whose steps take some milliseconds."""
     return TrainConfig(
         name="soak",
         num_steps=num_steps,
@@ -71,7 +73,6 @@ class Life:
     """One process of the run."""
 
     def __init__(self, out: Path, name: str, config: TrainConfig) -> None:
-        """Start it."""
         self.workdir = out / name
         self.log = out / f"{name}.log"
         self.complete = max(list_steps(self.workdir / "checkpoints"), default=0)
@@ -84,50 +85,55 @@ class Life:
             )
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """What the process has printed so far."""
         with self.log.open() as log:
             log.seek(self.begin)
             return log.read()
 
     def last_step(self) -> int:
-        """The last step that was reported, by any life."""
+        """The last step that any process of the run reported."""
         return max((step for step, _ in series(self.workdir)), default=0)
 
     def wait_for_a_step(self) -> None:
-        """Return when it has reported one, or ended.
+        """Return when the process has reported a step.
 
         Raises:
-          SystemExit: it did neither in time.
+          SystemExit: it ended before, or reported none within `STARTING_S`.
         """
         deadline = time.monotonic() + STARTING_S
-        while self.process.poll() is None and not re.search(r"\bstep +\d+/", self.output()):
+        while not re.search(r"\bstep +\d+/", self.output()):
+            if self.process.poll() is not None:
+                raise SystemExit(f"a run ended by itself; see the end of {self.log}")
             if time.monotonic() > deadline:
                 self.kill()
                 raise SystemExit(f"no step was reported in {STARTING_S} s; see {self.log}")
             time.sleep(0.01)
 
     def continued_from(self) -> int | None:
-        """The step it went on from; None if it did not come that far."""
+        """The step that the process continued from; None if it was killed before."""
         found = re.search(r"continuing from step (\d+)", self.output())
         if found:
             return int(found[1])
         return 0 if re.search(r"\bstep +\d+/", self.output()) else None
 
     def kill(self) -> None:
-        """End it at once."""
         self.process.kill()
         self.process.wait()
 
     def finish(self) -> None:
-        """Let it end by itself."""
+        """Wait until the process ends by itself.
+
+        Raises:
+          SystemExit: it failed.
+        """
         if self.process.wait():
             raise SystemExit(f"a run failed; see the end of {self.log}")
 
 
 def soak(kills: int, seed: int, out: Path) -> bool:
-    """Whether every life went on from the newest checkpoint, and the ends are the same."""
+    """Whether every process continued from the newest checkpoint, and the runs end equal."""
     chance, good = random.Random(seed), True
-    print(f"{'life':>5}{'checkpoint':>12}{'continued':>11}{'reached':>9}  killed")
+    print(f"{'start':>5}{'checkpoint':>12}{'continued':>11}{'reached':>9}  killed")
     for number in range(1, kills + 1):
         life = Life(out, "killed", small_config(10**6))
         if chance.random() < KILLED_WHILE_STARTING:
@@ -154,7 +160,7 @@ def soak(kills: int, seed: int, out: Path) -> bool:
 
 
 def report(number: int, life: Life, when: str) -> bool:
-    """Print a life's line; whether it went on from the newest complete checkpoint."""
+    """Print the line of a process; whether it continued from the newest complete checkpoint."""
     continued = life.continued_from()
     shown = "-" if continued is None else str(continued)
     print(f"{number:5}{life.complete:12}{shown:>11}{life.last_step():9}  {when}", flush=True)
@@ -162,7 +168,6 @@ def report(number: int, life: Life, when: str) -> bool:
 
 
 def main() -> None:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

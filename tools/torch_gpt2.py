@@ -1,6 +1,6 @@
 """A plain GPT-2 and its train step in PyTorch: what `bench_train.py --peer torch` runs beside ours.
 
-The model is that of `maxmars.model` and the step that of AdamW in `maxmars.train_step`: pre-norm
+The model is that of `maxmars.model` and the step that of AdamW in `maxmars.train.step`: pre-norm
 blocks, GELU by tanh, tied embeddings, float32 parameters with products in the compute type, mean of
 the microbatches' gradients, clip to a global norm, one learning rate after warmup, decay on
 matrices only. Attention is PyTorch's own (SDPA), which is flash attention on GPUs.

@@ -1,4 +1,4 @@
-"""`maxmars compare`: which optimizer is better for a model and its data, each tuned."""
+"""`maxmars compare`: which optimizer is better, each tuned? `maxmars report`: curves of runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from maxmars import cpu_settings
-from maxmars.cli.config_file import (
+from maxmars.config import TrainConfig
+from maxmars.config.command_line import (
     ConfigArguments,
     UsageError,
     parse_arguments,
+    parse_options,
     split_positionals,
 )
-from maxmars.config import TrainConfig
-
-if TYPE_CHECKING:
-    from maxmars.compare.cells import Contender
 
 _USAGE = """\
 usage: maxmars compare CONFIG [CONFIG ...] --workdir DIR [--optimizers A,B] [--learning-rates ...]
@@ -32,7 +29,7 @@ usage: maxmars compare CONFIG [CONFIG ...] --workdir DIR [--optimizers A,B] [--l
 Train each contender over a grid of learning rates with one seed, then with more seeds around its
 best rate, all from the same weights on the same tokens, and test which one is better.
 
-  maxmars compare configs/compare_tiny.py --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
+  maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
   maxmars compare a.py b.py --learning-rates 1e-3,3e-3 --steps 500 --workdir DIR
 
 A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
@@ -40,8 +37,9 @@ Learning rates are those of --learning-rates, for all (1e-3,3e-3) or by name
 (adamw=1e-3,3e-3,mars=6e-3); else those that DIR has, or the config's own times 1/2, 1, 2 and 4.
 Any field of the configs can be changed for all of them, such as --eval.every 100.
 
-Finished cells are kept: after Ctrl-C (exit code 75) or a kill the same command continues.
-DIR gets report.html, report.md, report.json and figures/."""
+Each combination of contender, rate and seed is a cell, an ordinary run in DIR/cells. Finished cells
+are kept: after Ctrl-C (exit code 75) or a kill the same command continues.
+DIR gets report.md, report.json and figures/."""
 
 _PROG = "maxmars compare"
 _FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -75,10 +73,12 @@ def run(argv: list[str]) -> int:
         print(_USAGE)
         sys.exit(0)
     if not specs:
-        raise UsageError(f"{_PROG} needs a config file: `{_PROG} CONFIG`. See `{_PROG} --help`.")
+        raise UsageError(
+            f"{_PROG} needs a config, for example `{_PROG} compare_tiny`. See `{_PROG} --help`."
+        )
     parsed = {
         spec: parse_arguments(CompareArguments, [spec, *options], prog=_PROG)
-        for spec in _with_optimizers(specs, _option(options, "optimizers"))
+        for spec in _with_optimizers(specs, _optimizers(options))
     }
     arguments = next(iter(parsed.values()))
     if arguments.workdir is None:
@@ -92,45 +92,115 @@ def run(argv: list[str]) -> int:
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
     given = _given_rates(arguments.learning_rates, list(configs))
-    cpu_settings.prepare(configs[baseline])
     # Imported late: they load JAX.
-    from maxmars.compare.comparison import compare
-    from maxmars.compare.record import Comparison, recorded_rates
-    from maxmars.preemption import EXIT_CODE
-    from maxmars.workdir import is_remote, resolve
+    from maxmars.compare.cells import Comparison, Contender, recorded_rates
+    from maxmars.compare.report import print_summary
+    from maxmars.compare.run import compare
+    from maxmars.compare.summary import summarize
+    from maxmars.distributed.failures import EXIT_CODE
+    from maxmars.distributed.files import is_remote, resolve
 
     if is_remote(resolve(arguments.workdir)):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     workdir = Path(arguments.workdir).expanduser().absolute()
-    # So that a grid is extended by naming the new rates alone.
-    contenders = _contenders(configs, recorded_rates(workdir) | given)
+    rates = recorded_rates(workdir) | given
+    contenders = tuple(
+        Contender(
+            name=name,
+            config=config,
+            learning_rates=rates.get(name)
+            or tuple(float(f"{config.optimizer.learning_rate * f:.6g}") for f in _FACTORS),
+        )
+        for name, config in configs.items()
+    )
     first = contenders[0].config.seed
     comparison = Comparison(
         contenders=contenders,
         baseline=baseline,
         seeds=tuple(range(first, first + arguments.seeds)),
     )
-    for warning in _warnings(contenders):
-        print(f"maxmars: warning: {warning}", file=sys.stderr)
+    warmup = max(c.config.schedule.warmup_steps for c in contenders)
+    num_steps = contenders[0].config.num_steps
+    if 2 * warmup > num_steps:
+        print(
+            f"maxmars: warning: schedule.warmup_steps={warmup} is most of num_steps={num_steps}: "
+            "the runs hardly reach their learning rates; give --schedule.warmup-steps too.",
+            file=sys.stderr,
+        )
     if not compare(comparison, workdir):
         return EXIT_CODE
-    from maxmars.compare.terminal import print_summary
-
-    print_summary(workdir)
+    print_summary(summarize(workdir), workdir)
     return 0
 
 
-def _option(options: Sequence[str], name: str) -> str | None:
-    """The value of an option, before the configs are there that say what the others are."""
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Draw the losses of runs against tokens and time, as figures and one Markdown page.
+
+    A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
+    contender is drawn at its best rate. One comparison alone gets its whole report again, also
+    before it is complete.
+    """
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """What to draw, such as runs/quickstart."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
+    itself."""
+
+
+def run_report(argv: list[str]) -> int:
+    """Run `maxmars report`."""
+    arguments = parse_options(ReportArguments, argv, prog="maxmars report")
+    from maxmars.compare.cells import COMPARISON
+    from maxmars.compare.curves import Line, read_run
+    from maxmars.compare.report import (
+        best_lines,
+        print_summary,
+        write_report,
+        write_run_report,
+    )
+    from maxmars.compare.summary import summarize
+    from maxmars.train.metrics import read_sessions
+
+    runs = [Path(name).expanduser().absolute() for name in arguments.runs]
+    if not runs:
+        raise UsageError("maxmars report needs a RUN: the working directory of one.")
+    if len(runs) == 1 and arguments.out is None and (runs[0] / COMPARISON).is_file():
+        print_summary(write_report(runs[0]), runs[0])
+        return 0
+    if len(runs) > 1 and arguments.out is None:
+        raise UsageError("maxmars report of several runs needs --out DIR, where the report goes.")
+    names = [path.name for path in runs]
+    if len(set(names)) < len(names):
+        names = list(arguments.runs)
+    lines = []
+    for path, name in zip(runs, names, strict=True):
+        if not (path / COMPARISON).is_file():
+            lines.append(Line(name=name, curves=(read_run(path),)))
+            continue
+        for line in best_lines(summarize(path)):
+            own = line.name if len(runs) == 1 else f"{name}: {line.name}"
+            lines.append(dataclasses.replace(line, name=own))
+    out = Path(arguments.out).expanduser().absolute() if arguments.out else runs[0] / "report"
+    sessions = {name: read_sessions(path) for path, name in zip(runs, names, strict=True)}
+    write_run_report(lines, out, sessions)
+    print(f"report: {out / 'report.md'}")
+    return 0
+
+
+def _optimizers(options: Sequence[str]) -> str | None:
+    """The value of `--optimizers`, which says which configs to load before the options of these
+    can be read."""
     for index, word in enumerate(options):
         key, equals, value = word.partition("=")
-        if key.replace("_", "-") == f"--{name}":
+        if key == "--optimizers":
             return value if equals else next(iter(options[index + 1 :]), None)
     return None
 
 
 def _with_optimizers(specs: Sequence[str], optimizers: str | None) -> list[str]:
-    """Each CONFIG with each optimizer as its choice."""
+    """Each CONFIG with each optimizer as its choice `optimizer`."""
     if optimizers is None:
         return list(specs)
     names = [name.strip() for name in optimizers.split(",") if name.strip()]
@@ -139,15 +209,17 @@ def _with_optimizers(specs: Sequence[str], optimizers: str | None) -> list[str]:
     for spec in specs:
         if re.search(r"[:,]optimizer=", spec):
             raise UsageError(f"{spec} names an optimizer itself; leave that or --optimizers out.")
+    # To choices such as those of gpt2:size=small one more is added.
+    joins = ["," if re.search(r":\w+=", spec) else ":" for spec in specs]
     return [
-        f"{spec}{':' if spec.endswith('.py') else ','}optimizer={name}"
-        for spec in specs
+        f"{spec}{join}optimizer={name}"
+        for spec, join in zip(specs, joins, strict=True)
         for name in names
     ]
 
 
 def _prepare(arguments: CompareArguments) -> TrainConfig:
-    """The config of a contender: with the steps asked for, and always with an evaluation."""
+    """The config of a contender: with --steps, without HellaSwag, and always with an evaluation."""
     config = arguments.config
     if arguments.steps is not None:
         config = dataclasses.replace(config, num_steps=arguments.steps)
@@ -158,7 +230,7 @@ def _prepare(arguments: CompareArguments) -> TrainConfig:
 
 
 def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
-    """Names of the contenders: their optimizers where one file has them all, else the configs'."""
+    """Names of the contenders: their optimizers if all come from one file, else their configs'."""
     chosen = [re.search(r"[:,]optimizer=([^,]*)", spec) for spec in configs]
     files = {re.sub(r"[:,]optimizer=[^,]*", "", spec) for spec in configs}
     names = [config.name for config in configs.values()]
@@ -172,25 +244,9 @@ def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     return dict(zip(names, configs.values(), strict=True))
 
 
-def _contenders(
-    configs: Mapping[str, TrainConfig], rates: Mapping[str, tuple[float, ...]]
-) -> tuple[Contender, ...]:
-    """The contenders, with the config's own grid where there are no rates."""
-    from maxmars.compare.cells import Contender
-
-    return tuple(
-        Contender(
-            name=name,
-            config=config,
-            learning_rates=rates.get(name)
-            or tuple(float(f"{config.optimizer.learning_rate * f:.6g}") for f in _FACTORS),
-        )
-        for name, config in configs.items()
-    )
-
-
 def _given_rates(text: str | None, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Learning rates by contender; a name holds for all rates up to the next one."""
+    """Learning rates by contender: a name owns the rates up to the next name, and rates before the
+    first name are for all."""
     if text is None:
         return {}
     found: dict[str, set[float]] = {}
@@ -212,15 +268,3 @@ def _given_rates(text: str | None, names: Sequence[str]) -> dict[str, tuple[floa
         for owner in owners:
             found.setdefault(owner, set()).add(rate)
     return {name: tuple(sorted(rates)) for name, rates in found.items()}
-
-
-def _warnings(contenders: Sequence[Contender]) -> list[str]:
-    config = contenders[0].config
-    warmup = max(c.config.schedule.warmup_steps for c in contenders)
-    found = []
-    if 2 * warmup > config.num_steps:
-        found.append(
-            f"schedule.warmup_steps={warmup} is most of num_steps={config.num_steps}: the runs "
-            "hardly reach their learning rates; give --schedule.warmup-steps too."
-        )
-    return found

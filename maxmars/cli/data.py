@@ -1,38 +1,60 @@
-"""`maxmars data`: prepare text for training, join parts of it, and look at the result."""
+"""`maxmars data`: prepare text for training, and look at the result."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import tyro
+from rich.console import Console
+from rich.table import Table
 from tyro.conf import Positional, arg
 
-_RECORD_TOKENS = 1024
+from maxmars.data.formats import open_split
+from maxmars.data.sources import (
+    FORMAT,
+    TFDS_FORMAT,
+    DocumentStarts,
+    Metadata,
+    Shard,
+    read_metadata,
+)
+from maxmars.data.token_files import TokenStream
+from maxmars.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_tokens
+from maxmars.distributed.files import Workdir, require_access, resolve, sha256_of
+from maxmars.distributed.progress import Progress
+
+_SAMPLE_TOKENS = 1 << 14
+_SAMPLE_CHARACTERS = 300
+_BLOCK_TOKENS = 1 << 22
 
 
 def prepare(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
-    out: Annotated[Path, Positional, arg(metavar="OUT")],
+    out: Annotated[str, Positional, arg(metavar="OUT")],
     tokenizer: Annotated[str, arg(metavar="byte|gpt2|FILE.json")] = "byte",
     validation_fraction: float | None = None,
     text_field: str | None = None,
     data_dir: str | None = None,
     eot_token: str = "<|endoftext|>",
     workers: int | None = None,
-    part: Annotated[str | None, arg(metavar="I/N")] = None,
+    tasks: Annotated[str | None, arg(metavar="I/N")] = None,
+    task_bytes: int | None = None,
     format: Literal["shards", "tfds"] = "shards",
     shard_tokens: int = 100_000_000,
-    record_tokens: int = _RECORD_TOKENS,
+    record_tokens: int = 1024,
+    pack: Literal["none", "best_fit"] = "none",
+    pack_length: int = 1024,
 ) -> None:
-    """Turn text into tokens, which a config reads as TokenShardsConfig(path=OUT).
+    """Turn text into tokens, which a config reads by TokenShardsConfig(path=OUT).
 
     SOURCE is one of
 
-      'books/*.txt'                   local files: .txt (each is one document), .jsonl, .jsonl.gz,
-                                      .jsonl.zst, .parquet (each line or row is one); quote globs
+      'books/*.txt'                   files: .txt (each is one document), .jsonl, .jsonl.gz,
+                                      .jsonl.zst, .parquet (each line or row is one), also of
+                                      gs://BUCKET; quote globs
       tfds:NAME[:split]               a TFDS dataset prepared as array_record; needs no TensorFlow
       hf:REPO[:config][:split]        a Hugging Face dataset, streamed, or a local directory of one
       openwebtext | fineweb-edu | c4 | wikitext-103
@@ -40,32 +62,38 @@ def prepare(
                                       local imitation of the hub)
       python                          the sources of Python's standard library
 
-    A hash of its name decides whether a document is held out for validation; of fewer than 100
-    documents, the end of each is.
+    A hash of its name and its place in its file decides whether a document is held out for
+    validation. Of fewer than 100 text files and nothing else, the end of each is.
 
-    Run again after an interruption, the same command continues; the result is the same.
-
-    With --part, several machines share a corpus, and `maxmars data merge` joins what they made. A
-    part is a run of whole files or, where there are fewer files than parts, every N-th document.
+    The work is divided into tasks by the text alone. Run again after an interruption, the same
+    command does the tasks that are left; the result is the same. With --tasks, jobs on several
+    machines share the tasks over a shared directory or bucket: job I of N, from 0, runs the command
+    with --tasks I/N. Whoever does the last task completes OUT.
 
     Args:
       source: See above.
-      out: Directory to write.
+      out: Directory to write, on a disk or gs://BUCKET/PATH.
       tokenizer: `byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json.
       validation_fraction: Part to hold out; by default 0.1, of the large datasets above less.
       text_field: Where the text is in a line or row; by default `text`, or what the preset says.
       data_dir: Where TFDS keeps its datasets, for tfds:NAME.
       eot_token: The token of a tokenizer.json that ends a document.
       workers: Processes that tokenise, by default as many as there are cores; 0 starts none.
-      part: Prepare only part I of N, from 0; see above.
+      tasks: Do only the tasks whose number leaves I when divided by N; see above.
+      task_bytes: Text of a task, about; by default 8 to 256 MB, by the size of the text.
       format: `shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source.
-      shard_tokens: Tokens a file.
+      shard_tokens: Tokens a file at most.
       record_tokens: Tokens a record with --format tfds.
+      pack: `best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT
+        is complete, only that is done.
+      pack_length: Length of these windows: the --model.max-seq-len of the training.
     """
-    from maxmars.data.open_corpus import PRESETS, open_corpus  # here: --help need not load NumPy
-    from maxmars.data.prepare import prepare as prepare_tokens
-    from maxmars.data.tokenizer import load_tokenizer
+    from maxmars.data.open_corpus import PRESETS, open_corpus
+    from maxmars.data.packing import write_plans
+    from maxmars.data.prepare import Preparation
 
+    if pack != "none" and format != "shards":
+        raise ValueError(f"--pack {pack} needs --format shards.")
     if validation_fraction is None:
         validation_fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
     options = {
@@ -74,107 +102,216 @@ def prepare(
         "--text-field": text_field,
         "--data-dir": data_dir,
         "--eot-token": eot_token if tokenizer.endswith(".json") else None,
-        "--part": part,
         "--format": format,
     }
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
-    metadata = prepare_tokens(
-        open_corpus(source, text_field=text_field, data_dir=data_dir),
-        out,
+    share = None if tasks is None else _parse_tasks(tasks)
+    preparation = Preparation(
+        corpus=open_corpus(source, text_field=text_field, data_dir=data_dir),
+        out=resolve(out),
         tokenizer=load_tokenizer(tokenizer, eot_token=eot_token),
         source=source,
         validation_fraction=validation_fraction,
         shard_tokens=shard_tokens,
-        workers=(os.cpu_count() or 1) if workers is None else workers,
-        part=None if part is None else _parse_part(part),
+        task_bytes=task_bytes,
         record_tokens=record_tokens if format == "tfds" else None,
-        command=shlex.join(["maxmars", "data", "prepare", source, str(out), *given]),
+        command=shlex.join(["maxmars", "data", "prepare", source, out, *given]),
     )
-    _print_written(metadata, out)
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if (share is None and pack == "none") or not preparation.is_finished():
+        preparation.run(workers, share or (0, 1))
+    metadata = preparation.finish()
+    if metadata is None:
+        print(f"the tasks {tasks} of {out} are done; the last of the other jobs completes it")
+        return
+    counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
+    print(f"wrote {counts} to {out}")
+    if pack == "best_fit":
+        if (metadata.source, metadata.tokenizer) != (source, preparation.tokenizer.name):
+            raise ValueError(
+                f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
+                "directory, or give its own source and --tokenizer."
+            )
+        for split, plan in write_plans(resolve(out), pack_length).items():
+            print(
+                f"planned {len(plan):,} windows of {pack_length:,} tokens ({split}), "
+                f"{plan.fill:.2%} of them filled"
+            )
+    print(f"next: {shlex.join(['maxmars', 'data', 'inspect', out])}")
 
 
-def merge(
-    parts: Annotated[tuple[Path, ...], Positional, arg(metavar="PART...")],
-    out: Annotated[Path, arg(metavar="DIR")],
-    format: Literal["shards", "tfds"] = "shards",
-    record_tokens: int = _RECORD_TOKENS,
-) -> None:
-    """Join the parts that `prepare --part` made, in any order, after checking them.
-
-    Args:
-      parts: Directories of all parts.
-      out: Directory to write.
-      format: `shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source.
-      record_tokens: Tokens a record with --format tfds.
-    """
-    from maxmars.data.merge import merge as merge_parts
-
-    if not parts:
-        raise ValueError(
-            "maxmars data merge needs the directories of the parts: PART... --out DIR."
-        )
-    metadata = merge_parts(
-        parts,
-        out,
-        record_tokens=record_tokens if format == "tfds" else None,
-        command=shlex.join(["maxmars", "data", "merge", *map(str, parts), "--out", str(out)]),
-    )
-    _print_written(metadata, out)
+def _parse_tasks(tasks: str) -> tuple[int, int]:
+    index, slash, count = tasks.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ValueError(f"--tasks {tasks} must be I/N with 0 <= I < N, such as 0/4.")
+    return int(index), int(count)
 
 
 def inspect(
-    directory: Annotated[Path, Positional, arg(metavar="DIR")],
-    compare: Annotated[Path | None, arg(metavar="DIR")] = None,
+    path: Annotated[str, Positional, arg(metavar="DIR")],
+    compare: Annotated[str | None, arg(metavar="DIR")] = None,
     verify: bool = True,
 ) -> int:
     """Show what prepared tokens hold, and compare every file with its checksum.
 
     Args:
-      directory: A directory that `prepare` or `merge` made.
-      compare: Say whether this directory holds the same stream of tokens; exit with 1 if not.
+      path: A directory that `prepare` made, on a disk or gs://BUCKET/PATH.
+      compare: Tell whether this directory holds the same stream of tokens; exit with 1 if not.
       verify: Compare the files with their checksums, which reads all of them.
     """
-    from maxmars.cli.data_tables import print_summary
-    from maxmars.data import inspect as tokens
-
-    directories = {directory: tokens.read_any_metadata(directory)}
-    if compare is not None:
-        directories[compare] = tokens.read_any_metadata(compare)
+    directory, other = resolve(path), None if compare is None else resolve(compare)
+    described = {place: _read_any_metadata(place) for place in (directory, other) if place}
     if verify:
-        for path, described in directories.items():
-            tokens.verify(path, described)
-            print(f"{path}: every file matches its checksum")
-    print_summary(directory, directories[directory])
-    if compare is None:
+        for place, metadata in described.items():
+            _verify(place, metadata)
+            print(f"{place}: every file matches its checksum")
+    metadata = described[directory]
+    _print_summary(directory, metadata)
+    if other is None:
+        config = [f"quickstart:data={path}"]
+        if metadata.tokenizer == "gpt2":
+            config = ["gpt2:size=small,optimizer=mars", "--data.path", path]
+        print(f"next: {shlex.join(['maxmars', 'train', *config])}")
         return 0
-    found = tokens.differences(directory, compare)
+    found = differences(directory, other)
     if not found:
-        print(f"{directory} and {compare} hold the same tokens")
+        print(f"{path} and {compare} hold the same tokens")
         return 0
-    print(f"{directory} and {compare} differ:", *found, sep="\n  ")
+    print(f"{path} and {compare} differ:", *found, sep="\n  ")
     return 1
 
 
-def _parse_part(part: str) -> tuple[int, int]:
-    index, slash, count = part.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal()):
-        raise ValueError(f"--part {part} must be I/N with 0 <= I < N, such as 0/4.")
-    return int(index), int(count)
+def differences(one: Workdir, other: Workdir) -> list[str]:
+    """How the streams of tokens in two directories differ; empty if they are the same.
+
+    The number and format of the files do not matter. Files are compared by checksum where both
+    directories cut the stream alike, else token by token.
+    """
+    a, b = _read_any_metadata(one), _read_any_metadata(other)
+    found = [
+        f"{name}: {getattr(a, name)!r} and {getattr(b, name)!r}"
+        for name in ("tokenizer", "tokenizer_digest", "vocab_size")
+        if getattr(a, name) != getattr(b, name)
+    ]
+    if a.splits.keys() != b.splits.keys():
+        found.append(f"splits: {', '.join(a.splits)} and {', '.join(b.splits)}")
+    for name in a.splits.keys() & b.splits.keys():
+        counts = a.splits[name].num_tokens, b.splits[name].num_tokens
+        if counts[0] != counts[1]:
+            found.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
+        if a.dtype == b.dtype and a.splits[name].shards == b.splits[name].shards:
+            continue
+        where = _first_difference(open_split(one, name), open_split(other, name), name)
+        if where is not None:
+            found.append(f"{name} from token {where:,} on")
+    return sorted(found)
 
 
-def _print_written(metadata: object, out: Path) -> None:
-    from maxmars.data.sources import Metadata
+def _first_difference(one: TokenStream, other: TokenStream, split: str) -> int | None:
+    """The first place where two streams differ before the shorter one ends; None if nowhere."""
+    length = min(one.num_tokens, other.num_tokens)
+    with Progress(stderr=True) as status:
+        for start in range(0, length, _BLOCK_TOKENS):
+            status.update(f"comparing {split}: {start / length:.0%}")
+            count = min(_BLOCK_TOKENS, length - start)
+            unequal = one.read(start, count) != other.read(start, count)
+            if unequal.any():
+                return start + int(np.argmax(unequal))
+    return None
 
-    assert isinstance(metadata, Metadata)
-    counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
-    print(f"wrote {counts or 'no tokens'} to {out}")
+
+def _read_any_metadata(directory: Workdir) -> Metadata:
+    """The description of token shards or of a TFDS dataset of tokens."""
+    require_access(directory)
+    return read_metadata(directory, format=None)
+
+
+def _verify(directory: Workdir, metadata: Metadata) -> None:
+    """Compare every file with its checksum.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file differs; the message names it.
+    """
+    files: list[Shard | DocumentStarts] = []
+    for split in metadata.splits.values():
+        files += [*split.shards, *filter(None, [split.documents])]
+    missing = [file.file for file in files if not (directory / file.file).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}; prepare it again.")
+    with Progress(stderr=True) as status:
+        for number, file in enumerate(files):
+            status.update(f"verifying {file.file}", number, len(files))
+            sha256 = sha256_of(directory / file.file)
+            if sha256 != file.sha256:
+                raise ValueError(
+                    f"{directory / file.file} does not match its checksum: its SHA-256 is "
+                    f"{sha256}, but meta.json says {file.sha256}; delete the directory "
+                    "and prepare it again."
+                )
+
+
+def _print_summary(directory: Workdir, metadata: Metadata) -> None:
+    """Print the origin of the tokens, their counts, and a sample of each split."""
+    console = Console(highlight=False, soft_wrap=True)
+    if metadata.record_tokens is None:
+        format = f"token shards ({FORMAT}, {metadata.dtype})"
+    else:
+        records = f"records of {metadata.record_tokens:,}"
+        format = f"TFDS dataset ({TFDS_FORMAT}, {metadata.dtype}, {records})"
+    facts = {
+        "format": format,
+        "source": metadata.source,
+        "command": metadata.command,
+        "tokenizer": f"{metadata.tokenizer}, vocabulary of {metadata.vocab_size:,}",
+        "digest": metadata.tokenizer_digest,
+    }
+    console.print(str(directory), style="bold", markup=False)
+    for name, value in facts.items():
+        if value is not None:
+            console.print(f"  {name:<10}", value, markup=False)
+    try:
+        tokenizer = _matching_tokenizer(directory, metadata)
+    except (ImportError, OSError, ValueError) as error:
+        console.print(f"no sample: {error}", markup=False)
+        tokenizer = None
+    table = Table("split")
+    for column in ("tokens", "documents", "files", "tokens/document", "bytes/token"):
+        table.add_column(column, justify="right")
+    samples = []
+    for name, split in metadata.splits.items():
+        ratio = ""
+        if tokenizer is not None:
+            tokens = open_split(directory, name).read(0, min(split.num_tokens, _SAMPLE_TOKENS))
+            text = tokens[tokens != tokenizer.eot]
+            ratio = f"{len(tokenizer.decode(text).encode()) / max(len(text), 1):.2f}"
+            end = int(np.argmax(np.append(tokens, tokenizer.eot) == tokenizer.eot))
+            first = tokenizer.decode(tokens[:end])
+            cut = first[:_SAMPLE_CHARACTERS]
+            samples.append(f"{name}: {cut!r}{'...' if cut != first else ''}")
+        length = f"{split.num_tokens / split.num_documents:,.1f}" if split.num_documents else ""
+        counts = (split.num_tokens, split.num_documents, len(split.shards))
+        table.add_row(name, *(f"{count:,}" for count in counts), length, ratio)
+    console.print(table)
+    for sample in samples:
+        console.print(sample, markup=False)
+
+
+def _matching_tokenizer(directory: Workdir, metadata: Metadata) -> Tokenizer:
+    """The tokenizer of a directory of tokens, if it can be loaded and has the digest there."""
+    tokenizer = tokenizer_of_tokens(directory, metadata.tokenizer)
+    if tokenizer.digest != metadata.tokenizer_digest:
+        raise ValueError(
+            f"the tokenizer {metadata.tokenizer!r} here has digest {tokenizer.digest}, but "
+            f"{directory} was prepared with {metadata.tokenizer_digest}; its text would be garbled."
+        )
+    return tokenizer
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars data`."""
     app = tyro.extras.SubcommandApp()
     app.command(prepare)
-    app.command(merge)
     app.command(inspect)
     code = app.cli(args=argv, prog="maxmars data", description="Prepare text for training.")
     return code or 0

@@ -1,22 +1,24 @@
-"""`maxmars eval`: the scores of trained models."""
+"""`maxmars eval`: scores of one trained model, or of two on the same data."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import rich
 import tyro
 
-from maxmars.cli.config_file import UsageError
 from maxmars.config import MeshConfig
+from maxmars.config.command_line import UsageError, parse_options
 
 _TASKS = ("loss", "hellaswag")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments:
-    """Where the validation loss is measured."""
+    """The data of the validation loss."""
 
     path: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of tokens, whose validation split is taken; None takes that of the run."""
@@ -27,7 +29,7 @@ class DataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class HellaSwagArguments:
-    """Which HellaSwag questions are scored."""
+    """The HellaSwag questions that are scored."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The file hellaswag_val.jsonl; None downloads it once into the cache directory (MAXMARS_CACHE,
@@ -38,7 +40,7 @@ class HellaSwagArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LMEvalArguments:
-    """What `--backend lm-eval` takes."""
+    """Options of `--backend lm-eval`."""
 
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions of each task only, the first ones."""
@@ -86,102 +88,99 @@ class EvalArguments:
 
 def run(argv: list[str]) -> int:
     """Run `maxmars eval`."""
-    arguments = tyro.cli(
-        EvalArguments, args=argv, prog="maxmars eval", config=(tyro.conf.AvoidSubcommands,)
-    )
-    _check_backend(arguments)
-    if arguments.backend == "lm-eval":
-        return _run_lm_eval(arguments)
-    tasks = _parse_tasks(arguments.tasks)
-    from maxmars import distributed, sharding  # these load JAX
-    from maxmars.eval_report import HellaSwagOptions, LossOptions, evaluate
-    from maxmars.eval_table import ProgressBars, print_report
+    arguments = parse_options(EvalArguments, argv, prog="maxmars eval")
+    tasks = _check_tasks(arguments)
+    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
+    from maxmars.distributed import processes, sharding
 
-    distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
-    against = () if arguments.against is None else (arguments.against,)
-    with ProgressBars() as progress:
-        report = evaluate(
-            (arguments.target, *against),
-            sharding.make_mesh(arguments.mesh),
-            tasks=tasks,
-            loss=LossOptions(path=arguments.data.path, num_windows=arguments.data.num_windows),
-            hellaswag=HellaSwagOptions(
-                path=arguments.hellaswag.path, num_questions=arguments.hellaswag.num_questions
-            ),
-            batch_size=arguments.batch_size,
-            progress=progress,
-        )
-    if distributed.is_primary():
-        print_report(report)
-    if arguments.output is not None:
-        report.write(arguments.output)
+    processes.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    mesh = sharding.make_mesh(arguments.mesh)
+    if arguments.backend == "lm-eval":
+        _run_lm_eval(arguments, tasks, mesh)
+    else:
+        _run_native(arguments, tasks, mesh)
     return 0
 
 
-def _check_backend(arguments: EvalArguments) -> None:
-    """Reject options of the other backend.
-
-    Raises:
-      UsageError: there are such, or tasks are missing that the backend does not choose itself.
-    """
-    harness = arguments.backend == "lm-eval"
-    if harness and arguments.tasks is None:
-        raise UsageError("--backend lm-eval needs --tasks, such as arc_easy,piqa or mars_paper.")
-    given = {
-        "--against": arguments.against is not None,
-        "--hellaswag.*": arguments.hellaswag != HellaSwagArguments(),
-        "--data.*": arguments.data != DataArguments(),
-    }
-    if not harness:
-        given = {"--lm-eval.*": arguments.lm_eval != LMEvalArguments()}
-    for option, is_given in given.items():
-        if is_given:
-            other = "native" if harness else "lm-eval"
+def _check_tasks(arguments: EvalArguments) -> list[str]:
+    """The names in --tasks; none if there are none. Refuses options of the other backend."""
+    backend = arguments.backend
+    tasks = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
+    if backend == "lm-eval":
+        if not tasks:
             raise UsageError(
-                f"{option} belongs to --backend {other}, not to {arguments.backend}; leave it out."
+                "--backend lm-eval needs --tasks, such as arc_easy,piqa or mars_paper."
             )
+        others = {
+            "--against": arguments.against is not None,
+            "--hellaswag.*": arguments.hellaswag != HellaSwagArguments(),
+            "--data.*": arguments.data != DataArguments(),
+        }
+    else:
+        others = {"--lm-eval.*": arguments.lm_eval != LMEvalArguments()}
+        unknown = [name for name in tasks if name not in _TASKS]
+        if unknown or (arguments.tasks is not None and not tasks):
+            what = f"there is no task {unknown[0]!r}" if unknown else "no task is named"
+            raise UsageError(
+                f"--tasks {arguments.tasks!r}: {what}; the tasks are {', '.join(_TASKS)}; "
+                "--backend lm-eval has those of lm-evaluation-harness."
+            )
+    for option, is_given in others.items():
+        if is_given:
+            other = "native" if backend == "lm-eval" else "lm-eval"
+            raise UsageError(
+                f"{option} belongs to --backend {other}, not to {backend}; leave it out."
+            )
+    return tasks
 
 
-def _run_lm_eval(arguments: EvalArguments) -> int:
-    from maxmars import distributed, sharding  # these load JAX
-    from maxmars.eval_table import print_harness_scores
-    from maxmars.lm_eval_adapter import run_lm_eval
-    from maxmars.metrics import environment, write_json
-    from maxmars.trained_model import open_trained_model
+def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
+    from maxmars.distributed import processes
+    from maxmars.eval.report import score_models
 
-    distributed.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
-    mesh, options = sharding.make_mesh(arguments.mesh), arguments.lm_eval
-    model = open_trained_model(arguments.target, mesh=mesh)
+    against = () if arguments.against is None else (arguments.against,)
+    report = score_models(
+        (arguments.target, *against),
+        mesh,
+        tasks=tasks or None,
+        data_path=arguments.data.path,
+        num_windows=arguments.data.num_windows,
+        hellaswag_path=arguments.hellaswag.path,
+        num_questions=arguments.hellaswag.num_questions,
+        batch_size=arguments.batch_size,
+    )
+    if processes.is_primary():
+        rich.get_console().print(report.table(), soft_wrap=True)
+        if report.questions:
+            print(f"{len(report.questions):,} HellaSwag questions; ± is one standard error")
+    if arguments.output is not None:
+        report.write(arguments.output)
+    elif processes.is_primary() and not against:
+        command = shlex.join(["maxmars", "eval", arguments.target])
+        print(f"next: {command} --against OTHER_MODEL --output scores.json")
+
+
+def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
+    from maxmars.checkpoint.environment import environment
+    from maxmars.distributed import processes
+    from maxmars.distributed.files import write_json
+    from maxmars.eval import load
+    from maxmars.eval.lm_eval import run_lm_eval
+    from maxmars.eval.report import harness_table
+
+    model, options = load(arguments.target, mesh=mesh), arguments.lm_eval
     found = run_lm_eval(
         model,
-        _names(arguments.tasks or ""),
+        tasks,
         limit=options.limit,
         num_fewshot=options.num_fewshot,
         include_path=options.include_path,
         batch_size=arguments.batch_size,
         seed=options.seed,
     )
-    if distributed.is_primary():
-        print_harness_scores(model.name, found)
+    if processes.is_primary():
+        rich.get_console().print(harness_table(model.name, found), soft_wrap=True)
+        print(f"{found['harness']}; ± is one standard error")
         if arguments.output is not None:
             fields = {"target": arguments.target, "name": model.name, **found}
             write_json(arguments.output, fields | {"environment": environment(mesh)})
-    return 0
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _parse_tasks(text: str | None) -> tuple[Literal["loss", "hellaswag"], ...] | None:
-    if text is None:
-        return None
-    names = _names(text)
-    unknown = [name for name in names if name not in _TASKS]
-    if unknown or not names:
-        what = f"there is no task {unknown[0]!r}" if unknown else "no task is named"
-        raise UsageError(
-            f"--tasks {text!r}: {what}; the tasks are {', '.join(_TASKS)}; "
-            "--backend lm-eval has those of lm-evaluation-harness."
-        )
-    return tuple(name for name in _TASKS if name in names)

@@ -9,10 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from maxmars.cli.config_file import UsageError
 from maxmars.config import MeshConfig
-
-_RULE = "-" * 15
+from maxmars.config.command_line import UsageError, parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,7 @@ class GenerateArguments:
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with a prompt in each line; empty lines are skipped."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
-    """Write a JSON object with `prompt` and `continuation` a line there, instead of text to the
-    terminal."""
+    """Write one JSON object a line there, with `prompt` and `continuation`, and print no text."""
     max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 200
     """Most tokens to add to a prompt; it ends earlier at an end of text."""
     temperature: float = 0.8
@@ -41,30 +38,32 @@ class GenerateArguments:
     top_p: float | None = None
     """Sample among the likeliest tokens that together have this probability; None takes all."""
     seed: int = 0
-    """Seed of the sampling. What a prompt gets does not depend on the others; one that is given
-    twice gets two samples."""
+    """Seed of the sampling. A continuation does not depend on the other prompts; a prompt that is
+    given twice gets two samples."""
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Prompts that are continued at once."""
+    """Number of prompts continued at once."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Devices: `tensor` and `fsdp` split a model that is too large for one."""
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
-    arguments = tyro.cli(GenerateArguments, args=argv, prog="maxmars generate")
-    prompts = _prompts(arguments)
-    _check_output(arguments.output)
-    from maxmars import sharding  # loads JAX
-    from maxmars.generate import generate_texts
-    from maxmars.sampling import Sampling
-    from maxmars.trained_model import open_trained_model
+    arguments = parse_options(GenerateArguments, argv, prog="maxmars generate")
+    prompts, output = _prompts(arguments), arguments.output
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        where = f"lies in {output.parent}, which does not exist"
+        problem = "is a directory" if output.is_dir() else where
+        raise UsageError(f"--output {output} {problem}; name a file to write.")
+    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
+    from maxmars.distributed import sharding
+    from maxmars.eval import load
+    from maxmars.eval.generate import Sampling, generate_texts
 
     sampling = Sampling(
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
     )
-    model = open_trained_model(arguments.target, mesh=sharding.make_mesh(arguments.mesh))
     continuations = generate_texts(
-        model,
+        load(arguments.target, mesh=sharding.make_mesh(arguments.mesh)),
         prompts,
         max_new_tokens=arguments.max_new_tokens,
         sampling=sampling,
@@ -72,11 +71,12 @@ def run(argv: list[str]) -> int:
         batch_size=arguments.batch_size,
     )
     found = list(zip(prompts, continuations, strict=True))
-    if arguments.output is None:
-        print(f"\n{_RULE}\n".join(prompt + continuation for prompt, continuation in found))
+    if output is None:
+        print("\n---------------\n".join(prompt + continuation for prompt, continuation in found))
     else:
         lines = [json.dumps({"prompt": p, "continuation": c}, ensure_ascii=False) for p, c in found]
-        arguments.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        print(f"{len(lines):,} continuations written to {output}")
     return 0
 
 
@@ -96,9 +96,3 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} has no prompt; --prompt-file takes one in each line.")
     return prompts
-
-
-def _check_output(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which does not exist"
-        raise UsageError(f"--output {path} {what}; name a file to write.")

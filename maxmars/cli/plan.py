@@ -1,7 +1,8 @@
-"""`maxmars plan`: what a run needs on chips that are not there."""
+"""`maxmars plan`: what a run needs on chips that need not be there."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -10,28 +11,26 @@ from typing import Annotated
 
 import tyro
 
-from maxmars.cli.config_file import ConfigArguments, UsageError, parse_arguments
+from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
 
 _USAGE = """\
 usage: maxmars plan CONFIG --topology NAME [--num-slices N] [--output plan.json] [--FIELD VALUE ...]
 
-Compile the train step and the evaluation step for chips that need not be there, and say what each
-chip holds in memory, what travels over which network, and how long a step takes at best.
+Compile the train step and the evaluation step for chips that need not be there, and print what each
+chip holds in memory, what it sends over which network, and how long a step takes at best.
 
-  maxmars plan configs/gpt2.py:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8
-  maxmars plan configs/gpt2.py:size=xl,optimizer=mars_shampoo --topology v5p:2x2x4 --mesh.fsdp 16 \\
+  maxmars plan gpt2:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8
+  maxmars plan gpt2:size=xl,optimizer=mars_shampoo --topology v5p:2x2x4 --mesh.fsdp 16 \\
     --global-batch-size 512 --num-microbatches 4 --price 4.2 --output plan.json
 
 NAME is a TPU slice (v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8; extra `tpu`), GPUs, eight to a host
 (h100:8, h200:16; extra `cuda`), or fake CPU devices (cpu:8), whose compiler keeps more in float32.
 Several plans may run at once. No chip of this machine is used."""
 
-GB = 10**9
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(ConfigArguments):
-    """Compile a run's programs for chips that need not be there, and say what they need."""
+    """Compile a run's programs for chips that need not be there, and print what they need."""
 
     topology: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The chips: v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8, h100:8, h200:16 or cpu:8."""
@@ -40,12 +39,10 @@ class PlanArguments(ConfigArguments):
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the plan to this JSON file."""
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
-    """Price of one chip for an hour; gives the cost to finish."""
+    """Price of one chip for an hour, in any currency; gives the cost of the run."""
     max_memory: Annotated[str | None, tyro.conf.arg(metavar="[GB]")] = None
-    """Find the largest microbatch and the cheapest rematerialisation that fit: in so many GB a
-    chip, or in the chip's own memory when no number follows."""
-    save_executable: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the compiled train step, as `plan.load_executable` reads it."""
+    """Search for the cheapest rematerialisation and the largest microbatch that fit: in so many GB
+    a chip, or in the chip's own memory if no number follows."""
 
 
 def run(argv: list[str]) -> int:
@@ -54,42 +51,31 @@ def run(argv: list[str]) -> int:
     arguments = parse_arguments(PlanArguments, words, prog="maxmars plan", usage=_USAGE)
     if arguments.topology is None:
         raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
+    if arguments.price is not None and not arguments.price >= 0:
+        raise UsageError(f"--price {arguments.price} must not be negative.")
     _choose_devices(arguments.topology)
-    if arguments.max_memory is not None:  # whose compiler says much of programs that do not fit
+    if arguments.max_memory is not None:  # compilers log pages about a program that does not fit
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import rich.console
 
-    from maxmars.metrics import write_json
-    from maxmars.plan import make_plan, save_executable
-    from maxmars.plan.fit import Tried, find_fit
-    from maxmars.plan.tables import print_plan
-    from maxmars.plan.topology import get_topology
+    from maxmars.distributed.files import write_json
+    from maxmars.plan import get_topology, make_plan
+    from maxmars.plan.compile import find_fit
+    from maxmars.plan.plan import print_plan
 
-    console = rich.console.Console(highlight=False)
     topology = get_topology(arguments.topology, arguments.num_slices)
-    config = arguments.config
-    overrides: tuple[str, ...] = ()
+    config, step, overrides = arguments.config, None, []
     if arguments.max_memory is not None:
         chip = None if topology.chip is None else topology.chip.memory_bytes
         limit = _max_bytes(arguments.max_memory, chip)
-
-        def report(tried: Tried) -> None:
-            peak = "no fit" if tried.peak_bytes is None else f"{tried.peak_bytes / GB:.3f} GB"
-            verdict = "fits" if tried.fits else "too much"
-            console.print(
-                f"remat {tried.remat}, {tried.num_microbatches} microbatches: {peak}, {verdict}"
-            )
-
-        fit = find_fit(config, topology, limit, report)
-        config, overrides = fit.config, fit.overrides
-    plan = make_plan(config, topology, price=arguments.price)
-    print_plan(plan, console)
+        config, step = find_fit(config, topology, limit, log=functools.partial(print, flush=True))
+        overrides = ["--num-microbatches", str(config.num_microbatches)]
+        overrides += ["--model.remat", str(config.model.remat)]
+    plan = make_plan(config, topology, price=arguments.price, train_step=step)
+    print_plan(plan)
     if overrides:
-        console.print(f"use: {' '.join(overrides)}", soft_wrap=True)
+        print(f"use: {' '.join(overrides)}")
     if arguments.output is not None:
-        write_json(arguments.output, plan.to_json() | {"overrides": list(overrides)})
-    if arguments.save_executable is not None:
-        save_executable(plan, arguments.save_executable)
+        write_json(arguments.output, plan.to_json() | {"overrides": overrides})
     return 0
 
 
@@ -122,4 +108,4 @@ def _max_bytes(text: str, chip_bytes: int | None) -> int:
         size = 0.0
     if not size > 0:
         raise UsageError(f"--max-memory {text} must be a positive number of GB.")
-    return round(size * GB)
+    return round(size * 1e9)

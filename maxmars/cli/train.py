@@ -1,21 +1,77 @@
-"""`maxmars train`: train as a config file says, or continue a run."""
+"""`maxmars train`: train as a config file says, or continue a run; and `maxmars verify-resume`.
+
+`maxmars launch` checks the command line of `train` by `TrainArguments` before it rents anything.
+"""
 
 from __future__ import annotations
 
-from maxmars import cpu_settings
-from maxmars.cli.config_file import UsageError, parse_arguments
-from maxmars.cli.train_arguments import USAGE, TrainArguments
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
+
+_TRAIN_USAGE = """\
+usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
+
+Train a model as a config file says. Run the same command again to continue.
+SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
+A run of several processes also exits with 75 where one of them is killed, fails or hangs.
+
+CONFIG is the name of a config or the path of a Python file, with its choices:
+  maxmars train quickstart
+  maxmars train gpt2:size=small,optimizer=mars
+
+Any field of the config can be changed on the command line:
+  maxmars train quickstart --num-steps 100 --optimizer.learning-rate 3e-3
+
+Start a new run from the weights of another, or from a Hugging Face GPT-2:
+  maxmars train quickstart --init-from runs/quickstart --workdir runs/more
+
+`maxmars train CONFIG --help` lists the fields of that config and their values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(ConfigArguments):
+    """Train a model as a config file says. Run the same command again to continue."""
+
+    workdir: Annotated[
+        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
+    ] = None
+    """Directory of the run's metrics and checkpoints, also on gs:// (extra `gcs`)."""
+    init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
+    its checkpoints/STEP, also on gs://, or a directory with a Hugging Face GPT-2. Step, data,
+    schedule and optimizer start anew, and the optimizer may be another one."""
+    init_optimizer_state: bool = False
+    """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
+    resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
+    """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
+    when a run continues; without it, fields that define the run are refused."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Trace these steps, such as 20:24, into the run's directory `profile`, for TensorBoard's xprof
+    and Perfetto, and print which operations took the time."""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Address of process 0, where several processes train together; goes with the next two. On TPU
+    pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""
+    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of processes of the run; 1 alone ignores the cluster."""
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    """Number of this process, from 0."""
+    start_timeout_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0
+    """How long to wait for all processes to come before the start fails."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `maxmars train`."""
-    arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=USAGE)
-    cpu_settings.prepare(arguments.config)
-    # Imported late: both load JAX, which --help and wrong arguments need not wait for.
-    from maxmars import distributed
-    from maxmars.init_from import InitFrom
-    from maxmars.preemption import EXIT_CODE
-    from maxmars.train import train
+    """Run `maxmars train`; 75 if a signal stopped it, else 0."""
+    arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_TRAIN_USAGE)
+    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
+    from maxmars.distributed import processes
+    from maxmars.distributed.failures import EXIT_CODE
+    from maxmars.plan.trace import trace_tables
+    from maxmars.train import InitFrom, train
 
     init_from = None
     if arguments.init_from is not None:
@@ -25,22 +81,22 @@ def run(argv: list[str]) -> int:
     elif arguments.init_optimizer_state:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
     profile = _parse_steps(arguments.profile)
-    distributed.initialize(
+    processes.initialize(
         arguments.coordinator,
         arguments.num_processes,
         arguments.process_id,
         timeout_s=arguments.start_timeout_s,
     )
-    workdir = arguments.workdir or f"runs/{arguments.config.name}"
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
-    done = train(
+    result = train(
         arguments.config,
-        workdir,
+        arguments.workdir or f"runs/{arguments.config.name}",
         init_from=init_from,
         resume_overrides=[name.strip() for name in overrides if name.strip()],
         profile=profile,
+        trace_tables=trace_tables,
     )
-    return 0 if done else EXIT_CODE
+    return 0 if result.done else EXIT_CODE
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:
@@ -50,3 +106,46 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     if not first.isdecimal() or not last.isdecimal():
         raise UsageError(f"--profile {text} must be the first and the last step, such as 20:24.")
     return int(first), int(last)
+
+
+_VERIFY_USAGE = """\
+usage: maxmars verify-resume CONFIG [--steps N] [--out DIR] [--FIELD VALUE ...]
+
+Prove on this hardware that a killed and continued run equals an undisturbed one. Trains the config
+for a few steps: undisturbed, once more as a control, and a third time, killed with SIGKILL and then
+continued. Says whether all losses and the last state agree bit by bit, writes receipt.json and
+receipt.txt, and exits with 1 if they do not.
+
+  maxmars verify-resume quickstart
+  maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResumeArguments(ConfigArguments):
+    """Prove on this hardware that a killed and continued run equals an undisturbed one."""
+
+    steps: Annotated[int, tyro.conf.arg(metavar="N")] = 20
+    """Steps of each run."""
+    checkpoint_step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Kill the third run after the checkpoint of this step; None takes half of the steps."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory to make, for the runs and the receipt; None is runs/NAME-verify-resume."""
+
+
+def run_verify_resume(argv: list[str]) -> int:
+    """Run `maxmars verify-resume`; 1 if the runs differ, else 0."""
+    arguments = parse_arguments(
+        VerifyResumeArguments, argv, prog="maxmars verify-resume", usage=_VERIFY_USAGE
+    )
+    from maxmars.train.verify_resume import verify_resume  # loads JAX
+
+    out = Path(arguments.out or f"runs/{arguments.config.name}-verify-resume")
+    checkpoint_step = arguments.checkpoint_step
+    receipt = verify_resume(
+        arguments.config,
+        out,
+        steps=arguments.steps,
+        checkpoint_step=arguments.steps // 2 if checkpoint_step is None else checkpoint_step,
+    )
+    print(f"{receipt.text}\nreceipt: {out / 'receipt.json'}")
+    return 0 if receipt.verdict == "identical" else 1

@@ -1,28 +1,53 @@
-"""A cell of a comparison: one training run of a contender at one learning rate with one seed.
+"""The cells of a comparison, what identifies them, and their files.
 
-Its directory, `cells/CONTENDER/lr_RATE_seed_SEED`, looks like a run's. `result.json` is written in
-one step when the cell is finished; without it the cell is run again from its beginning.
+A cell is one training run: a contender, at one learning rate, with one seed. These three identify
+it within a comparison, whose `compare.json` fixes the contenders' configs. The files are
+
+    compare.json                                      what is compared
+    cells/CONTENDER/cost.json                         memory and traffic of the contender's step
+    cells/CONTENDER/lr_RATE_seed_SEED/                the run, as `maxmars train` leaves it
+    cells/CONTENDER/lr_RATE_seed_SEED/result.json     how it ended: only a finished cell has it
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from maxmars.config import TrainConfig
-from maxmars.metrics import json_number, write_json
-from maxmars.report.curves import Curve, read_config, read_curve
+import maxmars
+from maxmars.config import TrainConfig, differences, from_dict, to_dict
+from maxmars.distributed.files import json_number, read_json, write_json
 
+COMPARISON = "compare.json"
 _RESULT = "result.json"
+_FORMAT = 2
+
+# Fields that neither losses nor step times depend on: they may change when a comparison continues.
+_MAY_CHANGE = ("name", "data.verify", "hang_timeout_s", "checkpoint.")
+
+# Fields in which contenders may differ: the loss is measured in the same way whatever they are.
+_MAY_DIFFER = (
+    "name",
+    "optimizer",
+    "schedule.",
+    "gradient_clip_norm",
+    "gradient_multiplier",
+    "num_microbatches",
+    "guard.",
+    "model.remat",
+    "model.scan_unroll",
+    "hang_timeout_s",
+    "checkpoint.",
+    "log.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One that takes part: a config, tuned over a grid of learning rates."""
+    """A config that takes part in a comparison, tuned over a grid of learning rates."""
 
     name: str
     config: TrainConfig
@@ -32,26 +57,22 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training run."""
+    """The identity of one training run of a comparison."""
 
     contender: str
     learning_rate: float
     seed: int
 
     def directory(self, workdir: Path) -> Path:
-        """Where it writes."""
+        """Working directory of the run."""
         return workdir / "cells" / self.contender / f"lr_{self.learning_rate!r}_seed_{self.seed}"
 
     def config(self, contender: Contender) -> TrainConfig:
-        """What it trains."""
+        """Config of the run."""
         optimizer = dataclasses.replace(
             contender.config.optimizer, learning_rate=self.learning_rate
         )
         return dataclasses.replace(contender.config, optimizer=optimizer, seed=self.seed)
-
-    def __str__(self) -> str:
-        """For people."""
-        return f"{self.contender}  rate {self.learning_rate:g}  seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,41 +81,167 @@ class CellResult:
 
     cell: Cell
     loss: float
-    """Validation loss after the last step, nats a token; infinite if it diverged."""
+    """Validation loss after the last step, in nats a token; infinite if the run diverged."""
     diverged: str | None
-    """Why it counts as diverged, None if it does not."""
+    """Why the run counts as diverged; None if it does not."""
     step_time_s: float | None
-    """Median time of a step of this cell alone; None where there were too few steps."""
+    """Median time of a step; None where too few steps were timed."""
     seconds: float
-    """From its start to its end; of cells that ran together, its share."""
-    batch_size: int
-    """Cells that ran together with it, itself included."""
-
-    def write(self, workdir: Path) -> None:
-        """Write `result.json`: from now on the cell is finished."""
-        fields = dataclasses.asdict(self) | {"loss": json_number(self.loss)}
-        write_json(self.cell.directory(workdir) / _RESULT, fields)
-
-    def curve(self, workdir: Path) -> Curve:
-        """Its validation losses."""
-        directory = self.cell.directory(workdir)
-        return read_curve(directory, read_config(directory))
+    """Time from the last start of the run to its end."""
+    initial_weights: str
+    """Digest of the weights that the run started from; the same on every mesh."""
+    tokens: str
+    """Digest of the batches of the first and the last step."""
 
 
-def read_result(cell: Cell, workdir: Path) -> CellResult | None:
-    """The result of a cell; None if it is not finished."""
-    path = cell.directory(workdir) / _RESULT
-    return _read(path) if path.is_file() else None
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared with what."""
+
+    contenders: tuple[Contender, ...]
+    baseline: str
+    """Name of the contender that the others are tested against."""
+    seeds: tuple[int, ...]
+    """The first seed scans the grid of learning rates."""
+
+    @property
+    def own_fields(self) -> dict[str, dict[str, object]]:
+        """Fields in which contenders differ, optimizers and names aside: contender -> value."""
+        first, *others = self.contenders
+        names = [contender.name for contender in self.contenders]
+        found: dict[str, dict[str, object]] = {}
+        for other in others:
+            for name, ours, theirs in _differences(first, other.config, ("optimizer", "name")):
+                values = found.setdefault(name, dict.fromkeys(names, ours))
+                values[other.name] = theirs
+        return found
 
 
-def finished(workdir: Path, contender: str) -> Iterator[CellResult]:
-    """The results that a workdir has of a contender, in any order."""
-    for path in sorted((workdir / "cells" / contender).glob(f"*/{_RESULT}")):
-        yield _read(path)
+def check_comparable(contenders: Sequence[Contender]) -> None:
+    """Check that contenders differ only in how they train, not in what their loss is measured on.
+
+    Raises:
+      ValueError: they differ in model, data, batch size, number of steps or evaluation.
+    """
+    first = contenders[0]
+    for other in contenders[1:]:
+        if rows := _differences(first, other.config, _MAY_DIFFER):
+            listed = ", ".join(f"{name} is {ours} there and {new} here" for name, ours, new in rows)
+            raise ValueError(
+                f"{first.name} and {other.name} cannot be compared: {listed}. Give both the same "
+                "values."
+            )
 
 
-def _read(path: Path) -> CellResult:
-    fields = json.loads(path.read_text())
-    loss = float(fields.pop("loss"))
-    assert not math.isnan(loss), "a loss that is no number is written as infinite"
-    return CellResult(**fields | {"cell": Cell(**fields["cell"]), "loss": loss})
+def _differences(
+    contender: Contender, other: TrainConfig, ignored: tuple[str, ...]
+) -> list[tuple[str, object, object]]:
+    found = differences(contender.config, other)
+    return [row for row in found if not row[0].startswith(ignored)]
+
+
+def open_comparison(comparison: Comparison, workdir: Path) -> Comparison:
+    """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
+
+    Returns:
+      The comparison, whose grids also have the learning rates of finished cells: a grid is extended
+      by naming the new rates alone.
+
+    Raises:
+      ValueError: `workdir` holds a comparison of another version, or a contender of the same name
+        with another config.
+    """
+    stored = {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
+    contenders = []
+    for contender in comparison.contenders:
+        # Each cell has its own learning rate, so the config's does not matter.
+        ignored = ("optimizer.learning_rate", *_MAY_CHANGE)
+        before = stored.get(contender.name, contender.config)
+        if rows := _differences(contender, before, ignored):
+            listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
+            raise ValueError(
+                f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
+                "Continue it with its own values, or choose another --workdir."
+            )
+        found = {r.cell.learning_rate for r in finished_cells(workdir, [contender])}
+        rates = tuple(sorted(found | set(contender.learning_rates)))
+        contenders.append(dataclasses.replace(contender, learning_rates=rates))
+    configs = stored | {c.name: c.config for c in contenders}
+    fields = {
+        "format": _FORMAT,
+        "maxmars": maxmars.__version__,
+        "baseline": comparison.baseline,
+        "seeds": list(comparison.seeds),
+        "compared": {c.name: list(c.learning_rates) for c in contenders},
+        "configs": {name: to_dict(config) for name, config in configs.items()},
+    }
+    write_json(workdir / COMPARISON, fields)
+    return dataclasses.replace(comparison, contenders=tuple(contenders))
+
+
+def read_comparison(workdir: Path) -> Comparison:
+    """The comparison in `workdir`.
+
+    Raises:
+      ValueError: there is none, or another version of maxmars wrote it.
+    """
+    fields = _read_fields(workdir)
+    if not fields:
+        raise ValueError(f"{workdir} holds no comparison: there is no {COMPARISON} in it.")
+    contenders = tuple(
+        Contender(name=name, config=from_dict(fields["configs"][name]), learning_rates=tuple(rates))
+        for name, rates in fields["compared"].items()
+    )
+    return Comparison(
+        contenders=contenders, baseline=fields["baseline"], seeds=tuple(fields["seeds"])
+    )
+
+
+def recorded_rates(workdir: Path) -> dict[str, tuple[float, ...]]:
+    """The grid of each contender of the comparison in `workdir`; empty if there is none.
+
+    Raises:
+      ValueError: another version of maxmars wrote the comparison.
+    """
+    compared = _read_fields(workdir).get("compared", {})
+    return {name: tuple(rates) for name, rates in compared.items()}
+
+
+def write_result(result: CellResult, workdir: Path) -> None:
+    """Write `result.json`: from now on the cell is finished."""
+    fields = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    write_json(result.cell.directory(workdir) / _RESULT, fields)
+
+
+def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellResult]:
+    """The results of all finished cells of these contenders, whatever their rates and seeds."""
+    results = []
+    for contender in contenders:
+        for path in sorted((workdir / "cells" / contender.name).glob(f"*/{_RESULT}")):
+            fields = read_json(path)
+            if fields is not None:  # a result that cannot be read is no result: it is run again
+                own = {"cell": Cell(**fields["cell"]), "loss": float(fields["loss"])}
+                results.append(CellResult(**fields | own))
+    return results
+
+
+def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
+    """The results of the finished cells with the seeds of a comparison."""
+    found = finished_cells(workdir, comparison.contenders)
+    return {result.cell: result for result in found if result.cell.seed in comparison.seeds}
+
+
+def _read_fields(workdir: Path) -> Mapping[str, Any]:
+    path = workdir / COMPARISON
+    if not path.is_file():
+        return {}
+    fields = read_json(path)
+    if fields is None:
+        raise ValueError(f"{path} is damaged; restore it, or choose another --workdir.")
+    if fields.get("format") != _FORMAT:
+        raise ValueError(
+            f"{workdir} holds a comparison that another version of maxmars wrote "
+            f"({fields.get('maxmars')}, format {fields.get('format', 1)}; this version writes "
+            f"format {_FORMAT}). Continue it with that version, or choose another --workdir."
+        )
+    return fields

@@ -1,16 +1,20 @@
-"""Which cells to run next: a scan of the rates with one seed, then more seeds around the best.
+"""Which cells to run next: first all rates with one seed, then more seeds around the best rate.
 
-A pure function of the results so far, so that a comparison which is stopped continues by asking
-again. Around the best rate means: the best one gets all seeds, and so does a neighbour in the grid
-whose loss in the scan is within `_CLOSE` standard deviations (over the best one's seeds) of the
-best: one seed cannot tell such rates apart. If a neighbour's mean then is the lower one, it is the
-best, and its neighbours are looked at in turn.
+The choice depends on the results so far alone, so that a comparison that was stopped continues by
+asking again. It goes in two stages:
+
+1. The scan: every rate of every grid, with the first seed.
+2. All seeds at the best rate, and at each neighbour of it in the grid whose loss in the scan is
+   within `_CLOSE` standard deviations of the best (over the seeds at the best rate): one seed
+   cannot tell such rates apart. Where a neighbour's mean then is lower, it becomes the best rate,
+   and its neighbours are looked at in turn.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -24,77 +28,92 @@ _CLOSE = 2.0
 def next_cells(
     contenders: Sequence[Contender], seeds: Sequence[int], results: Results
 ) -> list[Cell]:
-    """The cells that are missing next, contenders in turns; none when the comparison is done.
+    """The cells to run next, contenders in turns; none when the comparison is complete.
 
     Args:
       contenders: what is compared.
-      seeds: the first is that of the scan.
+      seeds: the first scans the grids.
       results: of the finished cells.
     """
-    scans = [
-        [Cell(contender=c.name, learning_rate=rate, seed=seeds[0]) for rate in c.learning_rates]
-        for c in contenders
-    ]
-    missing = _in_turns(scans, results)
-    return missing or _in_turns([_around_best(c, seeds, results) for c in contenders], results)
+
+    def missing(cells: Sequence[Sequence[Cell]]) -> list[Cell]:
+        # In turns, so that changes of the machine's speed over the hours affect all alike.
+        rows = itertools.zip_longest(*cells)
+        return [cell for row in rows for cell in row if cell is not None and cell not in results]
+
+    scans = [_cells(c, c.learning_rates, seeds[:1]) for c in contenders]
+    return missing(scans) or missing([_around_best(c, seeds, results) for c in contenders])
 
 
 def best_rate(contender: Contender, seeds: Sequence[int], results: Results) -> float | None:
-    """The rate of the lowest mean loss among those with the most finished seeds.
+    """The rate with the lowest mean loss among the rates with the most finished seeds.
 
     None where every rate diverged or none is finished.
     """
-    means: dict[float, float] = {}
-    most = 0
-    for rate in contender.learning_rates:
-        losses = losses_at(contender, rate, seeds, results)
-        if not losses or not np.isfinite(losses).all():
-            continue
-        if len(losses) > most:
-            means, most = {}, len(losses)
-        if len(losses) == most:
-            means[rate] = float(np.mean(losses))
+    sound = _sound(contender, seeds, results)
+    most = max(map(len, sound.values()), default=0)
+    means = {rate: np.mean(found) for rate, found in sound.items() if len(found) == most}
     return min(means, key=lambda rate: means[rate], default=None)
+
+
+def results_at(
+    contender: Contender, rate: float, seeds: Sequence[int], results: Results
+) -> list[CellResult]:
+    """The results of the finished cells at a rate, in the order of the seeds."""
+    return [results[cell] for cell in _cells(contender, [rate], seeds) if cell in results]
 
 
 def losses_at(
     contender: Contender, rate: float, seeds: Sequence[int], results: Results
 ) -> list[float]:
-    """The final losses at a rate, as far as the cells are finished, in the order of the seeds."""
-    cells = [Cell(contender=contender.name, learning_rate=rate, seed=seed) for seed in seeds]
-    return [results[cell].loss for cell in cells if cell in results]
+    """The final losses of the finished cells at a rate, in the order of the seeds."""
+    return [result.loss for result in results_at(contender, rate, seeds, results)]
 
 
-def neighbours(contender: Contender, rate: float) -> list[float]:
-    """The rates beside one in the grid."""
+def edge_of_grid(contender: Contender, rate: float) -> tuple[Literal["low", "high"], float] | None:
+    """The end of the grid at which a rate lies, and the rate by which to extend the grid there.
+
+    None for a rate inside the grid. A grid of one rate is to be extended by its double.
+    """
     grid = contender.learning_rates
-    index = grid.index(rate)
-    return [*grid[max(0, index - 1) : index], *grid[index + 1 : index + 2]]
+    if len(grid) == 1:
+        return "high", 2 * rate
+    if rate == grid[-1]:
+        return "high", float(f"{rate**2 / grid[-2]:.3g}")
+    return ("low", float(f"{rate**2 / grid[1]:.3g}")) if rate == grid[0] else None
 
 
-def _in_turns(lists: Sequence[Sequence[Cell]], results: Results) -> list[Cell]:
-    """One cell of each list after the other, so that what the machine does meanwhile hits all."""
-    rows = itertools.zip_longest(*lists)
-    return [cell for row in rows for cell in row if cell is not None and cell not in results]
+def _cells(contender: Contender, rates: Sequence[float], seeds: Sequence[int]) -> list[Cell]:
+    return [
+        Cell(contender=contender.name, learning_rate=rate, seed=seed)
+        for rate in rates
+        for seed in seeds
+    ]
+
+
+def _sound(
+    contender: Contender, seeds: Sequence[int], results: Results
+) -> dict[float, list[float]]:
+    """Losses at each rate that has some and never diverged."""
+    losses = {r: losses_at(contender, r, seeds, results) for r in contender.learning_rates}
+    return {rate: found for rate, found in losses.items() if found and np.isfinite(found).all()}
 
 
 def _around_best(contender: Contender, seeds: Sequence[int], results: Results) -> list[Cell]:
-    """The cells of more seeds that matter, once the scan is complete."""
-
-    def cells(rate: float) -> list[Cell]:
-        return [Cell(contender=contender.name, learning_rate=rate, seed=seed) for seed in seeds]
-
-    losses = {r: losses_at(contender, r, seeds, results) for r in contender.learning_rates}
-    alive = {rate: found for rate, found in losses.items() if np.isfinite(found).all()}
-    if not alive:
+    """The cells of the second stage that follow from the results so far, finished ones included."""
+    sound = _sound(contender, seeds, results)
+    if not sound:
         return []
-    candidate = min(alive, key=lambda rate: alive[rate][0])
-    if len(alive[candidate]) < len(seeds):
-        return cells(candidate)
-    best = best_rate(contender, seeds, results)
-    assert best is not None, "the candidate has all its seeds"
+    scanned = min(sound, key=lambda rate: sound[rate][0])
+    if len(sound[scanned]) < len(seeds):
+        return _cells(contender, [scanned], seeds)
     if len(seeds) < 2:
         return []
-    limit = alive[best][0] + _CLOSE * float(np.std(alive[best], ddof=1))
-    close = [n for n in neighbours(contender, best) if n in alive and alive[n][0] <= limit]
-    return [cell for rate in close for cell in cells(rate)]
+    best = best_rate(contender, seeds, results)
+    assert best is not None, "the best rate of the scan has all its seeds"
+    limit = sound[best][0] + _CLOSE * float(np.std(sound[best], ddof=1))
+    grid = contender.learning_rates
+    index = grid.index(best)
+    neighbours = [*grid[max(0, index - 1) : index], *grid[index + 1 : index + 2]]
+    close = [rate for rate in neighbours if rate in sound and sound[rate][0] <= limit]
+    return _cells(contender, close, seeds)

@@ -1,4 +1,4 @@
-"""What a few seeds can tell: intervals, paired tests, crossings, and the width of a basin."""
+"""Statistics of a few seeds: intervals, paired tests, crossings, and the width of a basin."""
 
 from __future__ import annotations
 
@@ -7,126 +7,125 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+import scipy.stats
 
-LEVEL = 0.95
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean with its confidence interval of level `LEVEL`."""
+    """A mean with its confidence interval at level `CONFIDENCE`."""
 
     mean: float
     low: float | None
-    """None where there is one value only, which tells nothing of its spread."""
+    """None for a single value, whose spread is unknown."""
     high: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """Student's t test of the differences of pairs."""
+    """Student's paired t test, two-sided."""
 
     difference: Interval
     """First minus second."""
     p: float
-    """How likely a mean difference at least as far from zero is where there is none; two-sided."""
+    """Probability of a mean difference at least as far from zero, if the true one is zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basin:
-    """The learning rates whose loss is close to the best one."""
+    """The learning rates whose loss is close to the best loss."""
 
     low: float
     high: float
     open_low: bool
-    """Whether the basin goes on below the grid."""
+    """Whether the basin reaches the lowest rate of the grid, and may go on below it."""
     open_high: bool
-    """Whether it goes on above the grid."""
+    """Whether it reaches the highest rate."""
 
     @property
     def factor(self) -> float:
-        """Width as the ratio of its ends."""
+        """Width, as the ratio of its ends."""
         return self.high / self.low
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and its t interval, for independent values of a normal distribution."""
-    found = np.asarray(values, float)
-    mean = float(found.mean())
-    if len(found) < 2:
+    """Mean and Student's t interval of independent, normally distributed values."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
         return Interval(mean=mean, low=None, high=None)
-    degrees = len(found) - 1
-    half = stdtrit(degrees, 0.5 + LEVEL / 2) * found.std(ddof=1) / math.sqrt(len(found))
+    half = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * scipy.stats.sem(values)
     return Interval(mean=mean, low=mean - float(half), high=mean + float(half))
 
 
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest | None:
-    """Whether the mean of `first` differs from that of `second`, pair by pair.
+    """Test whether the mean of `first` differs from the mean of `second`.
 
-    Pairs share a seed, hence weights and tokens: what these do to the loss cancels.
+    Values at the same position are a pair. Here a pair shares a seed, hence initial weights and
+    tokens, so that the effect of these on the loss cancels.
 
     Returns:
       The test; None for fewer than two pairs.
 
     Raises:
-      ValueError: the two are not of the same length.
+      ValueError: the two have different lengths.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} losses cannot be paired.")
     if len(first) < 2:
         return None
-    differences = np.asarray(first, float) - np.asarray(second, float)
-    spread = differences.std(ddof=1) / math.sqrt(len(differences))
-    mean = float(differences.mean())
-    if spread == 0:
-        p = 1.0 if mean == 0 else 0.0
+    differences = np.subtract(first, second)
+    if np.ptp(differences) == 0:  # scipy's statistic is 0/0 or infinite, with a warning
+        p = 1.0 if differences[0] == 0 else 0.0
     else:
-        p = 2 * float(stdtr(len(differences) - 1, -abs(mean) / spread))
+        p = float(scipy.stats.ttest_rel(first, second).pvalue)
     return PairedTest(difference=mean_interval(differences.tolist()), p=p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P values adjusted for their number (Holm, 1979): if one is below α, some difference that is
-    none is called one with probability α at most."""
-    adjusted, least = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(np.argsort(p_values)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = least
-    return adjusted
+    """P values adjusted for their number (Holm, 1979).
+
+    Calling the differences with an adjusted p below alpha significant controls the family-wise
+    error rate at alpha.
+    """
+    order = np.argsort(p_values)
+    scaled = [(len(order) - rank) * p_values[index] for rank, index in enumerate(order)]
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(scaled)) if scaled else []
+    return adjusted.tolist()
 
 
 def first_crossing(
-    positions: Sequence[float], losses: Sequence[float], target: float
+    positions: Sequence[int] | Sequence[float], losses: Sequence[float], target: float
 ) -> float | None:
     """Where a curve first comes down to a loss, on straight lines between its points.
 
     Args:
-      positions: increasing, such as tokens or seconds.
-      losses: at these.
+      positions: increasing, such as tokens.
+      losses: the curve at these positions.
       target: the loss to come down to.
 
     Returns:
-      The position, None if the curve stays above.
+      The position; None if the curve stays above the target.
     """
     for i, loss in enumerate(losses):
         if loss <= target:
             if i == 0 or not math.isfinite(losses[i - 1]):
                 return float(positions[i])
-            before, there = positions[i - 1], positions[i]
             share = (losses[i - 1] - target) / (losses[i - 1] - loss)
-            return float(before + share * (there - before))
+            return float(positions[i - 1] + share * (positions[i] - positions[i - 1]))
     return None
 
 
 def basin(rates: Sequence[float], losses: Sequence[float], tolerance: float) -> Basin | None:
-    """The rates around the best one whose loss exceeds the best by `tolerance` at most.
+    """The rates around the best rate whose loss exceeds the best loss by at most `tolerance`.
 
-    Between the points of the grid the loss is taken as linear in the logarithm of the rate; a loss
-    that is not finite ends the basin at the last finite rate.
+    Between the points of the grid the loss is taken to be linear in the logarithm of the rate.
+    Where a rate diverged, the basin ends at the last rate before it.
 
     Args:
       rates: increasing.
-      losses: at these, infinite where a run diverged.
+      losses: at these rates; infinite where a run diverged.
       tolerance: nats.
 
     Returns:
@@ -143,7 +142,7 @@ def basin(rates: Sequence[float], losses: Sequence[float], tolerance: float) -> 
 
 
 def _edge(rates: Sequence[float], losses: Sequence[float], limit: float) -> tuple[float, bool]:
-    """Where the loss first exceeds the limit, and whether it does so only beyond the last rate."""
+    """The rate at which the loss first exceeds the limit, and whether it never does."""
     for i in range(1, len(rates)):
         if losses[i] > limit:
             if not math.isfinite(losses[i]):

@@ -1,290 +1,318 @@
-"""Corpora to prepare: text in memory, local files, and the sources of Python.
+"""Text to prepare, in files on a disk or in a bucket, in memory, or the sources of Python.
 
-A corpus is a list of files, each a run of documents that can be read from any document on. So a
-preparation that was interrupted goes on where it was, and machines can share the files.
+A corpus is a list of files with documents in them. A `Run` of documents, which is a file or one of
+several equal parts of a large one, can be read without what comes before it, so that runs can be
+prepared in any order and on any machine. Where a run begins depends on the file alone.
 """
 
 from __future__ import annotations
 
+import abc
 import codecs
 import contextlib
-import glob
 import gzip
 import hashlib
 import io
 import json
 import os
 import platform
+import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any
+
+import fsspec
+
+from maxmars.distributed.files import is_remote, reporting, require_access
 
 _BLOCK_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 26
+"""Of a document in a .jsonl file; what is longer would not fit into the memory of some worker."""
 _COMPRESSION = 3
-"""Bytes of text in a byte of a compressed file, about; for estimates only."""
+"""Bytes of text in a byte of a compressed file, about."""
 _SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_LINE_BREAK = re.compile(rb"\n")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive documents of a file, or consecutive text of a document that is a file."""
+
+    file: int
+    """Index of the file in the corpus."""
+    part: int = 0
+    parts: int = 1
+    """The run is part number `part`, from 0, of so many equal parts."""
+    share: tuple[float, float] = (0.0, 1.0)
+    """Of what the parts are: (0.9, 1) is the last tenth of a text, from a line break on."""
+    cut_after: re.Pattern[str] | None = None
+    """Where a text can be cut into parts; see `Tokenizer.cut_after`."""
+
+    def of(self, count: int) -> tuple[int, int]:
+        """The first of `count` things that belongs to the run, and the first after it."""
+        return count * self.part // self.parts, count * (self.part + 1) // self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. Its name, which need not be unique, decides the split."""
+    """A text, or one of several consecutive parts of it."""
 
     name: str
+    """Its hash decides the split."""
     blocks: Iterable[str]
     """The text, in one or several pieces."""
+    first: bool = True
+    """Whether the text begins here."""
+    last: bool = True
+    """Whether the text ends here."""
 
 
-@runtime_checkable
-class Corpus(Protocol):
-    """Documents in files."""
+class Corpus(abc.ABC):
+    """Documents in files. Other processes get a corpus by pickle."""
 
-    @property
-    def files(self) -> Sequence[str]:
-        """Names of the files, in order."""
-        ...
+    files: Sequence[str]
+    """Names of the files, in order."""
+    num_bytes: Sequence[int | None]
+    """Bytes of text in each file, about; None where nobody knows."""
+    fingerprint: str
+    """Changes when the documents do, as far as can be told without reading them."""
 
-    @property
-    def weights(self) -> Sequence[float]:
-        """Share of each file in the work, for the time left."""
-        ...
+    def is_text(self, file: int) -> bool:
+        """Whether a file is one document, which `Run.share` and `Run.cut_after` can cut."""
+        del file
+        return False
 
-    @property
-    def num_bytes(self) -> int | None:
-        """Bytes of text, about; None where nobody knows."""
-        ...
+    def has_parts(self, file: int) -> bool:
+        """Whether a part of the documents of a file can be read by itself."""
+        del file
+        return False
 
-    @property
-    def progress(self) -> tuple[int, float]:
-        """The file being read, and the part of it that has been, in [0, 1]."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the documents do, as far as can be told without reading them."""
-        ...
-
-    def read(self, file: int, skip: int) -> Iterator[Document]:
-        """The documents of a file from number `skip` on.
+    @abc.abstractmethod
+    def read(self, run: Run) -> Iterator[Document]:
+        """The documents of a run.
 
         Raises:
           ValueError: the file is damaged, or lacks the field with the text.
         """
-        ...
 
 
-class Texts:
+class Texts(Corpus):
     """Texts in memory, as one file: pairs (name, text)."""
 
-    files = ("",)
-    weights = (1.0,)
-
     def __init__(self, documents: Iterable[tuple[str, str]]) -> None:
-        """Hold these documents."""
         self._documents = list(documents)
-        self.num_bytes = sum(len(text) for _, text in self._documents)
-        self.progress = (0, 0.0)
+        self.files = [""]
+        self.num_bytes = [sum(len(text) for _, text in self._documents)]
+        self.fingerprint = _digest(f"{name}\0{text}" for name, text in self._documents)
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of names and texts."""
-        return _digest(f"{name}\0{text}" for name, text in self._documents)
+    def has_parts(self, file: int) -> bool:
+        return True
 
-    def read(self, file: int, skip: int) -> Iterator[Document]:
-        """The documents from number `skip` on."""
-        for number, (name, text) in enumerate(self._documents[skip:], skip):
-            self.progress = file, number / len(self._documents)
-            yield Document(name, (text,))
+    def read(self, run: Run) -> Iterator[Document]:
+        documents = self._documents[slice(*run.of(len(self._documents)))]
+        return (Document(name, (text,)) for name, text in documents)
 
 
-class LocalFiles:
-    """Local files. A `.txt` is one document, each line of a `.jsonl` and row of a `.parquet` one.
+class TextFiles(Corpus):
+    """Files of text. A `.txt` is one document, each line of a `.jsonl` and row of a `.parquet` one.
 
-    The name of a document is the path of its file relative to the directory that all files share,
-    and its number in the file where that has several.
+    The name of a document is the path of its file relative to the directory that all files share
+    and, where a file has several, its place there: the byte of its line or the number of its row.
 
     Args:
-      patterns: paths or globs (`~` and `**` work).
+      patterns: paths or globs (`~` and `**` work), also of `gs://`.
       text_field: where the text is in a line or row.
 
     Raises:
       FileNotFoundError: a pattern matches no file.
       ValueError: a file is of another kind than those named above.
-      ImportError: a file needs a library of the extra `hf`.
+      ImportError: a file needs a library of the extra `hf`, or a bucket needs the extra `gcs`.
+      OSError: a bucket does not answer.
     """
 
     def __init__(self, patterns: Sequence[str], *, text_field: str = "text") -> None:
-        """Find the files."""
-        self._paths = [Path(path) for path in _matches(patterns)]
+        found: dict[str, tuple[int, str]] = {}
+        for pattern in patterns:
+            found |= _matches(os.path.expanduser(pattern))
+        self._paths = sorted(found)
+        self._sizes = [found[path][0] for path in self._paths]
         self._text_field = text_field
         for path in self._paths:
             _check_kind(path)
-        root = os.path.commonpath([path.absolute().parent for path in self._paths])
-        self.files = [
-            Path(os.path.relpath(path.absolute(), root)).as_posix() for path in self._paths
+        absolute = [path if is_remote(path) else os.path.abspath(path) for path in self._paths]
+        root = os.path.commonpath([os.path.dirname(path) for path in absolute])
+        self.files = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]
+        self.num_bytes = [
+            size if path.endswith((".txt", ".jsonl")) else size * _COMPRESSION
+            for path, size in zip(self._paths, self._sizes, strict=True)
         ]
-        sizes = [path.stat().st_size for path in self._paths]
-        self.weights = [float(max(size, 1)) for size in sizes]
-        self.num_bytes = sum(map(_text_bytes, self._paths, sizes))
-        self.progress = (0, 0.0)
+        versions = (" ".join(map(str, found[path])) for path in self._paths)
+        listing = zip(self.files, versions, strict=True)
+        self.fingerprint = _digest([text_field, *(" ".join(row) for row in listing)])
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of names, sizes and times of change of the files, and of the field."""
-        states = [path.stat() for path in self._paths]
-        listing = [
-            f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in zip(self.files, states, strict=True)
-        ]
-        return _digest([self._text_field, *listing])
+    def is_text(self, file: int) -> bool:
+        return self._paths[file].endswith(".txt")
 
-    def read(self, file: int, skip: int) -> Iterator[Document]:
-        """The documents of a file from number `skip` on; see `Corpus.read`."""
-        name = self.files[file]
-        self.progress = file, 0.0
-        match self._paths[file].suffix:
-            case ".txt":
-                if skip == 0:
-                    yield Document(name, self._read_text(file))
+    def has_parts(self, file: int) -> bool:
+        return self._paths[file].endswith((".jsonl", ".parquet"))
+
+    def read(self, run: Run) -> Iterator[Document]:
+        """The documents of a run; see `Corpus.read`."""
+        path, name = self._paths[run.file], self.files[run.file]
+        with _reporting(path), _open(path) as file:
+            if path.endswith(".txt"):
+                start, end = _bounds_in_text(file, self._sizes[run.file], run)
+                blocks = _decoded(file, path, start, end)
+                yield Document(name, blocks, run.part == 0, run.part == run.parts - 1)
                 return
-            case ".parquet":
-                rows = self._read_parquet(file)
-            case _:
-                rows = self._read_lines(file)
-        for number, text in enumerate(rows):
-            if number >= skip:
-                yield Document(f"{name}:{number}", (text,))
+            rows = self._rows(file, run) if path.endswith(".parquet") else self._lines(file, run)
+            for place, text in rows:
+                yield Document(f"{name}:{place}", (text,))
 
-    def _read_text(self, index: int) -> Iterator[str]:
-        path = self._paths[index]
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        size = max(path.stat().st_size, 1)
-        with path.open("rb") as file:
-            while True:
-                block = file.read(_BLOCK_BYTES)
-                self.progress = index, file.tell() / size
-                try:
-                    yield decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(path, file.tell() - len(error.object) + error.start) from error
-                if not block:
-                    return
+    def _lines(self, raw: io.BufferedReader, run: Run) -> Iterator[tuple[int, str]]:
+        """The texts of the lines whose first byte lies in the run, each with that byte's number.
 
-    def _read_lines(self, index: int) -> Iterator[str]:
-        path = self._paths[index]
-        size = max(path.stat().st_size, 1)
-        with path.open("rb", buffering=_BLOCK_BYTES) as raw, _decompressed(raw, path) as file:
+        Bytes of a compressed file are counted as they were before.
+        """
+        path, size = self._paths[run.file], self._sizes[run.file]
+        start, end = 0, None
+        if run.parts > 1:
+            start, end = run.of(size)
+            if start:
+                start = _place_after(raw, _LINE_BREAK, start - 1, size) or size
+        raw.seek(start)
+        place, number = start, 0
+        with _decompressed(raw, path) as file:
             try:
-                for number, line in enumerate(file):
-                    self.progress = index, raw.tell() / size
-                    if not line.isspace():
-                        yield _text_of_line(line, self._text_field, f"{path}, line {number + 1}")
+                while (end is None or place < end) and (line := file.readline(_MAX_LINE_BYTES + 1)):
+                    number += 1
+                    try:
+                        if not line.isspace():
+                            yield place, _text_of_line(line, self._text_field)
+                    except ValueError as error:
+                        number += _count_lines(raw, start) if start else 0
+                        raise ValueError(f"{path}, line {number:,} {error}") from error
+                    place += len(line)
             except (EOFError, OSError, zlib.error) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise  # the disk's, not the decompressor's
+                is_decompressors = not isinstance(error, OSError) or error.errno is None
+                if (is_remote(path) and type(error) is OSError) or not is_decompressors:
+                    raise  # the disk's or the bucket's
                 raise ValueError(
                     f"{path} is damaged or cut short ({error}); copy or download it again."
                 ) from error
 
-    def _read_parquet(self, index: int) -> Iterator[str]:
-        path = self._paths[index]
+    def _rows(self, file: io.BufferedReader, run: Run) -> Iterator[tuple[int, str]]:
+        """The texts in the row groups of the run, each with the number of its row in the file."""
         import pyarrow
         import pyarrow.parquet
 
+        path, field = self._paths[run.file], self._text_field
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                if self._text_field not in file.schema_arrow.names:
-                    raise _no_field(self._text_field, file.schema_arrow.names, str(path))
-                rows, total = 0, max(file.metadata.num_rows, 1)
-                for batch in file.iter_batches(1024, columns=[self._text_field]):
-                    rows += batch.num_rows
-                    self.progress = index, rows / total
-                    yield from (
-                        text_of(v, self._text_field, str(path)) for v in batch[0].to_pylist()
-                    )
+            with pyarrow.parquet.ParquetFile(file) as table:
+                if field not in table.schema_arrow.names:
+                    raise ValueError(f"{path} {no_field(field, table.schema_arrow.names)}")
+                first, last = run.of(table.num_row_groups)
+                row = sum(table.metadata.row_group(group).num_rows for group in range(first))
+                groups = list(range(first, last))
+                for batch in table.iter_batches(1024, row_groups=groups, columns=[field]):
+                    for value in batch[0].to_pylist():
+                        try:
+                            yield row, text_of(value, field)
+                        except ValueError as error:
+                            raise ValueError(f"{path}, row {row:,} {error}") from error
+                        row += 1
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is no Parquet file, or a damaged one ({error}).") from error
 
 
-class PythonSources:
+class PythonSources(Corpus):
     """The standard library of the running interpreter, one document a file.
 
     Leaves out installed packages, tests, and files that are not UTF-8.
+
+    Args:
+      root: the directory of the library; by default that of the running interpreter.
     """
 
-    def __init__(self) -> None:
-        """List the files."""
-        self._root = python_root()
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root or Path(sysconfig.get_path("stdlib"))
         self.files = _python_names(self._root)
-        self.weights = [float(max((self._root / f).stat().st_size, 1)) for f in self.files]
-        self.num_bytes = int(sum(self.weights))
-        self.progress = (0, 0.0)
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over names and sizes of the sources; cheaper than over their text."""
         sizes = [(self._root / name).stat().st_size for name in self.files]
+        self.num_bytes = sizes
+        # Cheaper than a digest of the text.
         listing = [f"{name} {size}" for name, size in zip(self.files, sizes, strict=True)]
-        return _digest([f"Python {platform.python_version()}", *listing])
+        self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
-    def read(self, file: int, skip: int) -> Iterator[Document]:
+    def read(self, run: Run) -> Iterator[Document]:
         """The text of a file, if it is UTF-8."""
-        self.progress = file, 0.0
-        name = self.files[file]
+        name = self.files[run.file]
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            texts = [(self._root / name).read_bytes().decode()]
-            yield from [Document(name, texts)][skip:]
+            yield Document(name, ((self._root / name).read_bytes().decode(),))
 
 
-def python_root() -> Path:
-    """Directory of the standard library."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def text_of(value: Any, field: str, where: str) -> str:
+def text_of(value: Any, field: str) -> str:
     """The text in a field's value; None is an empty text.
 
     Raises:
-      ValueError: it is no text.
+      ValueError: it is no text; the message goes on after the name of the document.
     """
     if value is None:
         return ""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):
+        kind = type(value).__name__
         raise ValueError(
-            f"the field {field!r} of {where} holds a {type(value).__name__}, not text; name "
-            "another field by --text-field."
+            f"has a value of type {kind} in the field {field!r}, not text; name another field by "
+            "--text-field."
         )
     return value
 
 
-def _no_field(field: str, fields: Iterable[str], where: str) -> ValueError:
-    return ValueError(
-        f"{where} has no field {field!r}; name the one with the text by --text-field. It has "
-        f"{', '.join(fields) or 'none'}."
-    )
+def no_field(field: str, fields: Iterable[str]) -> str:
+    """What to say of a row without the field that has the text."""
+    names = ", ".join(fields) or "none"
+    return f"has no field {field!r}; name the one with the text by --text-field. It has {names}."
 
 
-def _matches(patterns: Sequence[str]) -> list[str]:
-    paths: set[str] = set()
-    for pattern in map(os.path.expanduser, patterns):
-        matches = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        files = [match for match in matches if Path(match).is_file()]
-        if not files:
-            raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
-        paths.update(files)
-    return sorted(paths)
+def _matches(pattern: str) -> dict[str, tuple[int, str]]:
+    """Size and version of each file that a path or glob means."""
+    require_access(pattern)
+    with _reporting(pattern):
+        store, path = fsspec.core.url_to_fs(pattern)
+        is_directory = store.isdir(path)
+        found = {path: store.info(path)} if store.isfile(path) else {}
+        found = found or store.glob(f"{path}/**" if is_directory else path, detail=True)
+    protocol = "gs://" if is_remote(pattern) else ""
+    files = {
+        f"{protocol}{name}": (i["size"], str(i.get("mtime", i.get("generation"))))
+        for name, i in found.items()
+        if i["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
+    }
+    if is_directory:
+        inside = [name.removeprefix(f"{protocol}{path}/") for name in files]
+        top = [name for name in inside if "/" not in name]
+        kinds = [s for s in _SUFFIXES if any(name.endswith(s) for name in top or inside)]
+        if not kinds:
+            kinds = ", ".join(_SUFFIXES)
+            raise IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
+        glob = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kinds[0]}"
+        raise IsADirectoryError(f"{pattern} is a directory; name its files: '{glob}'.")
+    if not files:
+        raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
+    return files
 
 
-def _check_kind(path: Path) -> None:
-    if not path.name.endswith(_SUFFIXES):
+def _check_kind(path: str) -> None:
+    if not path.endswith(_SUFFIXES):
         raise ValueError(
             f"{path} is no text to prepare: its name must end in {', '.join(_SUFFIXES)}."
         )
-    if path.suffix in (".parquet", ".zst"):
+    if path.endswith((".parquet", ".zst")):
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -293,12 +321,27 @@ def _check_kind(path: Path) -> None:
             ) from error
 
 
-def _text_bytes(path: Path, size: int) -> int:
-    return size if path.suffix in (".txt", ".jsonl") else size * _COMPRESSION
+def _open(path: str) -> io.BufferedReader:
+    if not is_remote(path):
+        return io.BufferedReader(io.FileIO(path), _BLOCK_BYTES)
+    store, name = fsspec.core.url_to_fs(path)
+    return io.BufferedReader(store.open(name, "rb"), _BLOCK_BYTES)
 
 
-def _decompressed(raw: BinaryIO, path: Path) -> io.BufferedIOBase | BinaryIO:
-    match path.suffix:
+@contextlib.contextmanager
+def _reporting(path: str) -> Generator[None]:
+    """Raise as OSError, in one line, what libraries raise over a bucket."""
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except Exception:
+        with reporting(path):
+            raise
+
+
+def _decompressed(raw: io.BufferedReader, path: str) -> io.BufferedReader:
+    match Path(path).suffix:
         case ".gz":
             return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK_BYTES)  # type: ignore
         case ".zst":
@@ -309,18 +352,93 @@ def _decompressed(raw: BinaryIO, path: Path) -> io.BufferedIOBase | BinaryIO:
     return raw
 
 
-def _text_of_line(line: bytes, field: str, where: str) -> str:
+def _place_after(
+    file: io.BufferedReader, pattern: re.Pattern[bytes], position: int, end: int
+) -> int | None:
+    """The end of the first match from `position` on; None if it does not lie before `end`.
+
+    A match and what it looks ahead at have two bytes together, at most.
+    """
+    file.seek(position)
+    before = b""
+    while position < end and (block := file.read(_BLOCK_BYTES)):
+        match = pattern.search(before + block)
+        if match is not None:
+            place = position - len(before) + match.end()
+            return place if place < end else None
+        before, position = block[-1:], position + len(block)
+    return None
+
+
+def _bounds_in_text(file: io.BufferedReader, size: int, run: Run) -> tuple[int, int]:
+    """The bytes of a text that belong to a run."""
+    low, high = (_border(file, size, share) for share in run.share)
+
+    def bound(part: int) -> int:
+        if part in (0, run.parts):
+            return high if part else low
+        assert run.cut_after is not None
+        pattern = re.compile(run.cut_after.pattern.encode())
+        return _place_after(file, pattern, low + (high - low) * part // run.parts, high) or high
+
+    return bound(run.part), bound(run.part + 1)
+
+
+def _border(file: io.BufferedReader, size: int, share: float) -> int:
+    """The first line break after a share of a text; where there is none, the next character."""
+    if share in (0.0, 1.0) or size < 2:
+        return int(size * share)
+    position = min(max(int(size * share), 1), size - 1)
+    place = _place_after(file, _LINE_BREAK, position - 1, size)
+    if place is None:
+        file.seek(position)
+        start = file.read(4)
+        place = position + next((i for i, byte in enumerate(start) if byte & 0xC0 != 0x80), 4)
+    return min(place, size)
+
+
+def _decoded(file: io.BufferedReader, path: str, start: int, end: int) -> Iterator[str]:
+    """The text between two bytes, in blocks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    file.seek(start)
+    while True:
+        block = file.read(min(_BLOCK_BYTES, end - start))
+        start += len(block)
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            byte = start - len(error.object) + error.start
+            raise ValueError(
+                f"{path} is not UTF-8 (byte {byte}); convert it, for example with iconv."
+            ) from error
+        if not block:
+            return
+
+
+def _text_of_line(line: bytes, field: str) -> str:
+    """The text in a line of JSON; an error says what the line is or has."""
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(
+            f"is longer than {_MAX_LINE_BYTES / 1e6:.0f} MB; make it several documents, or a .txt "
+            "file, which may have any size."
+        )
     try:
         row = json.loads(line.decode())
+    except RecursionError as error:
+        raise ValueError("is nested too deeply to be read as JSON.") from error
     except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"{where} is no JSON ({error}).") from error
+        raise ValueError(f"is no JSON ({error}).") from error
     if not isinstance(row, dict) or field not in row:
-        raise _no_field(field, row if isinstance(row, dict) else (), where)
-    return text_of(row[field], field, where)
+        raise ValueError(no_field(field, row if isinstance(row, dict) else ()))
+    return text_of(row[field], field)
 
 
-def _not_utf8(path: Path, byte: int) -> ValueError:
-    return ValueError(f"{path} is not UTF-8 (byte {byte}); convert it, for example with iconv.")
+def _count_lines(file: io.BufferedReader, end: int) -> int:
+    file.seek(0)
+    count = 0
+    while end > 0 and (block := file.read(min(_BLOCK_BYTES, end))):
+        count, end = count + block.count(b"\n"), end - len(block)
+    return count
 
 
 def _python_names(root: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxmars.data.corpus import Corpus, Document, LocalFiles, PythonSources, text_of
+from maxmars.data.corpus import (
+    Corpus,
+    Document,
+    PythonSources,
+    Run,
+    TextFiles,
+    no_field,
+    text_of,
+)
 
 # NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
 _TFDS_SOURCE = re.compile(r"([^:]+(?::(?:\d+|\*)(?:\.(?:\d+|\*)){2})?)(?::(.+))?")
@@ -58,7 +68,7 @@ def open_corpus(
 
     Args:
       source: `tfds:NAME[:split]`, `hf:REPO[:config][:split]`, a name of `PRESETS`, `python`, or a
-        path or glob of local files.
+        path or glob of files, also of `gs://`.
       text_field: where the text is; by default `text`, or what the preset says.
       data_dir: where TFDS finds its datasets.
 
@@ -82,7 +92,13 @@ def open_corpus(
     if kind == "hf" and rest:
         dataset = _hub_dataset(rest)
         return HubCorpus(dataset, text_field=text_field or dataset.text_field)
-    return LocalFiles([source], text_field=text_field or "text")
+    try:
+        return TextFiles([source], text_field=text_field or "text")
+    except FileNotFoundError as error:
+        similar = difflib.get_close_matches(source, [*PRESETS, "python"], 1)
+        if not similar:
+            raise
+        raise FileNotFoundError(f"{error} Did you mean the source {similar[0]}?") from error
 
 
 def _hub_dataset(rest: str) -> HubDataset:
@@ -93,7 +109,7 @@ def _hub_dataset(rest: str) -> HubDataset:
     return HubDataset(repository=repository, config=config or None, split=split or "train")
 
 
-class TfdsCorpus:
+class TfdsCorpus(Corpus):
     """A TFDS dataset prepared in a format with random access; loads no TensorFlow.
 
     Its files are the shards of the split.
@@ -105,42 +121,51 @@ class TfdsCorpus:
 
     def __init__(self, name: str, split: str, *, text_field: str, data_dir: str | None) -> None:
         """Open the split."""
-        import tensorflow_datasets as tfds
-
-        self._name, self._split, self._text_field = name, split, text_field
-        try:
-            builder = tfds.builder(name, data_dir=data_dir)
-            self._source: Any = builder.as_data_source(split=split)
-            info = builder.info.splits[split]
-            features = list(builder.info.features or {})
-        except Exception as error:  # TFDS raises many kinds
-            raise _no_tfds(name, split, data_dir, error) from error
+        self._name, self._split = name, split
+        self._text_field, self._data_dir = text_field, data_dir
+        builder, source = self._open()
+        features = list(builder.info.features or {})
         if text_field not in features:
-            raise ValueError(
-                f"tfds:{name} has no field {text_field!r}; name the one with the text by "
-                f"--text-field. It has {', '.join(features)}."
-            )
-        lengths = list(info.shard_lengths) if "[" not in split else [len(self._source)]
+            raise ValueError(f"tfds:{name} {no_field(text_field, features)}")
+        info = builder.info.splits[split]
+        lengths = list(info.shard_lengths) if "[" not in split else [len(source)]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self.files = [f"{builder.info.full_name}/{split}/{i}" for i in range(len(lengths))]
-        self.weights = [float(max(length, 1)) for length in lengths]
-        self.num_bytes = int(info.num_bytes) if "[" not in split else None
-        self.progress = (0, 0.0)
+        total = int(info.num_bytes) if "[" not in split else None
+        self.fingerprint = f"{self.files[0]} {self._starts} {text_field}"
+        rows = max(self._starts[-1], 1)
+        self.num_bytes = [None if total is None else total * length // rows for length in lengths]
 
-    @property
-    def fingerprint(self) -> str:
-        """Name, version, split and lengths of its shards."""
-        return f"{self.files[0]} {self._starts} {self._text_field}"
+    def _open(self) -> tuple[Any, Any]:
+        """The builder, and the records of the split."""
+        import tensorflow_datasets as tfds
 
-    def read(self, file: int, skip: int) -> Iterator[Document]:
-        """The documents of a shard from number `skip` on."""
-        start, end = self._starts[file], self._starts[file + 1]
-        for first in range(start + skip, end, _TFDS_ROWS):
-            indices = range(first, min(first + _TFDS_ROWS, end))
-            self.progress = file, (first - start) / (end - start)
+        try:
+            builder = tfds.builder(self._name, data_dir=self._data_dir)
+            return builder, builder.as_data_source(split=self._split)
+        except Exception as error:  # TFDS raises many kinds
+            raise _no_tfds(self._name, self._split, self._data_dir, error) from error
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        return self._open()[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but open files."""
+        return {name: value for name, value in self.__dict__.items() if name != "_source"}
+
+    def has_parts(self, file: int) -> bool:
+        return True
+
+    def read(self, run: Run) -> Iterator[Document]:
+        """The documents of a run of a shard."""
+        start, end = self._starts[run.file], self._starts[run.file + 1]
+        first, last = (start + number for number in run.of(end - start))
+        for begin in range(first, last, _TFDS_ROWS):
+            indices = range(begin, min(begin + _TFDS_ROWS, last))
             for index, row in zip(indices, self._source.__getitems__(indices), strict=True):
-                name = f"{self.files[file]}:{index - start}"
-                yield Document(name, (text_of(row[self._text_field], self._text_field, name),))
+                name = f"{self.files[run.file]}:{index - start}"
+                yield Document(name, (_text_of_row(row, self._text_field, name),))
 
 
 _TFDS_ROWS = 256
@@ -157,7 +182,7 @@ def _no_tfds(name: str, split: str, data_dir: str | None, error: Exception) -> E
     )
 
 
-class HubCorpus:
+class HubCorpus(Corpus):
     """A dataset of the Hugging Face hub, streamed by `datasets` (extra `hf`).
 
     Its files are those of the split.
@@ -167,41 +192,27 @@ class HubCorpus:
       FileNotFoundError: there is no such dataset, config or split, or no network.
     """
 
-    num_bytes = None
-
     def __init__(self, dataset: HubDataset, *, text_field: str) -> None:
         """Look up the files; read none."""
         self._dataset, self._text_field = dataset, text_field
-        self._stream, self._identity = _open_stream(dataset)
+        self._stream, identity = _open_stream(dataset)
         count = self._stream.num_shards
         self.files = [f"{dataset.repository}/{dataset.split}/{i}" for i in range(count)]
-        self.weights = [1.0] * count
-        self.progress = (0, 0.0)
+        self.num_bytes = [None] * count
+        self.fingerprint = f"{dataset} {text_field} {identity}"
 
-    @property
-    def fingerprint(self) -> str:
-        """What was asked for, and the files with their commit."""
-        return f"{self._dataset} {self._text_field} {self._identity}"
-
-    def read(self, file: int, skip: int) -> Iterator[Document]:
-        """The documents of a file from number `skip` on."""
-        self.progress = file, 0.0
-        rows = self._stream.shard(num_shards=len(self.files), index=file)
-        for number, text in enumerate(self._documents(rows, file)):
-            if number >= skip:
-                yield Document(f"{self.files[file]}:{number}", (text,))
+    def read(self, run: Run) -> Iterator[Document]:
+        """The documents of a file."""
+        rows = self._stream.shard(num_shards=len(self.files), index=run.file)
+        for number, text in enumerate(self._documents(rows, run.file)):
+            yield Document(f"{self.files[run.file]}:{number}", (text,))
 
     def _documents(self, rows: Any, file: int) -> Iterator[str]:
         """The texts of the rows; those of one document joined."""
         first_row = self._dataset.first_row
         texts: list[str] = []
         for row in _read_rows(rows, self.files[file]):
-            if self._text_field not in row:
-                raise ValueError(
-                    f"{self.files[file]} has no field {self._text_field!r}; name the one with the "
-                    f"text by --text-field. It has {', '.join(row)}."
-                )
-            text = text_of(row[self._text_field], self._text_field, self.files[file])
+            text = _text_of_row(row, self._text_field, self.files[file])
             if first_row is None:
                 yield text
                 continue
@@ -211,6 +222,15 @@ class HubCorpus:
             texts.append(text)
         if texts:
             yield "".join(texts)
+
+
+def _text_of_row(row: Mapping[str, Any], field: str, name: str) -> str:
+    try:
+        if field not in row:
+            raise ValueError(no_field(field, row))
+        return text_of(row[field], field)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _read_rows(rows: Iterable[Any], name: str) -> Iterator[Any]:

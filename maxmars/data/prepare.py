@@ -1,366 +1,646 @@
-"""Text to a directory of tokens: resumable, with many processes, the same bytes every time."""
+"""Text to a directory of tokens: in independent tasks, to the same bytes every time.
+
+`Preparation` is what all ways of running the tasks share: processes of this machine, the jobs of a
+scheduler (`--tasks i/n`), or Apache Beam (`tools/prepare_on_beam.py`). In the directory lie
+
+* `plan.json`: the arguments, so that nobody mixes two preparations;
+* shards, which get their names when they are complete;
+* `tasks/00003.json`, written when the shards of task 3 have their names: it describes them;
+* `meta.json`, written when all tasks are done; then `plan.json` and `tasks` go.
+
+There are no locks, which buckets and network file systems lack: two processes that do the same task
+write the same files.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import errno
+import functools
+import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import numpy as np
+from etils import epath
+
+from maxmars.config.numbers import short
 from maxmars.data.corpus import Corpus, PythonSources, Texts
-from maxmars.data.partial_directory import PartialDirectory
+from maxmars.data.formats import examine
 from maxmars.data.sources import (
+    FORMAT,
+    METADATA,
+    PLAN,
+    TFDS_FORMAT,
     VERSION,
-    LateStatus,
+    DocumentStarts,
     Metadata,
-    Part,
+    Shard,
+    Split,
+    read_metadata,
     write_metadata,
 )
-from maxmars.data.split_rule import Splitter
-from maxmars.data.streams import TokenShards
-from maxmars.data.tfds_writer import to_tfds
-from maxmars.data.tokenize import (
-    BatchTokenizer,
-    Position,
-    TokenBatch,
-    batches,
-    pieces,
-    tokenize,
+from maxmars.data.tasks import (
+    SPLITS,
+    Placing,
+    Task,
+    by_hash,
+    divide,
+    end_of_each,
+    only,
+    token_dtype,
+    write_task,
 )
+from maxmars.data.tfds_writer import to_tfds
 from maxmars.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from maxmars.data.workers import work_through
+from maxmars.distributed.files import (
+    Workdir,
+    cache_directory,
+    is_remote,
+    make_directory,
+    read_text,
+    reporting,
+    require_access,
+    resolve,
+    write_bytes,
+    write_text,
+)
+from maxmars.distributed.progress import Progress
 
 SHARD_TOKENS = 100_000_000
-_SAVE_EVERY_S = 30.0
+_TASKS = "tasks"
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
+_OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
+_RECORD = re.compile(r"\d+\.json")
+_TEMPORARY = re.compile(r"\..+\.tmp")
+_ABANDONED_S = 3600.0  # a writer adds to its file many times a minute
 _BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; for estimates only
 _TFDS_BYTES_A_TOKEN = 2.5
+_REQUESTS_AT_ONCE = 16
+
+Records = dict[int, dict[str, Any]]
+"""By the number of its task, the content of `tasks/NUMBER.json`."""
 
 
 def prepare(
     documents: Corpus | Iterable[tuple[str, str]],
-    out: str | Path,
+    out: str | os.PathLike[str],
     *,
-    tokenizer: Tokenizer,
-    source: str,
-    validation_fraction: float = 0.1,
-    shard_tokens: int = SHARD_TOKENS,
     workers: int = 0,
-    part: tuple[int, int] | None = None,
-    record_tokens: int | None = None,
-    command: str | None = None,
-    wait: bool = False,
+    **options: Any,
 ) -> Metadata:
-    """Tokenise documents into a directory of token shards.
-
-    Every document is followed by the end-of-text token; empty ones are left out. With
-    `split_rule.MIN_DOCUMENTS_TO_HASH` documents or more, a hash of a document's name says whether
-    it is for validation; with fewer, the last `validation_fraction` of the tokens of each is.
-
-    The directory is made as `OUT.partial` and appears under its name when it is complete. A run
-    that was interrupted, however hard, is continued by the same call, and the result is the same,
-    byte for byte, as if it had not been; `workers` does not change it either.
+    """Tokenise documents into a directory of token shards, or finish what an earlier call began.
 
     Args:
       documents: a corpus, or pairs (name, text). A name decides the split, and need not be unique.
-      out: the directory to make.
-      tokenizer: turns texts into tokens.
-      source: where the text is from, in words; recorded.
-      validation_fraction: part of the documents, or of each, for validation, in [0, 1).
-      shard_tokens: tokens a file, but for the last of a split.
+      out: the directory to make, on a disk or in a bucket.
       workers: processes that tokenise, started by `spawn`; 0 does so here.
-      part: (i, n) prepares only the i-th of n parts, from 0: a run of the corpus's files or, where
-        it has fewer than n, of each file the documents whose number leaves i when divided by n.
-        `merge` joins the parts; they split by hash, however few documents they have.
-      record_tokens: make a TFDS dataset with records of so many tokens; None makes token shards.
-      command: the command line, recorded.
-      wait: wait for another process that makes the same directory, rather than fail.
+      **options: the other fields of `Preparation`.
 
     Returns:
       What was written.
 
     Raises:
-      FileExistsError: `out` exists, or another process is making it.
-      ValueError: an argument lies outside its range, an unfinished preparation had other
-        arguments, the disk is too small, or a split has come out empty.
-      ChildProcessError: a worker has died.
+      As `Preparation`, and its `run` and `finish`.
     """
-    out = Path(out)
-    _check_arguments(validation_fraction, shard_tokens, workers, part, record_tokens)
     corpus = documents if isinstance(documents, Corpus) else Texts(documents)
-    files, stride = _files_of(corpus, part)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    metadata = Metadata(
-        tokenizer=tokenizer.name,
-        tokenizer_digest=tokenizer.digest,
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype,
-        splits={},
-        source=source,
-        command=command,
-        eot_token=tokenizer.eot_token if isinstance(tokenizer, JsonTokenizer) else None,
-        part=Part(index=part[0], count=part[1], shard_tokens=shard_tokens) if part else None,
-    )
-    job = _Job(
-        corpus=corpus,
-        files=files,
-        stride=stride,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        validation_fraction=validation_fraction,
-        shard_tokens=shard_tokens,
-        workers=workers,
-        always_by_hash=part is not None,
-    )
-    with PartialDirectory(out, wait=wait) as partial:
-        partial.claim(
-            {
-                "version": VERSION,
-                "source": source,
-                "corpus": corpus.fingerprint,
-                "tokenizer": tokenizer.name,
-                "tokenizer_digest": metadata.tokenizer_digest,
-                "validation_fraction": validation_fraction,
-                "shard_tokens": shard_tokens,
-                "part": None if part is None else list(part),
-                "record_tokens": record_tokens,
-            }
-        )
-        splitter = _open_splitter(job, partial)
-        with contextlib.closing(splitter):
-            _check_disk(job, splitter, out, tfds=record_tokens is not None)
-            _write_tokens(job, splitter, partial)
-            metadata = replace(metadata, splits=splitter.finish())
-        try:
-            _check_splits(metadata, source, validation_fraction)
-        except ValueError:
-            partial.discard()
-            raise
-        file = tokenizer.path if isinstance(tokenizer, JsonTokenizer) else None
-        return publish(partial, metadata, tokenizer_file=file, record_tokens=record_tokens)
-
-
-def publish(
-    partial: PartialDirectory,
-    metadata: Metadata,
-    *,
-    tokenizer_file: Path | None,
-    record_tokens: int | None,
-) -> Metadata:
-    """Describe the shards in a partial directory, make them a TFDS dataset if asked, and publish.
-
-    Args:
-      partial: has the shards.
-      metadata: describes them.
-      tokenizer_file: a `tokenizer.json` to lie beside them.
-      record_tokens: see `prepare`.
-
-    Returns:
-      What was published.
-    """
-    directory = partial.content
-    write_metadata(directory, metadata)
-    if record_tokens is not None:
-        directory = partial.path / "tfds"
-        metadata = to_tfds(partial.content, directory, record_tokens)
-        write_metadata(directory, metadata)
-    if tokenizer_file is not None:
-        shutil.copyfile(tokenizer_file, directory / JsonTokenizer.name)
-    partial.publish(directory)
+    preparation = Preparation(corpus=corpus, out=resolve(out), **options)
+    preparation.run(workers)
+    metadata = preparation.finish()
+    assert metadata is not None
     return metadata
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What to do."""
+class Preparation:
+    """How to make a directory of tokens. Processes share it by pickle, or make it anew.
+
+    Every document is followed by the end-of-text token; empty ones are left out. A hash of a
+    document's name says whether it is for validation. Of fewer than
+    `tasks.MIN_TEXTS_TO_HASH` text files, the end of each is. Where the hash of every document falls
+    on one side, the document with the smallest is held out, or the end of the only one.
+
+    Raises:
+      ValueError: an argument lies outside its range.
+    """
 
     corpus: Corpus
-    files: Sequence[int]
-    stride: tuple[int, int]
+    out: Workdir
     tokenizer: Tokenizer
-    dtype: str
-    validation_fraction: float
-    shard_tokens: int
-    workers: int
-    always_by_hash: bool
+    source: str
+    """Where the text is from, in words; recorded."""
+    validation_fraction: float = 0.1
+    """Part of the documents, or of each text file, for validation, in [0, 1)."""
+    shard_tokens: int = SHARD_TOKENS
+    """Tokens a file at most."""
+    task_bytes: int | None = None
+    """Text of a task, about; None chooses by the size of the corpus."""
+    record_tokens: int | None = None
+    """Make a TFDS dataset with records of so many tokens; None makes token shards."""
+    command: str | None = None
+    """The command line, recorded."""
 
-
-def _check_arguments(
-    validation_fraction: float,
-    shard_tokens: int,
-    workers: int,
-    part: tuple[int, int] | None,
-    record_tokens: int | None,
-) -> None:
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must lie in [0, 1).")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens={shard_tokens} must be greater than zero.")
-    if workers < 0:
-        raise ValueError(f"workers={workers} must not be negative.")
-    if record_tokens is not None and record_tokens < 1:
-        raise ValueError(f"record_tokens={record_tokens} must be greater than zero.")
-    if part is not None:
-        if not 0 <= part[0] < part[1]:
-            raise ValueError(f"part={part[0]}/{part[1]} must be i/n with 0 <= i < n, from 0.")
-        if record_tokens is not None:
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
+        for name in ("shard_tokens", "task_bytes", "record_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be greater than zero.")
+        if self.record_tokens is not None and is_remote(self.out):
             raise ValueError(
-                "a part cannot be a TFDS dataset; prepare the parts as token shards and give the "
-                "format to `maxmars data merge`."
+                f"{self.out}: TFDS datasets are written to disks only; prepare on a disk and copy "
+                "the directory, or leave out --format tfds."
             )
 
-
-def _files_of(
-    corpus: Corpus, part: tuple[int, int] | None
-) -> tuple[Sequence[int], tuple[int, int]]:
-    """Files of the part, and which documents of each (see `pieces`)."""
-    count = len(corpus.files)
-    if part is None:
-        return range(count), (0, 1)
-    index, parts = part
-    if count < parts:
-        return range(count), part
-    return range(-(-index * count // parts), -(-(index + 1) * count // parts)), (0, 1)
-
-
-def _open_splitter(job: _Job, partial: PartialDirectory) -> Splitter:
-    state = partial.read("state.json")
-    return Splitter(
-        partial.content,
-        partial.path / "waiting.bin",
-        dtype=job.dtype,
-        shard_tokens=job.shard_tokens,
-        validation_fraction=job.validation_fraction,
-        always_by_hash=job.always_by_hash,
-        state=state and state["splitter"],
-    )
-
-
-def _write_tokens(job: _Job, splitter: Splitter, partial: PartialDirectory) -> None:
-    """Tokenise from where an earlier run was, saving how far this one is."""
-    state = partial.read("state.json") or {"position": {}, "num_bytes": 0}
-    start = Position(**state["position"])
-    progress = _Progress(job, start, num_bytes=state["num_bytes"])
-    if start != Position():
-        print(
-            f"continuing {partial.path} after {progress.num_bytes / 1e6:,.1f} MB", file=sys.stderr
+    @functools.cached_property
+    def tasks(self) -> list[Task]:
+        """The work; the number of a task is its place in this list."""
+        return divide(
+            self.corpus,
+            task_bytes=self.task_bytes,
+            validation_fraction=self.validation_fraction,
+            cut_after=self.tokenizer.cut_after,
         )
 
-    def save(position: Position) -> None:
+    @functools.cached_property
+    def _plan(self) -> str:
         fields = {
-            "position": asdict(position),
-            "num_bytes": progress.num_bytes,
-            "splitter": splitter.flush(),
+            "version": VERSION,
+            "source": self.source,
+            "corpus": self.corpus.fingerprint,
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_digest": self.tokenizer.digest,
+            "validation_fraction": self.validation_fraction,
+            "shard_tokens": self.shard_tokens,
+            "task_bytes": self.task_bytes,
+            "record_tokens": self.record_tokens,
+            "num_tasks": len(self.tasks),
         }
-        partial.write("state.json", fields)
+        return json.dumps(fields, indent=2) + "\n"
 
-    work = BatchTokenizer(job.tokenizer, job.dtype, job.validation_fraction)
-    read = pieces(job.corpus, job.files, job.tokenizer, start=start, stride=job.stride)
-    shards, saved_at, position = splitter.num_shards, time.monotonic(), start
-    with LateStatus() as status:
-        for position, batch in tokenize(batches(read), work, workers=job.workers):
-            must_save = splitter.add(batch)
-            status.update(progress.after(batch, status.elapsed_s))
-            finished = splitter.num_shards > shards
-            if must_save or finished or time.monotonic() - saved_at > _SAVE_EVERY_S:
-                save(position)
-                shards, saved_at = splitter.num_shards, time.monotonic()
-    save(Position(file=len(job.corpus.files)))
+    @property
+    def _shards(self) -> Workdir:
+        """Where the token shards go; those of a TFDS dataset are deleted at the end."""
+        return self.out if self.record_tokens is None else self.out / _TASKS
 
+    def is_finished(self) -> bool:
+        """Whether the directory is complete."""
+        require_access(self.out)
+        return METADATA in _names(self.out)
 
-class _Progress:
-    """Counts, rate and time left."""
+    def begin(self) -> None:
+        """Make the directory, or see that it is one that the same arguments began.
 
-    def __init__(self, job: _Job, start: Position, *, num_bytes: int) -> None:
-        """Nothing is done yet but what an earlier run did."""
-        self._corpus, self._files = job.corpus, job.files
-        self.num_bytes = self._bytes_before = num_bytes
-        self._num_documents = 0
-        self._total = sum(job.corpus.weights[file] for file in job.files)
-        self._fraction_before = self._fraction(start.file, 0.0)
-
-    def _fraction(self, file: int, part: float) -> float:
-        done = sum(self._corpus.weights[f] for f in self._files if f < file)
-        if file < len(self._corpus.files):
-            done += self._corpus.weights[file] * part
-        return done / self._total if self._total else 1.0
-
-    def after(self, batch: TokenBatch, elapsed_s: float) -> str:
-        """The status line after one more batch."""
-        self.num_bytes += batch.num_bytes
-        self._num_documents += int(batch.last.sum())
-        fraction = min(self._fraction(*self._corpus.progress), 1.0)
-        rate = (self.num_bytes - self._bytes_before) / 1e6 / max(elapsed_s, 1e-9)
-        text = (
-            f"tokenised {fraction:.0%}, {self.num_bytes / 1e6:,.0f} MB, "
-            f"{self._num_documents:,} documents, {rate:.1f} MB/s"
-        )
-        gained = fraction - self._fraction_before
-        if gained > 0:
-            left = datetime.timedelta(seconds=round(elapsed_s * (1 - fraction) / gained))
-            text += f", {left} left"
-        return text
-
-
-def _check_disk(job: _Job, splitter: Splitter, out: Path, *, tfds: bool) -> None:
-    if job.corpus.num_bytes is None:
-        return
-    total = sum(job.corpus.weights)
-    share = sum(job.corpus.weights[file] for file in job.files) / total / job.stride[1]
-    bytes_a_token = 1 if isinstance(job.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN
-    tokens = job.corpus.num_bytes * share / bytes_a_token
-    itemsize = 2 if job.dtype == "uint16" else 4
-    needed = tokens * (itemsize + (_TFDS_BYTES_A_TOKEN if tfds else 0)) - splitter.num_bytes
-    free = shutil.disk_usage(out.absolute().parent).free
-    if needed > free:
-        raise ValueError(
-            f"the tokens of {share * job.corpus.num_bytes / 1e9:,.1f} GB of text need about "
-            f"{needed / 1e9:,.1f} GB in {out.absolute().parent}, which has {free / 1e9:,.1f} GB "
-            "free; make room, choose another disk, or prepare a --part of it."
-        )
-
-
-def _check_splits(metadata: Metadata, source: str, validation_fraction: float) -> None:
-    if metadata.part is not None:
-        return  # `merge` looks at the whole
-    wanted = ["train", "val"] if validation_fraction else ["train"]
-    for name in wanted:
-        if name not in metadata.splits:
-            raise ValueError(
-                f"no text of {source} has come into split {name!r} with "
-                f"validation_fraction={validation_fraction}; give more text or another fraction."
+        Raises:
+          FileExistsError: it is complete, or holds something else.
+          ValueError: it was begun with other arguments, or the disk is too small.
+          OSError: it cannot be made, or a bucket does not answer.
+        """
+        require_access(self.out)
+        names = _names(self.out)
+        self._refuse_if_finished(names)
+        begun = read_text(self.out / PLAN) if PLAN in names else None
+        foreign = [n for n in names if n not in (PLAN, _TASKS) and not _TEMPORARY.fullmatch(n)]
+        if begun is None and foreign:
+            raise FileExistsError(
+                f"{self.out} exists and is no unfinished preparation; delete it or choose another "
+                "name."
             )
+        num_done = len(self._done())
+        self._check_disk(num_done)
+        if begun is not None and begun != self._plan:
+            if any(filter(_RECORD.fullmatch, _names(self.out / _TASKS))):
+                raise ValueError(self._other_arguments(begun))
+            for name in filter(_SHARD.fullmatch, names):  # of tasks that were cut short
+                _delete(self.out / name)
+            _delete_all(self.out / _TASKS)
+            _delete(self.out / PLAN)
+        with self._on_full_disk():
+            make_directory(self.out / _TASKS)
+            if begun != self._plan:
+                write_text(self.out / PLAN, self._plan)
+        self._refuse_if_finished(_names(self.out))  # others may have been faster
+        self._check_plan()
+        self._remove_temporary(older_than_s=_ABANDONED_S)
+        if num_done:
+            print(
+                f"continuing {self.out}: {num_done:,} of {len(self.tasks):,} tasks are done",
+                file=sys.stderr,
+            )
+
+    def _refuse_if_finished(self, names: set[str]) -> None:
+        if METADATA in names:
+            self._clean(names)
+            raise FileExistsError(f"{self.out} exists; delete it or choose another name.")
+
+    def run(self, workers: int = 0, share: tuple[int, int] = (0, 1)) -> None:
+        """Begin, and do the tasks that are not done.
+
+        Args:
+          workers: processes to start; 0 does so here.
+          share: (i, n) does those tasks only whose number leaves i when divided by n.
+
+        Raises:
+          ValueError: a file of the corpus is damaged, or an argument lies outside its range; and
+            see `begin`.
+          ChildProcessError: a worker has died.
+          OSError: the disk is full, or a bucket does not answer.
+        """
+        if workers < 0:
+            raise ValueError(f"workers={workers} must not be negative.")
+        index, count = share
+        if not 0 <= index < count:
+            raise ValueError(f"tasks={index}/{count} must be i/n with 0 <= i < n, from 0.")
+        self.begin()
+        numbers = range(index, len(self.tasks), count)
+        done = self._read_records(sorted(self._done().intersection(numbers)))
+        todo = [number for number in numbers if number not in done]
+        sizes = [self.tasks[number].num_bytes for number in numbers]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        before = sum(self.tasks[number].num_bytes or 0 for number in numbers if number in done)
+        with Progress(stderr=True) as status:
+
+            def progress(num_tasks: int, num_bytes: int) -> None:
+                tasks_done = len(numbers) - len(todo) + num_tasks
+                rate = num_bytes / 1e6 / max(status.elapsed_s, 1e-9)
+                text = (
+                    f"tokenised {(before + num_bytes) / 1e6:,.0f} MB, {tasks_done:,} of "
+                    f"{len(numbers):,} tasks, {rate:.1f} MB/s"
+                )
+                if total is None:
+                    status.update(text, tasks_done, len(numbers))
+                else:  # sizes of compressed files are estimates
+                    status.update(text, min(before + num_bytes, total - 1), total)
+
+            try:
+                work_through(todo, self.run_task, workers=workers, progress=progress)
+            except (ValueError, OSError, ImportError):
+                if share == (0, 1) and not self._done():
+                    self._discard()
+                raise
+
+    def run_task(self, number: int, report: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Do one task, if it is not done.
+
+        Args:
+          number: of the task.
+          report: called now and then with the bytes of text that have been tokenised since.
+
+        Raises:
+          See `run`.
+        """
+        require_access(self.out)
+        if self._read_record(number) is None:
+            self._run_task(number, report)
+
+    def _run_task(
+        self, number: int, report: Callable[[int], None], place: Placing | None = None
+    ) -> None:
+        try:
+            with self._on_full_disk():
+                record = write_task(
+                    self._shards,
+                    self.corpus,
+                    self.tokenizer,
+                    number,
+                    self.tasks[number],
+                    shard_tokens=self.shard_tokens,
+                    place=place or by_hash(self.validation_fraction),
+                    check=self._check_plan,
+                    report=report,
+                )
+                for split, found in record["splits"].items():
+                    starts = found.pop("starts")
+                    found["num_starts"] = len(starts)
+                    if len(starts):
+                        write_bytes(self._starts(number, split), starts.tobytes())
+                record |= {"plan": self._plan_digest, "again": place is not None}
+                write_text(self._record(number), json.dumps(record) + "\n")
+        except (FileNotFoundError, _FinishedError):
+            if not (self.out / METADATA).exists():  # else somebody has done all tasks
+                raise
+
+    def finish(self) -> Metadata | None:
+        """Describe what the tasks have written, if all are done. Any process may call it.
+
+        Returns:
+          What is in the directory now, or None: tasks are missing.
+
+        Raises:
+          ValueError: a split has no text.
+          OSError: a file cannot be written.
+        """
+        metadata = None
+        if METADATA not in _names(self.out):
+            try:
+                metadata = self._finish()
+            except FileNotFoundError:
+                if METADATA not in _names(self.out):
+                    raise
+        names = _names(self.out)
+        if METADATA not in names:
+            return None
+        self._clean(names)
+        format = FORMAT if self.record_tokens is None else TFDS_FORMAT
+        return metadata or read_metadata(self.out, format=format)
+
+    def _finish(self) -> Metadata | None:
+        records = self._read_records(range(len(self.tasks)))
+        if len(records) < len(self.tasks):
+            return None
+        with self._on_full_disk():
+            records = self._with_both_splits(records)
+            splits = {split: self._join(split, records) for split in SPLITS}
+            splits = {split: found for split, found in splits.items() if found.num_tokens}
+            self._check_splits(splits)
+            eot_token = None
+            if isinstance(self.tokenizer, JsonTokenizer):
+                eot_token = self.tokenizer.eot_token
+                write_bytes(self.out / JsonTokenizer.name, self.tokenizer.content)
+            metadata = Metadata(
+                tokenizer=self.tokenizer.name,
+                tokenizer_digest=self.tokenizer.digest,
+                vocab_size=self.tokenizer.vocab_size,
+                dtype=token_dtype(self.tokenizer),
+                splits=splits,
+                source=self.source,
+                command=self.command,
+                eot_token=eot_token,
+            )
+            if self.record_tokens is not None:
+                write_metadata(self._shards, metadata)
+                metadata = to_tfds(
+                    Path(os.fspath(self._shards)), Path(os.fspath(self.out)), self.record_tokens
+                )
+            self._remove_unlisted(metadata)
+            write_metadata(self.out, metadata)
+        return metadata
+
+    # --- Where a preparation stands --------------------------------------------------------------
+
+    @functools.cached_property
+    def _plan_digest(self) -> str:
+        return hashlib.sha256(self._plan.encode()).hexdigest()
+
+    def _record(self, number: int) -> Workdir:
+        return self.out / _TASKS / f"{number:05d}.json"
+
+    def _starts(self, number: int, split: str) -> Workdir:
+        return self.out / _TASKS / f"{number:05d}_{split}.starts"
+
+    def _done(self) -> set[int]:
+        """Numbers of the tasks that have a record."""
+        names = _names(self.out / _TASKS)
+        return {n for n in range(len(self.tasks)) if self._record(n).name in names}
+
+    def _read_record(self, number: int) -> dict[str, Any] | None:
+        """The record of a task; None if it is not done, or was of a preparation with other
+        arguments."""
+        try:
+            record = json.loads(read_text(self._record(number)) or "null")
+        except ValueError:
+            return None  # damaged: the task is done again
+        is_ours = isinstance(record, dict) and record.get("plan") == self._plan_digest
+        return record if is_ours else None
+
+    def _read_records(self, numbers: Sequence[int]) -> Records:
+        """The records of those of some tasks that are done."""
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            records = zip(numbers, pool.map(self._read_record, numbers), strict=True)
+            return {number: record for number, record in records if record is not None}
+
+    def _check_plan(self) -> None:
+        """See that the directory is still that of this preparation.
+
+        Raises:
+          _FinishedError: it is complete.
+          ValueError: it is that of another preparation.
+        """
+        plan = read_text(self.out / PLAN)
+        if plan != self._plan:
+            if plan is None and METADATA in _names(self.out):
+                raise _FinishedError
+            raise ValueError(self._other_arguments(plan or "{}"))
+
+    def _other_arguments(self, begun: str) -> str:
+        try:
+            earlier = json.loads(begun)
+        except ValueError:
+            earlier = {}
+        now = json.loads(self._plan)
+        differences = ", ".join(
+            f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
+            for name in now
+            if earlier.get(name) != now[name]
+        )
+        return (
+            f"{self.out} holds an unfinished preparation with other arguments: {differences}. Run "
+            "the earlier command to finish it, or delete that directory to start anew."
+        )
+
+    def _check_disk(self, num_done: int) -> None:
+        sizes = self.corpus.num_bytes
+        if is_remote(self.out) or None in sizes:
+            return
+        text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(self.tasks), 1))
+        tokens = text / (1 if isinstance(self.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
+        itemsize = np.dtype(token_dtype(self.tokenizer)).itemsize
+        extra = 0 if self.record_tokens is None else _TFDS_BYTES_A_TOKEN
+        needed, free = tokens * (itemsize + extra), shutil.disk_usage(_existing(self.out)).free
+        if needed > free:
+            raise ValueError(
+                f"{self.out}: the tokens of {short(text)}B of text need about {short(needed)}B, "
+                f"but the disk has {short(free)}B free; make room or choose another disk."
+            )
+
+    @contextlib.contextmanager
+    def _on_full_disk(self) -> Generator[None]:
+        """Say what to do about a full disk."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = short(shutil.disk_usage(_existing(self.out)).free)
+            raise OSError(
+                error.errno,
+                f"the disk of {self.out} is full: a task needs more than the {free}B that are free "
+                "without it; make room and run the same command again to continue",
+            ) from error
+
+    # --- The last step ---------------------------------------------------------------------------
+
+    def _with_both_splits(self, records: Records) -> Records:
+        """The records, after tasks were done again if no document, or each, was held out."""
+        count = sum(r["num_documents"] for r in records.values())
+        tokens = {s: sum(r["splits"][s]["num_tokens"] for r in records.values()) for s in SPLITS}
+        has_begun = any(r["again"] for r in records.values())
+        if not self.validation_fraction or not count or (all(tokens.values()) and not has_begun):
+            return records
+        (_, name), lowest = min((r["lowest"], n) for n, r in records.items() if r["lowest"])
+        place = end_of_each(self.validation_fraction) if count == 1 else only(name)
+        for number, record in records.items():
+            is_affected = number == lowest or record["splits"]["val"]["num_tokens"]
+            if is_affected and not record["again"]:
+                self._run_task(number, lambda num_bytes: None, place)
+        return self._read_records(range(len(self.tasks)))
+
+    def _join(self, split: str, records: Records) -> Split:
+        """The shards of all tasks as one split, and where its documents start."""
+        found = [records[number]["splits"][split] for number in range(len(self.tasks))]
+        shards = [Shard(**shard) for part in found for shard in part["shards"]]
+        num_tokens = np.cumsum([0, *(part["num_tokens"] for part in found)]).astype("<u8")
+
+        def read(number: int) -> np.ndarray:
+            if not found[number]["num_starts"]:
+                return np.empty(0, "<u8")
+            with reporting(self.out):
+                starts = np.frombuffer(self._starts(number, split).read_bytes(), "<u8")
+            return starts + num_tokens[number]
+
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            starts = np.concatenate([np.empty(0, "<u8"), *pool.map(read, range(len(found)))])
+        documents, file = None, f"{split}_documents.bin"
+        if len(starts):
+            data = starts.astype("<u8").tobytes()
+            write_bytes(self._shards / file, data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            documents = DocumentStarts(file=file, count=len(starts), sha256=sha256)
+        return Split(
+            num_tokens=int(num_tokens[-1]),
+            num_documents=sum(part["num_documents"] for part in found),
+            shards=tuple(_with_checksums(self._shards, shards)),
+            documents=documents,
+        )
+
+    def _check_splits(self, splits: Mapping[str, Split]) -> None:
+        for split in SPLITS if self.validation_fraction else SPLITS[:1]:
+            if split not in splits:
+                self._discard()
+                raise ValueError(
+                    f"no text of {self.source} has come into split {split!r} with "
+                    f"validation_fraction={self.validation_fraction}; give more text or another "
+                    "fraction."
+                )
+
+    def _discard(self) -> None:
+        """Remove everything."""
+        for name in filter(_OURS.fullmatch, _names(self.out)):
+            _delete(self.out / name)
+        self._clean(_names(self.out))
+        with contextlib.suppress(OSError):
+            self.out.rmdir()
+
+    def _remove_unlisted(self, metadata: Metadata) -> None:
+        """Remove shards that tasks wrote before they were done again."""
+        listed = {shard.file for split in metadata.splits.values() for shard in split.shards}
+        for name in filter(_SHARD.fullmatch, _names(self.out)):
+            if name not in listed:
+                _delete(self.out / name)
+
+    def _clean(self, names: set[str]) -> None:
+        """Remove what only an unfinished preparation needs."""
+        self._remove_temporary(older_than_s=0.0)
+        if _TASKS in names:
+            _delete_all(self.out / _TASKS)
+        if PLAN in names:
+            _delete(self.out / PLAN)
+
+    def _remove_temporary(self, *, older_than_s: float) -> None:
+        """Remove files that a killed process was writing; in a bucket there are none."""
+        if is_remote(self.out):
+            return
+        for directory in (Path(self.out), Path(self.out) / _TASKS):
+            for name in filter(_TEMPORARY.fullmatch, _names(directory)):
+                with contextlib.suppress(FileNotFoundError):
+                    path = directory / name
+                    if time.time() - path.stat().st_mtime >= older_than_s:
+                        path.unlink()
+
+
+class _FinishedError(Exception):
+    """Other processes have finished the directory."""
+
+
+def _names(directory: Workdir) -> set[str]:
+    """Names in a directory; none if there is no such directory."""
+    with reporting(directory):
+        try:
+            return {path.name for path in directory.iterdir()}
+        except FileNotFoundError:
+            return set()
+
+
+def _delete(path: Workdir) -> None:
+    with reporting(path):
+        path.unlink(missing_ok=True)
+
+
+def _delete_all(directory: Workdir) -> None:
+    """Delete a directory, even if others are at it too."""
+    with contextlib.suppress(OSError), reporting(directory):
+        directory.rmtree() if isinstance(directory, epath.Path) else shutil.rmtree(directory)
+
+
+def _with_checksums(directory: Workdir, shards: list[Shard]) -> list[Shard]:
+    """Shards with what a bucket says of them."""
+    if not is_remote(directory):
+        return shards
+    with reporting(directory):
+        store, path = fsspec.core.url_to_fs(os.fspath(directory))
+        found = {Path(i["name"]).name: i for i in store.ls(path, detail=True)}
+    said = [found.get(shard.file, {}) for shard in shards]
+    return [
+        replace(shard, crc32c=info.get("crc32c"), generation=info.get("generation"))
+        for shard, info in zip(shards, said, strict=True)
+    ]
+
+
+def _existing(path: Workdir) -> Path:
+    """The nearest directory above a path, or itself, that exists."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def prepare_python_sources() -> Path:
     """Directory with the standard library's text as bytes; made in the cache if it is not there.
 
     The cache is the directory MAXMARS_CACHE, by default ~/.cache/maxmars. Several processes may
-    call this at once: one prepares, the others wait.
+    call this at once.
 
     Raises:
       ValueError: what is in the cache is damaged.
     """
     corpus = PythonSources()
     digest = corpus.fingerprint[:8]
-    path = _cache() / f"python-{platform.python_version()}-byte-v{VERSION}-{digest}"
-    if not path.exists():
-        with contextlib.suppress(FileExistsError):  # another process was faster
+    path = cache_directory() / f"python-{platform.python_version()}-byte-v{VERSION}-{digest}"
+    if not (path / METADATA).exists():
+        with contextlib.suppress(FileExistsError, _FinishedError):  # another process was faster
             prepare(
                 corpus,
                 path,
                 tokenizer=ByteTokenizer(),
                 source=f"standard library of Python {platform.python_version()}",
-                wait=True,
             )
-    for split in ("train", "val"):
-        TokenShards(path, split)
+    examine(path)
     return path
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars").expanduser()

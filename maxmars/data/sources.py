@@ -1,26 +1,28 @@
-"""Token shards on disk: their description.
+"""Directories of tokens: their description.
 
 A directory of token shards holds `train_00000.bin`, ..., `val_00000.bin`, ...: raw little-endian
 token ids, uint16 or uint32; and `meta.json`, which describes them (see `Metadata`). The shards of a
-split, one after the other, are one stream of tokens. `train_documents.bin` and `val_documents.bin`
-say where in the stream each document starts: raw little-endian uint64. A `tokenizer.json` that the
-text was prepared with lies beside them.
+split, in the order of `meta.json`, are one stream of tokens. `train_documents.bin` and
+`val_documents.bin` say where in the stream each document starts: raw little-endian uint64. A
+`tokenizer.json` that the text was prepared with lies beside them. `meta.json` is written last: a
+directory without it is unfinished, and has `plan.json`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import time
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.status import Status
+from maxmars.distributed.files import Workdir, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
 TFDS_FORMAT = "maxmars-tfds-tokens"
 VERSION = 2
+METADATA, PLAN = "meta.json", "plan.json"
 _PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
 AGAIN = "delete the directory and prepare it again"
 
@@ -32,6 +34,10 @@ class Shard:
     file: str
     num_tokens: int
     sha256: str
+    crc32c: str | None = None
+    """A bucket's own checksum: base64 of the big-endian CRC32C."""
+    generation: str | None = None
+    """Which write of the file in the bucket it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +60,6 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Which part of a corpus a directory holds, if not all of it (see `maxmars data merge`)."""
-
-    index: int
-    count: int
-    shard_tokens: int
-    """Tokens a file when the parts are merged."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Metadata:
     """What is in a directory of token shards. A split without tokens is not listed."""
 
@@ -76,7 +72,6 @@ class Metadata:
     command: str | None = None
     eot_token: str | None = None
     """The token that ends a document, of a `tokenizer.json` that lies in the directory."""
-    part: Part | None = None
     record_tokens: int | None = None
     """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 
@@ -92,76 +87,114 @@ class Metadata:
                     raise ValueError(f"the shard {shard.file!r} is outside the directory.")
 
 
-def write_metadata(directory: Path, metadata: Metadata) -> None:
-    """Write `meta.json` into a directory; what is None is left out."""
+def write_metadata(directory: Workdir, metadata: Metadata) -> None:
+    """Write `meta.json` into a directory, in one step; what is None is left out."""
     fields = asdict(metadata, dict_factory=lambda items: {k: v for k, v in items if v is not None})
     name = FORMAT if metadata.record_tokens is None else TFDS_FORMAT
     fields = {"format": name, "version": VERSION, **fields}
-    (directory / "meta.json").write_text(json.dumps(fields, indent=2) + "\n")
+    write_text(directory / METADATA, json.dumps(fields, indent=2) + "\n")
 
 
-def read_metadata(directory: str | Path, *, format: str = FORMAT) -> Metadata:
-    """What `meta.json` says of a directory of token shards, or of a TFDS dataset (`TFDS_FORMAT`).
+def check_finished(directory: Workdir) -> None:
+    """Refuse a directory of tokens that is being prepared.
+
+    Raises:
+      FileNotFoundError: it has no `meta.json` yet.
+    """
+    with reporting(directory):
+        unfinished = (directory / PLAN).exists() and not (directory / METADATA).exists()
+    if unfinished:
+        raise FileNotFoundError(
+            f"the preparation of {directory} is unfinished; run its `maxmars data prepare` command "
+            "again to continue it."
+        )
+
+
+def read_metadata(directory: str | os.PathLike[str], *, format: str | None = FORMAT) -> Metadata:
+    """What `meta.json` says of a directory of token shards, of a TFDS dataset (`TFDS_FORMAT`), or
+    of either (None).
 
     Raises:
       FileNotFoundError: there is no such directory or no `meta.json` in it.
       ValueError: `meta.json` is damaged, or of another format or version.
+      OSError: it cannot be read.
     """
-    path = Path(directory) / "meta.json"
-    if not path.is_file():
+    path = resolve(directory) / METADATA
+    text = metadata_text(path)
+    if text is None:
+        check_finished(path.parent)
         what = "has no meta.json" if path.parent.is_dir() else "does not exist"
         raise FileNotFoundError(f"the token directory {directory} {what}; {_PREPARE}.")
+    return parse_metadata(text, path, format=format)
+
+
+def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> Metadata:
+    """What the text of the `meta.json` at `path` says; see `read_metadata`.
+
+    Raises:
+      ValueError: it is damaged, or of another format or version.
+    """
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(text)
         found = fields.pop("format"), fields.pop("version")
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no description of token shards; {AGAIN}.") from error
-    if found != (format, VERSION):
+    formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
+    if found not in [(name, VERSION) for name in formats]:
         raise ValueError(
             f"{path} is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
-            f"{format!r} version {VERSION}; prepare the directory again with this version."
+            f"{' and '.join(map(repr, formats))} version {VERSION}; prepare the directory again "
+            "with this version."
         )
+    fields.pop("part", None)  # earlier versions wrote which part of a corpus a directory holds
     try:
-        splits = {name: _split_from(split) for name, split in fields.pop("splits").items()}
-        part = Part(**fields.pop("part")) if "part" in fields else None
-        return Metadata(**fields, splits=splits, part=part)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        splits = _object(fields.pop("splits"), "splits")
+        splits = {name: _split_from(split, name) for name, split in splits.items()}
+        return _make(Metadata, fields, "the file", splits=splits)
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error}); {AGAIN}.") from error
 
 
-def _split_from(fields: dict[str, Any]) -> Split:
-    shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
-    starts = DocumentStarts(**fields.pop("documents")) if "documents" in fields else None
-    return Split(**fields, shards=shards, documents=starts)
+def metadata_text(path: Workdir) -> str | None:
+    """The text of a `meta.json`; None if there is none, and empty if it is not UTF-8."""
+    try:
+        return read_text(path)
+    except NotADirectoryError:
+        return None
+    except UnicodeDecodeError:
+        return ""
 
 
-class LateStatus:
-    """A status line on stderr that appears only when a job has taken two seconds."""
+def _split_from(value: Any, name: str) -> Split:
+    fields = _object(value, name)
+    shards, starts = fields.pop("shards"), fields.pop("documents", None)
+    if not isinstance(shards, list):
+        raise ValueError(f"the shards of {name} are no list")
+    return _make(
+        Split,
+        fields,
+        name,
+        shards=tuple(_make(Shard, _object(shard, name), name) for shard in shards),
+        documents=None if starts is None else _make(DocumentStarts, _object(starts, name), name),
+    )
 
-    def __init__(self, delay_s: float = 2.0) -> None:
-        """Appear after `delay_s` seconds."""
-        self._delay_s = delay_s
-        self._status: Status | None = None
 
-    def __enter__(self) -> LateStatus:
-        """Start the clock."""
-        self._start = time.monotonic()
-        return self
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"what it says of {name} is no object")
+    return dict(value)
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the line."""
-        if self._status is not None:
-            self._status.stop()
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
+_T = TypeVar("_T")
+_KINDS = {"str": str, "int": int, "None": type(None)}
 
-    def update(self, text: str) -> None:
-        """Show this text, if it is time."""
-        if self._status is not None:
-            self._status.update(text)
-        elif self.elapsed_s >= self._delay_s:
-            self._status = Console(stderr=True).status(text)
-            self._status.start()
+
+def _make(cls: type[_T], fields: dict[str, Any], name: str, **nested: Any) -> _T:
+    """A dataclass from JSON, once the types of its plain fields have been checked."""
+    for field in dataclasses.fields(cls):  # type: ignore
+        kinds = [_KINDS[kind] for kind in str(field.type).split(" | ") if kind in _KINDS]
+        if field.name not in nested and field.name in fields:
+            value = fields[field.name]
+            if type(value) not in kinds or (type(value) is int and value < 0):
+                raise ValueError(f"{field.name} of {name} is {str(value)[:60]!r}")
+    return cls(**fields, **nested)

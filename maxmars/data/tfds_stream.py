@@ -8,17 +8,18 @@ taken to be GPT-2's.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
-from maxmars.data.sources import TFDS_FORMAT, LateStatus
-from maxmars.data.streams import check_ids, check_range
+from maxmars.data.sources import TFDS_FORMAT, Metadata, read_metadata
+from maxmars.data.token_files import TokenFile, check_ids, check_range
 from maxmars.data.tokenizer import GPT2Tokenizer
+from maxmars.distributed.files import Workdir
+from maxmars.distributed.progress import Progress
 
 FEATURE = "tokens"
 _VALIDATION = ("val", "validation", "test")  # the first that a dataset has is the split `val`
@@ -32,7 +33,7 @@ class TfdsTokens:
     read once on opening to learn its length (8 bytes of memory a record).
 
     Args:
-      directory: TFDS's directory of one version, with `dataset_info.json`.
+      directory: TFDS's directory of one version, with `dataset_info.json`, on a disk.
       split: `train` or `val`; the latter is `validation` or `test` where there is no `val`, and the
         attribute `split` says which.
 
@@ -40,66 +41,96 @@ class TfdsTokens:
       ValueError: TFDS cannot read the directory, or it lacks the split or the feature.
     """
 
-    def __init__(self, directory: str | Path, split: str) -> None:
-        """Find the split, and where its records begin in the stream."""
-        self.directory = Path(directory)
-        metadata = _read_metadata(self.directory)
-        self.tokenizer: str = metadata.get("tokenizer", GPT2Tokenizer.name)
-        self.tokenizer_digest: str | None = metadata.get("tokenizer_digest")
-        self.vocab_size: int = metadata.get("vocab_size", GPT2Tokenizer.vocab_size)
-        builder = _builder(self.directory)
-        self.split = _find_split(self.directory, list(builder.info.splits), split)
-        length = _check_feature(self.directory, builder.info.features)
-        self._records = _records(self.directory, builder, self.split)
-        told = metadata.get("splits", {}).get(self.split, {}).get("num_tokens")
-        self._index = self._make_index(length, told)
-        if told is not None and told != self.num_tokens:
-            raise ValueError(
-                f"split {self.split!r} of {self.directory} has {self.num_tokens} tokens, but "
-                f"meta.json says {told}: it is damaged; prepare it again."
-            )
+    def __init__(self, directory: Path, split: str) -> None:
+        self.directory: Workdir = directory
+        metadata: Metadata | None = None
+        if (directory / "meta.json").is_file():  # of our own writer
+            metadata = read_metadata(directory, format=TFDS_FORMAT)
+        self.tokenizer = GPT2Tokenizer.name
+        self.tokenizer_digest: str | None = None
+        self.vocab_size = GPT2Tokenizer.vocab_size
+        if metadata is not None:
+            self.tokenizer, self.tokenizer_digest = metadata.tokenizer, metadata.tokenizer_digest
+            self.vocab_size = metadata.vocab_size
+        splits = {} if metadata is None else metadata.splits
+        sha256 = {shard.file: shard.sha256 for s in splits.values() for shard in s.shards}
+        self.files: Sequence[TokenFile] = [
+            TokenFile(path=path, num_bytes=path.stat().st_size, sha256=sha256.get(path.name))
+            for path in sorted(directory.glob("*.array_record*"))
+        ]
+        builder = _builder(directory)
+        self.split = _find_split(directory, list(builder.info.splits), split)
+        self._length = _check_feature(directory, builder.info.features)
+        self._records = _records(directory, builder, self.split)
+        self._starts: np.ndarray | None = None
+        if self._length is not None:
+            self.num_tokens = self._length * len(self._records)
+        elif metadata is not None and metadata.record_tokens is not None:
+            self._length = metadata.record_tokens
+            self.num_tokens = metadata.splits[self.split].num_tokens
+            if -(-self.num_tokens // self._length) != len(self._records):
+                raise ValueError(
+                    f"split {self.split!r} of {directory} has {len(self._records)} records, which "
+                    f"do not hold the {self.num_tokens} tokens that meta.json says: it is damaged; "
+                    "prepare it again."
+                )
+        else:
+            self._starts = self._learn_starts()
+            self.num_tokens = int(self._starts[-1])
 
     def __repr__(self) -> str:
-        """Directory and split, for messages."""
         return f"TfdsTokens({str(self.directory)!r}, {self.split!r})"
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the split."""
-        return self._index.num_tokens
-
     def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
-        """The tokens [start, start + length) of the stream, across the borders of records.
+        return self.read_windows(np.array([start]), length)[0]
+
+    def read_windows(
+        self, starts: Int64[np.ndarray, " windows"], length: int
+    ) -> Int32[np.ndarray, "windows length"]:
+        """The tokens [start, start + length) of each of `starts`, across the borders of records.
 
         Raises:
           ValueError: some of them lie outside the stream or the vocabulary, or a record is damaged.
         """
-        check_range(self, start, length)
-        tokens = np.empty(length, np.int32)
-        done, index = 0, self._index.find(start)
-        while done < length:
-            record = self._record(index)
-            offset = start + done - self._index.bounds(index)[0]
-            part = record[offset : offset + length - done]
-            tokens[done : done + len(part)] = part
-            done += len(part)
-            index += 1
-        return tokens
+        check_range(self, starts, length)
+        windows = np.empty((len(starts), length), np.int32)
+        for window, start in zip(windows, starts.tolist(), strict=True):
+            done = 0
+            while done < length:
+                index, first = self._find(start + done)
+                part = self._record(index)[first : first + length - done]
+                check_ids(self, part)  # before 64-bit ids are cut to 32
+                window[done : done + len(part)] = part
+                done += len(part)
+        return windows
 
     def locate(self, token: int) -> dict[str, str | int]:
         """The record that holds a token, and the token's number in it."""
-        record = self._index.find(token)
-        return {"record": record, "token_in_record": token - self._index.bounds(record)[0]}
+        record, number = self._find(token)
+        return {"record": record, "token_in_record": number}
+
+    def _find(self, token: int) -> tuple[int, int]:
+        """The record that holds a token, and the token's number in it."""
+        if self._length is not None:
+            return divmod(token, self._length)
+        assert self._starts is not None
+        record = int(np.searchsorted(self._starts, token, "right")) - 1
+        return record, token - int(self._starts[record])
+
+    def _num_tokens_of(self, record: int) -> int:
+        if self._length is not None:  # the last one may be shorter
+            return min(self._length, self.num_tokens - record * self._length)
+        assert self._starts is not None
+        return int(self._starts[record + 1] - self._starts[record])
 
     def _record(self, index: int) -> np.ndarray:
         record = self._read_record(index)
-        start, end = self._index.bounds(index)
-        if len(record) != end - start:
+        if len(record) != self._num_tokens_of(index):
             raise ValueError(
                 f"record {index} of split {self.split!r} of {self.directory} has {len(record)} "
-                f"tokens, not {end - start}: the dataset is damaged or meta.json is of another."
+                f"tokens, not {self._num_tokens_of(index)}: the dataset is damaged or meta.json is "
+                "of another."
             )
-        check_ids(self, self.directory, record)
         return record
 
     def _read_record(self, index: int) -> np.ndarray:
@@ -111,91 +142,16 @@ class TfdsTokens:
                 f"({error}): a file is damaged or was cut short; prepare or download it again."
             ) from error
 
-    def verify(self) -> None:
-        """Read every record, which checks ArrayRecord's own checksums, and check every token.
-
-        Raises:
-          ValueError: a record is damaged.
-        """
-        with LateStatus() as status:
-            for index in range(len(self._records)):
-                if index % 1000 == 0:
-                    status.update(f"verifying record {index:,} of {len(self._records):,}")
-                self._record(index)
-
-    def _make_index(
-        self, length: int | None, num_tokens: int | None
-    ) -> _EqualRecords | _AnyRecords:
-        """Where each record lies, from what the shape and `meta.json` say, or by reading all."""
+    def _learn_starts(self) -> np.ndarray:
+        """The first token of each record, and the number of tokens, by reading all records."""
         count = len(self._records)
-        if length is not None:
-            return _EqualRecords(length, count * length)
-        if num_tokens is not None and count:
-            # Our own writer cuts the stream into equal pieces; two records tell how long they are.
-            first, last = len(self._read_record(0)), len(self._read_record(count - 1))
-            if last <= first and first * (count - 1) + last == num_tokens:
-                return _EqualRecords(first, num_tokens)
         starts = np.zeros(count + 1, np.int64)
-        with LateStatus() as status:
+        with Progress(stderr=True) as status:
             for i in range(count):
                 starts[i + 1] = starts[i] + len(self._read_record(i))
                 if i % 1000 == 0:
-                    status.update(
-                        f"{self.directory}: learning the length of record {i:,} / {count:,}"
-                    )
-        return _AnyRecords(starts)
-
-
-@dataclass(frozen=True)
-class _EqualRecords:
-    """Records of `length` tokens each, but for a shorter last one."""
-
-    length: int
-    num_tokens: int
-
-    def find(self, token: int) -> int:
-        """The record that holds a token."""
-        return token // self.length
-
-    def bounds(self, record: int) -> tuple[int, int]:
-        """First token of a record, and the first one after it."""
-        start = record * self.length
-        return start, min(start + self.length, self.num_tokens)
-
-
-@dataclass(frozen=True)
-class _AnyRecords:
-    """Records of any lengths; `starts` is the first token of each, and the number of tokens."""
-
-    starts: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all."""
-        return int(self.starts[-1])
-
-    def find(self, token: int) -> int:
-        """The record that holds a token."""
-        return int(np.searchsorted(self.starts, token, "right")) - 1
-
-    def bounds(self, record: int) -> tuple[int, int]:
-        """First token of a record, and the first one after it."""
-        return int(self.starts[record]), int(self.starts[record + 1])
-
-
-def _read_metadata(directory: Path) -> dict[str, Any]:
-    """What our own writer adds; nothing for a dataset of anybody else."""
-    path = directory / "meta.json"
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text())
-        if fields["format"] == TFDS_FORMAT:
-            needed = ("tokenizer", "tokenizer_digest", "vocab_size", "splits")
-            return {name: fields[name] for name in needed}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the dataset again.") from error
-    raise ValueError(f"{path} is not of format {TFDS_FORMAT!r}; prepare the dataset again.")
+                    status.update(f"{self.directory}: reading the length of every record", i, count)
+        return starts
 
 
 def _builder(directory: Path) -> Any:

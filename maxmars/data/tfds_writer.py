@@ -12,7 +12,7 @@ last. So the records of a split in order are its stream. `meta.json` beside them
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.data.sources import (
-    LateStatus,
-    Metadata,
-    Shard,
-    Split,
-    read_metadata,
-)
-from maxmars.data.streams import TokenShards
+from maxmars.data.sources import Metadata, Shard, Split, read_metadata
+from maxmars.data.token_files import TokenShards
+from maxmars.distributed.files import sha256_of
+from maxmars.distributed.progress import Progress
 
 DATASET = "tokens"
 FEATURE = "tokens"
@@ -39,7 +35,7 @@ def to_tfds(source: Path, target: Path, record_tokens: int) -> Metadata:
 
     Args:
       source: the token shards.
-      target: directory to make; what is there is deleted.
+      target: where to write; files of the same names are replaced.
       record_tokens: tokens a record, but for the last of a split.
 
     Returns:
@@ -47,8 +43,6 @@ def to_tfds(source: Path, target: Path, record_tokens: int) -> Metadata:
     """
     import tensorflow_datasets as tfds
 
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
     metadata = read_metadata(source)
     feature = tfds.features.Tensor(shape=(None,), dtype=np.dtype(metadata.dtype))
     features = tfds.features.FeaturesDict({FEATURE: feature})
@@ -79,11 +73,12 @@ def _write_split(
     num_records = -(-split.num_tokens // record_tokens)
     count = min(len(split.shards), num_records)
     written, lengths, num_bytes = [], [], 0
-    with LateStatus() as status:
+    with Progress(stderr=True) as status:
         for i in range(count):
             first, last = i * num_records // count, (i + 1) * num_records // count
             path = Path(template.sharded_filepath(shard_index=i, num_shards=count))
-            with _array_record_writer(path) as writer:
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            with _array_record_writer(temporary) as writer:
                 for record in range(first, last):
                     start = record * record_tokens
                     status.update(f"writing TFDS {shards.split}: {start / split.num_tokens:.0%}")
@@ -94,8 +89,8 @@ def _write_split(
                     data = serializer.serialize_example(encoded)
                     num_bytes += len(data)
                     writer.write(data)
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = sha256_of(temporary)
+            temporary.replace(path)
             tokens_in_file = min(last * record_tokens, split.num_tokens) - first * record_tokens
             written.append(Shard(file=path.name, num_tokens=tokens_in_file, sha256=sha256))
             lengths.append(last - first)

@@ -1,4 +1,15 @@
-"""Tokenizers: plain bytes, GPT-2's byte-pair encoding, and any local `tokenizer.json`."""
+"""Tokenizers: plain bytes, GPT-2's byte-pair encoding, and any `tokenizer.json`.
+
+The tokens of a data set, a run and a Hugging Face model each come with their tokenizer:
+
+* tokens on disk name it in `meta.json`, and have their `tokenizer.json` beside them if it is one;
+* a run has `tokenizer/description.json`, `{"name": "gpt2"}` for example, and `tokenizer.json`
+  beside it if the name is that;
+* a Hugging Face directory has `tokenizer.json`, or only `vocab.json` and `merges.txt`.
+
+Plain bytes need no library. GPT-2's encoding is tiktoken's, and a `tokenizer.json` is read by the
+library tokenizers (both in the extra `hf`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,10 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,14 +28,26 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt16
 
-from maxmars.data import gpt2_vocabulary
-from maxmars.workdir import Workdir, reporting, write_bytes, write_text
+from maxmars.distributed.files import (
+    Workdir,
+    is_remote,
+    read_json_object,
+    reporting,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
-_SAVED = "description.json"
 END_OF_TEXT = "<|endoftext|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
-# GPT-2's pattern never joins a character that is no space to a space after it.
-_BEFORE_SPACE = re.compile(r"[!-~](?=[ \n])")
+# GPT-2's published files, by the names under which tiktoken caches them (SHA-1 of their addresses).
+_GPT2_CACHED = {
+    "vocab.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+    "merges.txt": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+}
+_DESCRIPTION = "description.json"
+_TOKENIZER, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @runtime_checkable
@@ -34,59 +60,51 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
+    def vocab_size(self) -> int: ...
 
     @property
     def eot(self) -> int:
-        """Id of the token that ends a document; `encode` never yields it."""
+        """Id of the token that ends a document; `encode` never returns it."""
         ...
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides the tokens, in hex."""
+        """SHA-256 of all that decides the tokens, in hex."""
         ...
 
-    def find_cut(self, text: str, start: int, end: int) -> int | None:
-        """Where to cut a long text without changing its tokens: a place in (start, end].
-
-        The tokens of `text[start:cut]` and of the rest are those of `text[start:]`, whatever
-        follows. None if there is no such place.
-        """
+    @property
+    def cut_after(self) -> re.Pattern[str] | None:
+        """Where a text may be cut without a change of its tokens: after any match of this pattern
+        of ASCII characters, whatever comes before and after. None: nowhere."""
         ...
 
     def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
-        """Token ids of a text. A special token spelt out in the text is ordinary text."""
+        """Token ids of a text. A special token that the text spells out is ordinary text, and a
+        lone surrogate becomes `?`."""
         ...
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text of token ids; what is no valid text becomes U+FFFD."""
+        """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte, and one more that ends a document."""
+    """One token for each UTF-8 byte, and one that ends a document."""
 
     name = "byte"
     vocab_size = 257
     eot = 256
+    cut_after = re.compile(r"[\x00-\x7f]")
 
     @property
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
-        return vocabulary_digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
-
-    def find_cut(self, text: str, start: int, end: int) -> int | None:
-        """Anywhere; see `Tokenizer.find_cut`."""
-        return min(end, len(text)) if start < min(end, len(text)) else None
+        return _vocabulary_digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
-        """The UTF-8 bytes of a text; a lone surrogate, which has none, becomes `?`."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text of bytes. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
 
     def _bytes_of(self, token: int) -> bytes:
@@ -109,38 +127,38 @@ class GPT2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     eot = 50256
+    # GPT-2's pattern never joins a character that is no space to a space after it.
+    cut_after = re.compile(r"[!-~](?=[ \n])")
 
     def __init__(self) -> None:
-        """Load the vocabulary."""
-        self._encoding = _load_gpt2_encoding()
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ImportError(
+                "the gpt2 tokenizer needs tiktoken; install it with `pip install 'maxmars[hf]'`."
+            ) from error
+        try:
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:  # OSError: every error of the network and the disk
+            cache = _gpt2_files()[_VOCABULARY].parent
+            raise FileNotFoundError(
+                f"the vocabulary of the gpt2 tokenizer is not in {cache} and could not be "
+                f"downloaded ({type(error).__name__}: {error}). Without network, set "
+                "TIKTOKEN_CACHE_DIR to a new directory on another machine, run `python -c 'import "
+                'tiktoken; tiktoken.get_encoding("gpt2")\'` there, copy the directory here and set '
+                "TIKTOKEN_CACHE_DIR to it."
+            ) from error
 
     def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[()]]:
-        """Another process loads the vocabulary itself."""
-        return GPT2Tokenizer, ()
+        return GPT2Tokenizer, ()  # another process loads the vocabulary itself
 
     @property
     def digest(self) -> str:
         """SHA-256 over the bytes of every token in order of ids, in hex."""
-        return vocabulary_digest([*self.token_bytes(), END_OF_TEXT.encode()])
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of every token but the last, which ends a document, in order of ids."""
-        return [self._encoding.decode_single_token_bytes(token) for token in range(self.eot)]
-
-    def find_cut(self, text: str, start: int, end: int) -> int | None:
-        """Before a space or line feed that follows a character; see `Tokenizer.find_cut`."""
-        size = 256
-        while True:  # the last such place is nearly always near the end
-            first = max(start, end - size)
-            places = [match.end() for match in _BEFORE_SPACE.finditer(text, first, end + 1)]
-            if places:
-                return places[-1]
-            if first == start:
-                return None
-            size *= 16
+        tokens = map(self._encoding.decode_single_token_bytes, range(self.eot))
+        return _vocabulary_digest([*tokens, END_OF_TEXT.encode()])
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
-        """Token ids of a text; a lone surrogate becomes `?`."""
         try:
             tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -149,39 +167,52 @@ class GPT2Tokenizer:
         return tokens.astype(np.uint16)
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text of tokens. A cut character and ids beyond the vocabulary become U+FFFD."""
         return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
 
     def _bytes_of(self, token: int) -> bytes:
         if 0 <= token < self.vocab_size:
             return self._encoding.decode_single_token_bytes(token)
-        return _REPLACEMENT  # a model with a padded vocabulary has ids that stand for nothing
+        return _REPLACEMENT  # a model with a padded vocabulary has ids without a token
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, by the library `tokenizers` (extra `hf`).
+    """A Hugging Face `tokenizer.json`, by the library tokenizers (extra `hf`).
 
     Args:
       path: the file.
       eot_token: the token of its vocabulary that ends a document.
-      content: that of the file, where there is none yet; `path` then only names it.
+      content: content of the file, if it is in memory; `path` then only names it in errors.
 
     Raises:
-      ImportError: `tokenizers` is not installed.
+      ImportError: tokenizers is not installed.
       FileNotFoundError: there is no such file.
       ValueError: the file is no tokenizer, or its vocabulary lacks `eot_token`.
     """
 
-    name = "tokenizer.json"
+    name = _TOKENIZER
+    cut_after = None  # a tokenizer.json may look at any context
 
     def __init__(
         self, path: str | Path, eot_token: str = END_OF_TEXT, *, content: bytes | None = None
     ) -> None:
-        """Load the file."""
         self.path, self.eot_token = Path(path), eot_token
-        self.content = _read_tokenizer_json(self.path) if content is None else content
-        self._tokenizer = _parse_tokenizer_json(self.path, self.content)
-        # Special tokens that a text spells out are ordinary text, and every text is taken whole.
+        if content is None:
+            if not self.path.is_file():
+                raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
+            content = self.path.read_bytes()
+        self.content = content
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(
+                "a tokenizer.json needs the library tokenizers; install it with "
+                "`pip install 'maxmars[hf]'`."
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is no tokenizer.json: {error}.") from error
+        # A special token that a text spells out is ordinary text; texts are never cut or padded.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -195,27 +226,19 @@ class JsonTokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process parses the content itself."""
         make = functools.partial(JsonTokenizer, content=self.content)
         return make, (self.path, self.eot_token)
 
     @property
     def digest(self) -> str:
         """SHA-256 over the file and the end-of-text token, in hex."""
-        return vocabulary_digest([self.content, self.eot_token.encode()])
-
-    def find_cut(self, text: str, start: int, end: int) -> int | None:
-        """Never: a tokenizer.json may look at any context; see `Tokenizer.find_cut`."""
-        del text, start, end
-        return None
+        return _vocabulary_digest([self.content, self.eot_token.encode()])
 
     def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
-        """Token ids of a text; a lone surrogate becomes `?`."""
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text of tokens. Ids beyond the vocabulary become U+FFFD."""
         runs = itertools.groupby(tokens.tolist(), lambda token: 0 <= token < self.vocab_size)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False)
@@ -226,7 +249,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokenizer:
-    """The tokenizer `byte` or `gpt2`, or that of the path of a local `tokenizer.json`.
+    """The tokenizer `byte` or `gpt2`, or the one in a local `tokenizer.json`.
 
     Args:
       name: the name, or a path that ends in `.json`.
@@ -250,80 +273,78 @@ def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokeniz
     )
 
 
-def tokenizer_in(directory: str | Path, name: str, eot_token: str | None) -> Tokenizer:
-    """The tokenizer of tokens on disk, from what their description says.
+def tokenizer_of_tokens(directory: Workdir, name: str) -> Tokenizer:
+    """The tokenizer of a directory of tokens, on a disk or in a bucket.
 
     Args:
-      directory: where the tokens are, with their `tokenizer.json` if they have one.
+      directory: where the tokens are, with `meta.json` and `tokenizer.json` if it is one.
       name: name of the tokenizer.
-      eot_token: the token that ends a document, of a `tokenizer.json` only.
 
     Raises:
       ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
     """
-    if eot_token is None:
+    if name != JsonTokenizer.name:
         return load_tokenizer(name)
-    return load_tokenizer(Path(directory) / name, eot_token=eot_token)
+    with reporting(directory):
+        content = (directory / name).read_bytes() if is_remote(directory) else None
+    return JsonTokenizer(str(directory / name), _eot_token_of_tokens(directory), content=content)
 
 
-def tokenizer_of(source: Path, name: str) -> Tokenizer:
-    """The tokenizer of tokens on disk: what `saved_tokenizer` would load after `save_tokenizer`.
-
-    Raises:
-      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
-    """
-    return tokenizer_in(source, name, _saved_fields(source, name).get("eot_token"))
-
-
-def save_tokenizer(source: Path, name: str, target: Workdir) -> None:
-    """Write into `target` what `saved_tokenizer` needs to load the tokenizer of tokens on disk.
+def copy_tokenizer(source: Workdir, name: str, target: Workdir) -> None:
+    """Write the tokenizer of tokens for `load_saved_tokenizer`; no library is needed.
 
     Args:
-      source: the directory of tokens, with its `tokenizer.json` if it has one.
+      source: the directory of the tokens; see `tokenizer_of_tokens`.
       name: name of the tokenizer.
-      target: directory to make.
+      target: directory to make, usually `tokenizer` in a run.
     """
     if name == JsonTokenizer.name:
-        write_bytes(target / name, (source / name).read_bytes())
-    write_text(target / _SAVED, json.dumps(_saved_fields(source, name)) + "\n")
+        content = (source / name).read_bytes()
+        _write_tokenizer(target, name, _eot_token_of_tokens(source), content)
+    else:
+        _write_tokenizer(target, name)
 
 
-def _saved_fields(source: Path, name: str) -> dict[str, str]:
-    if name != JsonTokenizer.name:
-        return {"name": name}
-    eot_token = json.loads((source / "meta.json").read_text())["eot_token"]
-    return {"name": name, "eot_token": eot_token}
-
-
-def store_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
-    """Write a tokenizer that is open, as `save_tokenizer` does."""
-    fields = {"name": tokenizer.name}
-    target.mkdir(parents=True, exist_ok=True)
+def save_tokenizer(tokenizer: Tokenizer, target: Workdir) -> None:
+    """Write a tokenizer for `load_saved_tokenizer`, into a directory to make."""
     if isinstance(tokenizer, JsonTokenizer):
-        fields["eot_token"] = tokenizer.eot_token
-        (target / tokenizer.name).write_bytes(tokenizer.content)
-    (target / _SAVED).write_text(json.dumps(fields) + "\n")
+        _write_tokenizer(target, tokenizer.name, tokenizer.eot_token, tokenizer.content)
+    else:
+        _write_tokenizer(target, tokenizer.name)
 
 
-def saved_tokenizer(directory: Workdir) -> Tokenizer:
-    """The tokenizer that `save_tokenizer` wrote into a directory.
+def load_saved_tokenizer(directory: Workdir) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` or `copy_tokenizer` wrote into a directory.
 
     Raises:
       ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
     """
     with reporting(directory):
-        fields = json.loads((directory / _SAVED).read_text())
-    name, eot_token = fields["name"], fields.get("eot_token")
-    if isinstance(directory, Path):
-        return tokenizer_in(directory, name, eot_token)
-    if eot_token is None:
+        fields = read_json_object(directory / _DESCRIPTION)
+    name = str(fields.get("name"))
+    if name != JsonTokenizer.name:
         return load_tokenizer(name)
     with reporting(directory):
         content = (directory / name).read_bytes()
+    eot_token = fields.get("eot_token", END_OF_TEXT)
     return JsonTokenizer(str(directory / name), eot_token, content=content)
 
 
-def vocabulary_digest(vocabulary: Iterable[bytes]) -> str:
+def _write_tokenizer(
+    target: Workdir, name: str, eot_token: str | None = None, content: bytes | None = None
+) -> None:
+    fields = {"name": name}
+    if content is not None and eot_token is not None:
+        write_bytes(target / name, content)
+        fields["eot_token"] = eot_token
+    write_text(target / _DESCRIPTION, json.dumps(fields) + "\n")
+
+
+def _eot_token_of_tokens(directory: Workdir) -> str:
+    return read_json_object(directory / "meta.json").get("eot_token", END_OF_TEXT)
+
+
+def _vocabulary_digest(vocabulary: Iterable[bytes]) -> str:
     """SHA-256 over the bytes of every token in order of ids, in hex."""
     sha = hashlib.sha256()
     for token in vocabulary:
@@ -331,35 +352,197 @@ def vocabulary_digest(vocabulary: Iterable[bytes]) -> str:
     return sha.hexdigest()
 
 
-def _read_tokenizer_json(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
-    return path.read_bytes()
+# --- Hugging Face directories --------------------------------------------------------------------
 
 
-def _parse_tokenizer_json(path: Path, content: bytes) -> Any:
+def load_hf_tokenizer(directory: str | Path, vocab_size: int) -> tuple[Tokenizer, bool]:
+    """The tokenizer in a Hugging Face directory, and whether the directory has one.
+
+    It is read from `tokenizer.json`, or from `vocab.json` and `merges.txt`. Files that mean our
+    `byte` or `gpt2` give these. Without files, a vocabulary of GPT-2's size is taken for GPT-2's.
+
+    Args:
+      directory: of the model.
+      vocab_size: number of tokens that the model knows.
+
+    Raises:
+      FileNotFoundError: there is no tokenizer, and the vocabulary is not GPT-2's; or one file of
+        two is missing.
+      ImportError: the library that it needs (extra `hf`) is not installed.
+      ValueError: its files are malformed, or it has tokens that the model does not know.
+    """
+    directory = Path(directory)
+    path = directory / _TOKENIZER
+    if path.is_file():
+        content = path.read_bytes()
+    elif (directory / _VOCABULARY).is_file() or (directory / _MERGES).is_file():
+        path = directory / _VOCABULARY
+        content = _from_vocabulary(directory)
+    elif vocab_size == GPT2Tokenizer.vocab_size:
+        return GPT2Tokenizer(), False
+    else:
+        raise FileNotFoundError(
+            f"{directory} has no tokenizer (neither {_TOKENIZER} nor {_VOCABULARY} and {_MERGES}), "
+            f"and its vocabulary of {vocab_size} tokens is not GPT-2's; copy the {_TOKENIZER} that "
+            "it was trained with into it."
+        )
     try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            "a tokenizer.json needs the library tokenizers; install it with "
-            "`pip install 'maxmars[hf]'`."
-        ) from error
-    try:
-        return tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} is no tokenizer.json: {error}.") from error
+        fields = json.loads(content)
+        added = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+        vocabulary = {**fields["model"]["vocab"]} | added
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        fields, vocabulary = {}, {}  # the library says what is wrong, or knows this kind of model
+    found: Tokenizer | None = _built_in(fields, vocabulary)
+    if found is None:
+        found = JsonTokenizer(path, _end_of_text(directory, vocabulary), content=content)
+    if found.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has {found.vocab_size} tokens, but the model only "
+            f"{vocab_size}; put the {_TOKENIZER} that it was trained with there."
+        )
+    return found, True
 
 
-def _load_gpt2_encoding() -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise ImportError(
-            "the gpt2 tokenizer needs tiktoken; install it with `pip install 'maxmars[hf]'`."
-        ) from error
-    try:
-        gpt2_vocabulary.download()
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # OSError: every error of the network and of the disk
-        raise FileNotFoundError(gpt2_vocabulary.missing(error)) from error
+def write_hf_tokenizer(directory: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
+    """Write the files by which `transformers.AutoTokenizer` gives the same tokens.
+
+    Text that spells out the end-of-text token is ordinary text to us, and that token there.
+
+    Raises:
+      FileNotFoundError: tiktoken keeps no files of GPT-2's vocabulary.
+      ValueError: there are no such files for this kind of tokenizer.
+    """
+    end_of_text, kind = END_OF_TEXT, "PreTrainedTokenizerFast"
+    match tokenizer:
+        case JsonTokenizer(content=content, eot_token=end_of_text):
+            pass
+        case GPT2Tokenizer():
+            for file, cached in _gpt2_files().items():
+                if not cached.is_file():
+                    raise FileNotFoundError(
+                        f"tiktoken keeps no {cached}, which holds GPT-2's {file}; set "
+                        "TIKTOKEN_CACHE_DIR to a directory for it."
+                    )
+                shutil.copyfile(cached, directory / file)
+            content, kind = _from_vocabulary(directory), "GPT2Tokenizer"
+        case ByteTokenizer():
+            content = _byte_level_json(_byte_vocabulary(), [], END_OF_TEXT, split_words=False)
+        case _:
+            raise ValueError(f"a tokenizer {tokenizer.name!r} has no form in a {_TOKENIZER}.")
+    write_bytes(directory / _TOKENIZER, content)
+    settings = {
+        "tokenizer_class": kind,
+        "bos_token": end_of_text,
+        "eos_token": end_of_text,
+        "unk_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_seq_len,
+    }
+    write_json(directory / _SETTINGS[0], settings)
+
+
+def _built_in(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer | None:
+    """`byte` or `gpt2`, if a `tokenizer.json` means the same (and `gpt2` is at hand)."""
+    split = fields.get("pre_tokenizer")
+    if fields.get("normalizer") is not None or not isinstance(split, dict):
+        return None
+    if split.get("type") != "ByteLevel" or split.get("add_prefix_space") is not False:
+        return None
+    if vocabulary == _byte_vocabulary():
+        return ByteTokenizer()
+    cached = _gpt2_files()[_VOCABULARY]
+    if (
+        len(vocabulary) == GPT2Tokenizer.vocab_size
+        and cached.is_file()
+        and vocabulary == read_json_object(cached)
+    ):
+        try:
+            return GPT2Tokenizer()
+        except ImportError:
+            return None
+    return None
+
+
+def _gpt2_files() -> dict[str, Path]:
+    """Where tiktoken caches GPT-2's files."""
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    directory = Path(cache) if cache else Path(tempfile.gettempdir()) / "data-gym-cache"
+    return {file: directory / name for file, name in _GPT2_CACHED.items()}
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The id of each byte, under the character that stands for it in GPT-2's files: printable ones
+    for themselves, the others for U+0100 and following."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    characters = [chr(byte if byte in printable else next(others)) for byte in range(0x100)]
+    return {character: i for i, character in enumerate([*characters, END_OF_TEXT])}
+
+
+def _from_vocabulary(directory: Path) -> bytes:
+    """The `tokenizer.json` that `vocab.json` and `merges.txt` stand for."""
+    vocabulary = read_json_object(directory / _VOCABULARY)
+    if not (directory / _MERGES).is_file():
+        raise FileNotFoundError(f"{directory} has {_VOCABULARY} but no {_MERGES} beside it.")
+    lines = (directory / _MERGES).read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    end_of_text = _end_of_text(directory, vocabulary)
+    if type(vocabulary.get(end_of_text)) is not int:
+        raise ValueError(
+            f"{directory / _VOCABULARY} has no token {end_of_text!r} to end documents with; name "
+            "the one that it has as eos_token in tokenizer_config.json."
+        )
+    add_prefix_space = _settings(directory).get("add_prefix_space") is True
+    return _byte_level_json(vocabulary, merges, end_of_text, add_prefix_space=add_prefix_space)
+
+
+def _byte_level_json(
+    vocabulary: dict[str, int],
+    merges: list[str],
+    end_of_text: str,
+    *,
+    add_prefix_space: bool = False,
+    split_words: bool = True,
+) -> bytes:
+    """A `tokenizer.json` of byte-level BPE. With `split_words`, no merge crosses the border of a
+    word as GPT-2's pattern finds it."""
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": split_words,
+    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = {"id": vocabulary[end_of_text], "content": end_of_text, "special": True} | flags
+    fields = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [special],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
+    return json.dumps(fields, ensure_ascii=False).encode()
+
+
+def _end_of_text(directory: Path, vocabulary: dict[str, int]) -> str:
+    """The token that ends a document, as the tokenizer's settings or the model's config say."""
+    token = _settings(directory).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str):
+        return token
+    config = directory / "config.json"
+    number = read_json_object(config).get("eos_token_id") if config.is_file() else None
+    return next((name for name, i in vocabulary.items() if i == number), END_OF_TEXT)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in _SETTINGS:
+        if (directory / name).is_file():
+            settings = read_json_object(directory / name) | settings
+    return settings

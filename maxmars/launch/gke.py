@@ -2,115 +2,251 @@
 
 The checkout travels in a ConfigMap, so that any image with a Python will do; one that has the
 packages already starts faster. Labels and names are those of XPK, whose `workload list` shows it.
-Exit codes 1 and 2 of the run, errors that a restart would meet again, fail the JobSet; everything
-else, such as a node that is taken away or the 75 of a run that was told to stop, restarts it.
+Exit codes 1 and 2 of the run, errors that a restart would meet again, fail the JobSet. Everything
+else restarts it, such as a node that is taken away, or the exit code 75 of a run that saved.
 """
 
 from __future__ import annotations
 
 import base64
+import math
+import re
 import shlex
+import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from maxmars.launch import tools
-from maxmars.launch.job import Job
-from maxmars.launch.machines import Nodes
-from maxmars.launch.source import CONSTRAINTS
+import yaml
+from tyro.conf import arg
 
-LONGEST_NAME = 40
-"""A pod's name, of at most 63 letters, has the run's and a suffix."""
+from maxmars.config.chips import CHIPS, GPUS_PER_HOST
+from maxmars.launch.job import (
+    CONSTRAINTS,
+    Job,
+    RunOptions,
+    check_name,
+    check_word,
+    log,
+    require,
+    run_or_fail,
+    run_program,
+)
 
 _REPLICATED_JOB = "slice-job"
 _CONTAINER = "maxmars"
 _PORT = 8476
 _MAX_CONFIG_MAP_BYTES = 1_000_000
-_USERS_ERRORS = [1, 2]
+
+# Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
+_TPUS = {
+    "v6e": "tpu-v6e-slice",
+    "v5p": "tpu-v5p-slice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v4": "tpu-v4-podslice",
+}
+_GPUS = {
+    "a100": "nvidia-tesla-a100",
+    "a100-80gb": "nvidia-a100-80gb",
+    "h100": "nvidia-h100-80gb",
+    "h100-mega": "nvidia-h100-mega-80gb",
+    "h200": "nvidia-h200-141gb",
+    "b200": "nvidia-b200",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gke:
-    """Where and how the JobSet runs."""
+class Nodes:
+    """The nodes that a JobSet asks for in each slice."""
 
-    nodes: Nodes
-    image: str
-    namespace: str = "default"
-    num_slices: int = 1
-    spot: bool = False
-    xpk: bool = False
-    """Queue in the cluster of `xpk cluster create`: its LocalQueue and a priority."""
-    claims: Mapping[str, str]
-    """Names of PersistentVolumeClaims and where they are mounted."""
-    max_restarts: int
-    service_account: str | None = None
+    labels: dict[str, str]
+    """Node labels to select by."""
+    has_tpu: bool
+    """Otherwise GPUs."""
+    hosts: int
+    """Nodes of a slice, and so processes."""
+    chips_per_host: int
 
 
-def parse_claims(texts: tuple[str, ...]) -> dict[str, str]:
-    """Claims and mount points of `CLAIM:/PATH` each.
+def parse_topology(topology: str) -> Nodes:
+    """Nodes of `v5p:4x4x4` (chips along each axis of a TPU slice) or `h100:16` (number of GPUs).
 
     Raises:
-      ValueError: one is not of that form.
+      ValueError: no such kind, or no such shape.
     """
-    pattern = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^\s:]+"
-    example = "datasets:/data, a PersistentVolumeClaim and where to mount it"
-    pairs = [tools.check_word(text, "--claim", pattern, example).split(":") for text in texts]
-    return dict(pairs)
+    kind, _, shape = topology.partition(":")
+    sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
+    chips = math.prod(sizes)
+    if kind in _TPUS:
+        axes = CHIPS[kind].topology_axes
+        per_host = chips if axes == 2 and chips <= 8 else 4
+        prefix = "cloud.google.com/gke-tpu"
+        labels = {f"{prefix}-accelerator": _TPUS[kind], f"{prefix}-topology": shape}
+    else:
+        axes, per_host = 1, min(chips, GPUS_PER_HOST)
+        labels = {"cloud.google.com/gke-accelerator": _GPUS.get(kind, "")}
+    if kind not in _TPUS | _GPUS or not chips or len(sizes) != axes or chips % per_host:
+        raise ValueError(
+            f"--topology={topology!r} must be a TPU slice such as v5p:4x4x4, v4:2x2x4, v5e:4x4 or "
+            f"v6e:8x8, or a number of GPUs in whole nodes of {GPUS_PER_HOST}, such as h100:16 "
+            f"({', '.join(_GPUS)})."
+        )
+    return Nodes(
+        labels=labels, has_tpu=kind in _TPUS, hosts=chips // per_host, chips_per_host=per_host
+    )
 
 
-def jobset(gke: Gke, job: Job) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class JobSet:
+    """A JobSet by the name of its run."""
+
+    name: Annotated[str, arg(metavar="NAME")]
+    """Name of the run, which is that of its JobSet."""
+    namespace: Annotated[str, arg(metavar="NAMESPACE")] = "default"
+    """Kubernetes namespace."""
+
+    def check(self) -> None:
+        """Check the words that go to kubectl.
+
+        Raises:
+          ValueError: names the option that is wrong.
+        """
+        check_name(self.name)
+        pattern = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+        check_word(self.namespace, "--namespace", pattern, "default")
+
+    def kubectl(self, *words: str) -> list[str]:
+        """A command in the namespace."""
+        return ["kubectl", *words, f"--namespace={self.namespace}"]
+
+    def show_status(self) -> int:
+        """Show the JobSet's state and its pods; kubectl's exit code."""
+        self.check()
+        require("kubectl")
+        selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name}"
+        jobset = self.kubectl("get", f"jobset/{self.name}")
+        pods = self.kubectl("get", "pods", selector, "--output=wide")
+        return max(subprocess.run(command).returncode for command in (jobset, pods))
+
+    def show_logs(self) -> int:
+        """Follow the first host's log; kubectl's exit code."""
+        self.check()
+        require("kubectl")
+        first = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+        selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name},{first}"
+        options = ["--follow", "--tail=-1", f"--container={_CONTAINER}"]
+        return subprocess.run(self.kubectl("logs", selector, *options)).returncode
+
+    def delete(self) -> None:
+        """Delete the JobSet, which stops the run, with its ConfigMap and Secret.
+
+        Raises:
+          ValueError: kubectl fails, for example because there is no such JobSet.
+        """
+        self.check()
+        require("kubectl")
+        run_or_fail(self.kubectl("delete", f"jobset/{self.name}"))
+        run_or_fail(self.delete_files())
+        log(f"deleted JobSet {self.name}")
+
+    def delete_files(self) -> list[str]:
+        """The command that deletes the ConfigMap and the Secret, if they are there."""
+        files = [f"configmap/{self.name}-source", f"secret/{self.name}-environment"]
+        return self.kubectl("delete", *files, "--ignore-not-found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GkeOptions(RunOptions, JobSet):
+    """Train on the nodes of a GKE cluster, by a JobSet. The cluster needs JobSet, as XPK's have."""
+
+    topology: Annotated[str, arg(metavar="TOPOLOGY")]
+    """A TPU slice such as v5p:4x4x4 or v5e:4x4, or a number of GPUs such as h100:16."""
+    num_slices: int = 1
+    """TPU slices of this topology, which train as one."""
+    image: Annotated[str, arg(metavar="IMAGE")] = "python:3.12"
+    """Container image with bash and Python; with the packages in it, pods start faster."""
+    claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH")] = ()
+    """PersistentVolumeClaims to mount, with the data for example."""
+    spot: bool = False
+    """Use spot nodes, which may be taken away at any time."""
+    xpk: bool = False
+    """Queue the run where `xpk cluster create` made the cluster."""
+    service_account: Annotated[str | None, arg(metavar="NAME")] = None
+    """Kubernetes service account of the pods; None takes that of the namespace."""
+
+    @property
+    def nodes(self) -> Nodes:
+        return parse_topology(self.topology)
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_slices * self.nodes.hosts * self.nodes.chips_per_host
+
+    def check(self) -> None:
+        super().check()
+        for claim in self.claim:
+            pattern = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^\s:]+"
+            example = "datasets:/data, a PersistentVolumeClaim and where to mount it"
+            check_word(claim, "--claim", pattern, example)
+        if self.num_slices < 1:
+            raise ValueError(f"--num-slices={self.num_slices} must be at least 1.")
+        if self.num_slices > 1 and not self.nodes.has_tpu:
+            raise ValueError(
+                f"--num-slices={self.num_slices} is for TPUs; name the number of all GPUs, such "
+                "as --topology h100:16."
+            )
+
+
+def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
     """The manifest of the JobSet."""
-    labels = {"xpk.google.com/workload": job.name}
-    queue = {"kueue.x-k8s.io/queue-name": "multislice-queue"} if gke.xpk else {}
-    rule = {"name": "usersError", "action": "FailJobSet"}
-    rule |= {"onJobFailureReasons": ["PodFailurePolicy"]}
+    nodes = options.nodes
+    workload = {"xpk.google.com/workload": job.name}
+    queue = {"kueue.x-k8s.io/queue-name": "multislice-queue"} if options.xpk else {}
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]}
+    job_of_slice = {
+        "parallelism": nodes.hosts,
+        "completions": nodes.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # JobSet restarts all pods, not Job one of them
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": users_errors}]},
+        "template": {"metadata": {"labels": workload}, "spec": _pod(options, job, nodes)},
+    }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {
             "name": job.name,
-            "namespace": gke.namespace,
-            "labels": queue | labels,
-            "annotations": {
-                "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-            }
-            if gke.nodes.has_tpu
-            else {},
+            "namespace": options.namespace,
+            "labels": queue | workload,
+            "annotations": exclusive if nodes.has_tpu else {},
         },
         "spec": {
             "failurePolicy": {
-                "maxRestarts": gke.max_restarts,
-                "rules": [rule],
+                "maxRestarts": options.max_restarts,
+                "rules": [
+                    {
+                        "name": "usersError",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
             },
             "replicatedJobs": [
                 {
                     "name": _REPLICATED_JOB,
-                    "replicas": gke.num_slices,
-                    "template": {"spec": _slice(gke, job, labels)},
+                    "replicas": options.num_slices,
+                    "template": {"spec": job_of_slice},
                 }
             ],
         },
     }
 
 
-def _slice(gke: Gke, job: Job, labels: dict[str, str]) -> dict[str, Any]:
-    """The Job of one slice: a pod on each of its hosts."""
-    codes = {"containerName": _CONTAINER, "operator": "In", "values": _USERS_ERRORS}
-    return {
-        "parallelism": gke.nodes.hosts,
-        "completions": gke.nodes.hosts,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,  # JobSet restarts all pods, not Job one of them
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
-        "template": {"metadata": {"labels": labels}, "spec": _pod(gke, job)},
-    }
-
-
-def _pod(gke: Gke, job: Job) -> dict[str, Any]:
-    chips = {gke.nodes.resource: gke.nodes.chips_a_host}
-    volumes = [
+def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
+    chips = {"google.com/tpu" if nodes.has_tpu else "nvidia.com/gpu": nodes.chips_per_host}
+    volumes: list[dict[str, Any]] = [
         {"name": "source", "configMap": {"name": f"{job.name}-source"}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
@@ -118,14 +254,18 @@ def _pod(gke: Gke, job: Job) -> dict[str, Any]:
         {"name": "source", "mountPath": "/maxmars-source"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    for number, (claim, path) in enumerate(gke.claims.items()):
+    for number, words in enumerate(options.claim):
+        claim, path = words.split(":")
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
+    environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if not nodes.has_tpu:  # GKE's driver
+        environment.append({"name": "LD_LIBRARY_PATH", "value": "/usr/local/nvidia/lib64"})
     container: dict[str, Any] = {
         "name": _CONTAINER,
-        "image": gke.image,
-        "command": ["bash", "-c", container_script(gke, job)],
-        "env": _environment(gke, job),
+        "image": options.image,
+        "command": ["bash", "-c", _container_script(job, nodes)],
+        "env": environment,
         "ports": [{"containerPort": _PORT}],
         "resources": {"requests": chips, "limits": chips},
         "volumeMounts": mounts,
@@ -135,174 +275,119 @@ def _pod(gke: Gke, job: Job) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 300,  # to save; a spot node gives 25 s
-        "nodeSelector": dict(gke.nodes.labels),
+        "nodeSelector": nodes.labels,
         "containers": [container],
         "volumes": volumes,
     }
-    if gke.nodes.has_tpu:
+    if nodes.has_tpu:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if gke.spot:
-        pod["nodeSelector"]["cloud.google.com/gke-spot"] = "true"
-        toleration = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
-        pod["tolerations"] = [toleration | {"effect": "NoSchedule"}]
-    if gke.xpk:
+    if options.spot:
+        spot = "cloud.google.com/gke-spot"
+        pod["nodeSelector"] = nodes.labels | {spot: "true"}
+        pod["tolerations"] = [
+            {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        ]
+    if options.xpk:
         pod["priorityClassName"] = "medium"
-    if gke.service_account is not None:
-        pod["serviceAccountName"] = gke.service_account
+    if options.service_account is not None:
+        pod["serviceAccountName"] = options.service_account
     return pod
 
 
-def _environment(gke: Gke, job: Job) -> list[dict[str, str]]:
-    """GKE tells the hosts of a TPU slice who they are; those with GPUs are told here."""
-    if gke.nodes.has_tpu:
-        return [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
-    values = {
-        "PYTHONUNBUFFERED": "1",
-        "JAX_COORDINATOR_ADDRESS": coordinator,
-        "NNODES": str(gke.nodes.hosts),
-        "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64",  # GKE's driver
-    }
-    return [{"name": name, "value": value} for name, value in values.items()]
+def _container_script(job: Job, nodes: Nodes) -> str:
+    extra = "tpu" if nodes.has_tpu else "cuda"
+    setup = "# no --setup" if job.source.setup is None else f"bash {job.source.setup}"
+    place = ""  # GKE tells the hosts of a TPU slice their place in the run
+    if not nodes.has_tpu:
+        place = f" --num-processes {nodes.hosts}"
+        if nodes.hosts > 1:
+            coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
+            place = f' --coordinator {coordinator}{place} --process-id "$JOB_COMPLETION_INDEX"'
+    return f"""\
+set -euo pipefail
+mkdir -p /maxmars
+tar -xzf /maxmars-source/source.tar.gz -C /maxmars
+cd /maxmars
+python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check \
+-c {CONSTRAINTS} '.[{extra},gcs]' || exit 75  # an index that does not answer
+{setup}
+exec python3 {shlex.join(job.python_arguments())}{place}
+"""
 
 
-def container_script(gke: Gke, job: Job) -> str:
-    """What each container runs."""
-    extra = "tpu" if gke.nodes.has_tpu else "cuda"
-    pip = "python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check"
-    lines = [
-        "set -euo pipefail",
-        "mkdir -p /maxmars",
-        "tar -xzf /maxmars-source/source.tar.gz -C /maxmars",
-        "cd /maxmars",
-        f"{pip} -c {CONSTRAINTS} '.[{extra},gcs]' || exit 75  # an index that does not answer",
-        *([] if job.source.setup is None else [f"bash {job.source.setup}"]),
-        f"exec {shlex.join(job.train_command('python3'))}",
-    ]
-    return "\n".join(lines) + "\n"
+def describe(options: GkeOptions, job: Job) -> str:
+    """The JobSet as YAML, with the commands that create its ConfigMap and Secret as comments."""
+    where = f"--namespace={shlex.quote(options.namespace)}"
+    secret = ""
+    if job.environment:
+        names = " ".join(f"--from-literal={name}=..." for name in job.environment)
+        secret = f"# kubectl create secret generic {job.name}-environment {names} {where}\n"
+    return f"""\
+# What `maxmars launch gke` creates; this was a dry run.
+# kubectl create configmap {job.name}-source --from-file=source.tar.gz {where}
+#   ({job.source.size})
+{secret}# kubectl create --filename={job.name}.yaml, which is:
+{_to_yaml(jobset(options, job))}"""
 
 
-def config_map(gke: Gke, job: Job) -> dict[str, Any]:
-    """The manifest of the ConfigMap with the checkout.
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_string)
+
+
+def _to_yaml(manifest: dict[str, Any]) -> str:
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+def launch(options: GkeOptions, job: Job) -> None:
+    """Create the JobSet, with its ConfigMap and Secret.
 
     Raises:
-      ValueError: it is too large for one.
+      FileNotFoundError: there is no kubectl.
+      ValueError: the checkout is too large for a ConfigMap, a JobSet of this name is there, or
+        kubectl fails.
     """
+    require("kubectl")
     archive = job.source.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(
             f"the checkout packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; list "
             "what the run does not need in .gitignore."
         )
-    text = base64.b64encode(archive).decode()
-    return _object("ConfigMap", f"{job.name}-source", gke) | {"binaryData": {"source.tar.gz": text}}
-
-
-def secret(gke: Gke, job: Job) -> dict[str, Any]:
-    """The manifest of the Secret with the run's environment."""
-    values = {"stringData": dict(job.environment)}
-    return _object("Secret", f"{job.name}-environment", gke) | values
-
-
-def _object(kind: str, name: str, gke: Gke) -> dict[str, Any]:
-    metadata = {"name": name, "namespace": gke.namespace}
-    return {"apiVersion": "v1", "kind": kind, "metadata": metadata}
-
-
-def to_yaml(manifest: dict[str, Any]) -> str:
-    """A manifest as text, written by a YAML library that quotes what needs it."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def string(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    Dumper.add_representer(str, string)
-    return yaml.dump(manifest, Dumper=Dumper, sort_keys=False, width=1000)
-
-
-def describe(gke: Gke, job: Job) -> str:
-    """The JobSet, as YAML, with the commands that create what it needs as comments."""
-    where = f"--namespace={shlex.quote(gke.namespace)}"
-    size_kb = len(job.source.archive) / 1000
-    lines = [
-        "# What `maxmars launch gke` creates; this was a dry run.",
-        f"# kubectl create configmap {job.name}-source --from-file=source.tar.gz {where}",
-        f"#   ({job.source.num_files} files of the checkout, {size_kb:.0f} kB)",
-    ]
-    if job.environment:
-        names = " ".join(f"--from-literal={name}=..." for name in job.environment)
-        lines.append(f"# kubectl create secret generic {job.name}-environment {names} {where}")
-    lines.append(f"# kubectl create --filename={job.name}.yaml, which is:")
-    return "\n".join(lines) + "\n" + to_yaml(jobset(gke, job))
-
-
-def launch(gke: Gke, job: Job, *, say: Callable[[str], None] = print) -> None:
-    """Create the JobSet and what it needs.
-
-    Raises:
-      FileNotFoundError: there is no kubectl.
-      ValueError: a JobSet of this name is there, or kubectl fails.
-    """
-    tools.require("kubectl")
-    if tools.run(_kubectl("get", f"jobset/{job.name}", gke.namespace)).code == 0:
+    where = f"--name {job.name}"
+    if options.namespace != "default":
+        where += f" --namespace {options.namespace}"
+    if run_program(options.kubectl("get", f"jobset/{job.name}")).returncode == 0:
         raise ValueError(
-            f"there is a JobSet {job.name} already; `maxmars launch gke delete --name {job.name}` "
-            "deletes it (not its results), and the same command then continues the run."
+            f"there is a JobSet {job.name} already; `maxmars launch gke delete {where}` deletes it "
+            "(not its results), and the same command then continues the run."
         )
-    manifests = [config_map(gke, job), jobset(gke, job)]
+    run_program(options.delete_files())
+    packed = {"source.tar.gz": base64.b64encode(archive).decode()}
+    _create(options, "ConfigMap", f"{job.name}-source", {"binaryData": packed})
     if job.environment:
-        manifests.insert(1, secret(gke, job))
-    tools.run(_delete_files(job.name, gke.namespace))
-    for manifest in manifests:
-        # By a file only the user can read: not on a command line, and no copy in an annotation.
-        with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-            path = Path(folder) / f"{manifest['kind'].lower()}.yaml"
-            path.touch(mode=0o600)
-            path.write_text(to_yaml(manifest))
-            tools.run_or_fail(["kubectl", "create", f"--filename={path}"])
-        say(f"created {manifest['kind']} {manifest['metadata']['name']}")
-    say(f"see `maxmars launch gke status|logs|delete --name {job.name}`")
+        values = {"stringData": dict(job.environment)}
+        _create(options, "Secret", f"{job.name}-environment", values)
+    _create(options, "JobSet", job.name, jobset(options, job))
+    log(f"see `maxmars launch gke status|logs|delete {where}`")
 
 
-def status(name: str, namespace: str) -> list[str]:
-    """The command that shows the JobSet and its pods."""
-    selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
-    return ["kubectl", "get", "pods", selector, f"--namespace={namespace}", "--output=wide"]
-
-
-def restarts(name: str, namespace: str) -> list[str]:
-    """The command that shows the JobSet's state."""
-    return _kubectl("get", f"jobset/{name}", namespace)
-
-
-def logs(name: str, namespace: str) -> list[str]:
-    """The command that follows the first host's log."""
-    index = "batch.kubernetes.io/job-completion-index=0"
-    job = "jobset.sigs.k8s.io/job-index=0"
-    selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name},{job},{index}"
-    options = ["--follow", "--tail=-1", f"--container={_CONTAINER}"]
-    return ["kubectl", "logs", selector, f"--namespace={namespace}", *options]
-
-
-def delete(name: str, namespace: str) -> None:
-    """Delete the JobSet, which stops the run, and what it needed.
-
-    Raises:
-      ValueError: kubectl fails, as where there is none.
-    """
-    tools.run_or_fail(_kubectl("delete", f"jobset/{name}", namespace))
-    tools.run_or_fail(_delete_files(name, namespace))
-
-
-def _delete_files(name: str, namespace: str) -> list[str]:
-    targets = [f"configmap/{name}-source", f"secret/{name}-environment"]
-    return ["kubectl", "delete", *targets, f"--namespace={namespace}", "--ignore-not-found"]
-
-
-def _kubectl(verb: str, target: str, namespace: str) -> list[str]:
-    return ["kubectl", verb, target, f"--namespace={namespace}"]
+def _create(options: GkeOptions, kind: str, name: str, manifest: dict[str, Any]) -> None:
+    metadata = {"name": name, "namespace": options.namespace}
+    manifest = {"apiVersion": "v1", "kind": kind, "metadata": metadata} | manifest
+    # Only the user can read the file, no command line shows a secret, and unlike `kubectl apply`
+    # this leaves no copy in an annotation.
+    with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
+        path = Path(folder) / f"{kind.lower()}.yaml"
+        path.touch(mode=0o600)
+        path.write_text(_to_yaml(manifest))
+        run_or_fail(["kubectl", "create", f"--filename={path}"])
+    log(f"created {kind} {name}")

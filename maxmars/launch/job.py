@@ -1,16 +1,86 @@
-"""What to run elsewhere: a config, where its results go, and with which environment."""
+"""A run to start elsewhere, for all three platforms.
+
+First `RunOptions`, `Job` and `pack`: the checkout goes along as it is here, with its configs. Then
+checks of words that go into other programs' command lines, and calls of the user's own `gcloud`,
+`kubectl` or `sbatch`.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import importlib.metadata
+import io
 import os
-import shlex
+import re
+import shutil
+import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
-from maxmars.launch.source import Source
-from maxmars.launch.tools import check_word
+from tyro.conf import Positional, arg
 
-REDACTED = "<redacted>"
+import maxmars
+from maxmars.config.command_line import find_config
+
+CONSTRAINTS = "launch-constraints.txt"
+"""File in the archive with the versions of the packages that are installed here."""
+ABORTED = 134
+"""Exit code of JAX's abort, after a process of the run did not come or no longer answers."""
+
+_SETUP = "launch-setup.sh"
+_PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_LEFT_OUT = {"runs", "data", "__pycache__", "node_modules"}  # in a checkout without git
+_NOT_NEEDED = {"tests", ".github"}  # by a run; without them a ConfigMap has room for more
+_MAX_BYTES = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of `maxmars launch PLATFORM CONFIG` on every platform."""
+
+    config: Annotated[str, Positional, arg(metavar="CONFIG")]
+    """A config file with its choices, as for `maxmars train`."""
+    name: Annotated[str, arg(metavar="NAME")]
+    """Name of the run, and of the machines and files that are created for it."""
+    workdir: Annotated[str, arg(metavar="DIR")]
+    """Directory of the run's metrics and checkpoints, which every host must reach by this path: in
+    a bucket (gs://), or on a shared file system, mounted by --setup or --claim for example."""
+    env: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
+    """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values appear
+    in no command and no log."""
+    setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
+    """A bash script to run on each host before, for example to mount a bucket with the data."""
+    max_restarts: int = 100
+    """How often the run may be started again, after preemptions and lost hosts."""
+    dry_run: bool = False
+    """Print every command and file, and run nothing."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A packed checkout."""
+
+    archive: bytes
+    """A .tar.gz; the same files give the same bytes."""
+    config: str
+    """CONFIG of `maxmars train`, relative to the top of the archive."""
+    setup: str | None
+    """The user's script to run before, relative to the top."""
+    num_files: int
+
+    @property
+    def digest(self) -> str:
+        """Tells this archive from others."""
+        return hashlib.sha256(self.archive).hexdigest()[:16]
+
+    @property
+    def size(self) -> str:
+        """Number of files and size, for the user."""
+        return f"{self.num_files} files of the checkout, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,41 +90,113 @@ class Job:
     name: str
     source: Source
     workdir: str
-    train_arguments: tuple[str, ...] = ()
-    """What follows CONFIG and --workdir on the command line of `maxmars train`."""
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    train_arguments: tuple[str, ...]
+    """The words after CONFIG and --workdir on the command line of `maxmars train`."""
+    environment: Mapping[str, str] = field(repr=False)
     """Variables that the run gets. Their values are secrets: they go into no command and no log."""
 
-    def train_command(self, python: str, *, config: str | None = None) -> list[str]:
-        """The command that each process runs, at the top of the unpacked source."""
-        config = self.source.config if config is None else config
-        arguments = [config, "--workdir", self.workdir, *self.train_arguments]
-        return [python, "-m", "maxmars", "train", *arguments]
+    def python_arguments(self, source: Path | None = None) -> list[str]:
+        """The words after `python` on each process's command line.
 
-    def environment_file(self, *, redacted: bool) -> str:
-        """Lines that bash can read, with the values or without."""
-        shown = {name: REDACTED if redacted else v for name, v in self.environment.items()}
-        return "".join(f"{name}={shlex.quote(value)}\n" for name, value in shown.items())
+        Args:
+          source: where the archive is unpacked; None if the process starts there.
+        """
+        config = self.source.config if source is None else f"{source}/{self.source.config}"
+        return ["-m", "maxmars", "train", config, "--workdir", self.workdir, *self.train_arguments]
 
 
-def take_environment(names: Sequence[str]) -> dict[str, str]:
-    """Values of these variables here.
+def pack(config: str, *, setup: Path | None = None, root: Path | None = None) -> Source:
+    """Pack a checkout: the files that git tracks or would track, as they are now.
+
+    Args:
+      config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
+      setup: a bash script to pack.
+      root: the checkout; by default that of the maxmars which is running.
 
     Raises:
-      ValueError: a name that cannot be one, a variable that is not set, or one of several lines.
+      ValueError: maxmars does not run from a checkout, or it is too large.
     """
-    taken = {}
-    for name in names:
-        check_word(
-            name, "--env", r"[A-Za-z_][A-Za-z0-9_]*", "WANDB_API_KEY, the name of a variable"
+    root = Path(maxmars.__file__).resolve().parents[1] if root is None else root.resolve()
+    if not (root / "pyproject.toml").is_file():
+        raise ValueError(
+            f"{root} is no checkout of maxmars (there is no pyproject.toml), and only a checkout "
+            "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
         )
-        value = os.environ.get(name)
-        if value is None or "\n" in value:
-            raise ValueError(
-                f"--env {name}: that variable must be set here, to one line, for the run to get it."
-            )
-        taken[name] = value
-    return taken
+    contents = {str(path): (root / path).read_bytes() for path in _files(root)}
+    path, choices = find_config(config)
+    path = path.resolve()
+    inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
+    name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
+    contents[name] = path.read_bytes()
+    # Packages elsewhere get the versions that are installed, and so were tried, here.
+    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
+    contents[CONSTRAINTS] = "".join(lines).encode()
+    if setup is not None:
+        contents[_SETUP] = setup.read_bytes()
+    if sum(map(len, contents.values())) > _MAX_BYTES:
+        largest = max(contents, key=lambda name: len(contents[name]))
+        raise ValueError(
+            f"the checkout {root} has over {_MAX_BYTES // 1_000_000} MB of files that git does not "
+            f"ignore, the largest {largest}; list what the run does not need in .gitignore."
+        )
+    return Source(
+        archive=_archive(contents),
+        config=f"{name}:{choices}" if choices else name,
+        setup=None if setup is None else _SETUP,
+        num_files=len(contents),
+    )
+
+
+def _files(root: Path) -> list[Path]:
+    """Relative paths of the files to pack, sorted."""
+    if (root / ".git").exists() and shutil.which("git") is not None:
+        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
+        listed = run_program([*command, "--cached", "--others", "--exclude-standard"])
+        if listed.returncode == 0:
+            paths = [Path(name) for name in listed.stdout.split("\0") if name]
+            is_file = [path for path in paths if (root / path).is_file()]
+            return sorted(path for path in is_file if path.parts[0] not in _NOT_NEEDED)
+    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    return sorted(
+        path
+        for path in found
+        if path.parts[0] not in _NOT_NEEDED
+        and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)
+    )
+
+
+def _archive(contents: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w") as tar,
+    ):
+        for name in sorted(contents):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(contents[name]), 0o755 if name.endswith(".sh") else 0o644
+            tar.addfile(member, io.BytesIO(contents[name]))
+    return file.getvalue()
+
+
+# Words that may go into the command lines of other programs.
+
+
+def check_word(value: str, what: str, pattern: str, example: str) -> str:
+    """The value, if all of it matches the pattern.
+
+    Raises:
+      ValueError: it does not; names `what` and the example.
+    """
+    if re.fullmatch(pattern, value) is None:
+        raise ValueError(f"{what}={value!r} does not look like {example}.")
+    return value
+
+
+def check_name(name: str) -> None:
+    """The name of a run, which becomes that of machines: lower-case letters, digits and hyphens."""
+    example = "run-1: a letter, then letters, digits and hyphens, all lower case, at most 40"
+    check_word(name, "--name", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", example)
 
 
 def check_shared_workdir(workdir: str) -> str:
@@ -65,3 +207,72 @@ def check_shared_workdir(workdir: str) -> str:
     """
     example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
     return check_word(workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
+
+
+def take_environment(names: Sequence[str]) -> dict[str, str]:
+    """Values of these variables here.
+
+    Raises:
+      ValueError: a name that cannot be one, a variable that is not set, or one of several lines.
+    """
+    taken = {}
+    for name in names:
+        example = "WANDB_API_KEY, the name of a variable"
+        check_word(name, "--env", r"[A-Za-z_][A-Za-z0-9_]*", example)
+        value = os.environ.get(name)
+        if value is None or "\n" in value:
+            raise ValueError(
+                f"--env {name}: that variable must be set here, to one line, for the run to get it."
+            )
+        taken[name] = value
+    return taken
+
+
+# The user's own programs, and what the user sees.
+
+_INSTALL = {
+    "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), then "
+    "`gcloud auth login` and `gcloud config set project PROJECT`",
+    "kubectl": "install it (`gcloud components install kubectl gke-gcloud-auth-plugin`), then "
+    "`gcloud container clusters get-credentials CLUSTER`",
+    "sbatch": "run this on a login node of a SLURM cluster",
+}
+
+
+def require(program: str) -> None:
+    """Check that a program is on PATH.
+
+    Raises:
+      FileNotFoundError: it is not; says how to install it.
+    """
+    if shutil.which(program) is None:
+        raise FileNotFoundError(f"there is no `{program}` on PATH: {_INSTALL[program]}.")
+
+
+def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, without standard input."""
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+def problem(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a program failed, in one line: its error from `ERROR` on, the last lines, or its code."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    first = next((i for i, line in enumerate(lines) if "ERROR" in line), max(len(lines) - 3, 0))
+    return " ".join(lines[first : first + 3]) or f"exit code {done.returncode}"
+
+
+def run_or_fail(command: Sequence[str]) -> str:
+    """The standard output of a command.
+
+    Raises:
+      ValueError: the command failed; says what it wrote to standard error.
+    """
+    done = run_program(command)
+    if done.returncode != 0:
+        raise ValueError(f"`{' '.join(command[:4])} ...` failed: {problem(done)}")
+    return done.stdout
+
+
+def log(text: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)

@@ -1,8 +1,8 @@
 """`maxmars launch slurm`: a batch script that queues itself again until the run is done.
 
-The run uses this Python and a copy of the checkout beside its results, so that what is edited after
-the submission changes nothing. Before its time is over, and when it is preempted, SLURM sends
-SIGTERM; the run saves and exits with 75, and the script asks for its job to be queued again.
+The run uses this Python and a copy of the checkout beside its results, so that later edits change
+nothing. Before its time limit, and when SLURM preempts it, the job gets SIGTERM; the run saves and
+exits with 75, and the script asks SLURM to queue its job again.
 """
 
 from __future__ import annotations
@@ -11,43 +11,77 @@ import getpass
 import io
 import os
 import shlex
+import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from maxmars.launch import tools
-from maxmars.launch.job import Job
+from tyro.conf import arg
+
+from maxmars.launch.job import ABORTED, Job, RunOptions, check_word, log, require, run_or_fail
 
 _SAVING_S = 180  # before the time limit
-_WORD = r"[\w.,:/=@+%-]+"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm:
-    """What is asked of SLURM."""
+class SlurmName:
+    """SLURM jobs by the name of their run."""
 
-    nodes: int
+    name: Annotated[str, arg(metavar="NAME")]
+    """Name of the run, which is that of its jobs."""
+
+    def check(self) -> None:
+        """Check the words that go to SLURM.
+
+        Raises:
+          ValueError: names the option that is wrong.
+        """
+        pattern = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+        check_word(self.name, "--name", pattern, "run-1: letters, digits and _ . -")
+
+    def run(self, program: Literal["squeue", "scancel"]) -> int:
+        """Show or end the user's jobs of this name; the exit code. A run that is ended saves first,
+        and is not queued again."""
+        self.check()
+        require("sbatch")
+        jobs = [f"--user={getpass.getuser()}", f"--name={self.name}"]
+        return subprocess.run([program, *jobs]).returncode
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(RunOptions, SlurmName):
+    """Train under SLURM. The job is queued again before its time ends, until all steps are done."""
+
+    nodes: int = 1
+    """Number of nodes."""
     gpus_per_node: int = 0
+    """GPUs of each node."""
     process_per: Literal["node", "gpu"] = "node"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    time: str | None = None
+    """Whether a process takes all GPUs of its node, or one."""
     cpus_per_task: int | None = None
+    """Cores for each process."""
     mem: str | None = None
-    max_restarts: int = 100
+    """Memory of each node."""
+    time: str | None = None
+    """Time limit, such as 24:00:00; the run saves before, and continues in a new job."""
+    partition: str | None = None
+    """SLURM's partition."""
+    account: str | None = None
+    """SLURM's account."""
+    qos: str | None = None
+    """SLURM's quality of service."""
+    constraint: str | None = None
+    """Features of the nodes."""
 
-    def __post_init__(self) -> None:
-        """Reject what would not be one word of a line of the script."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                option = f"--{field.name.replace('_', '-')}"
-                tools.check_word(value, option, _WORD, "one word, such as SLURM takes there")
+    def check(self) -> None:
+        super().check()
+        for option in ("mem", "time", "partition", "account", "qos", "constraint"):
+            value = getattr(self, option)
+            if value is not None:
+                word = "one word, such as SLURM takes there"
+                check_word(value, f"--{option}", r"[\w.,:/=@+%-]+", word)
         if self.nodes < 1 or self.gpus_per_node < 0:
             raise ValueError(
                 f"--nodes={self.nodes} must be at least 1 and "
@@ -56,99 +90,87 @@ class Slurm:
         if self.process_per == "gpu" and not self.gpus_per_node:
             raise ValueError("--process-per gpu needs --gpus-per-node.")
 
-    @property
-    def tasks_per_node(self) -> int:
-        """Processes of the run on each node."""
-        return self.gpus_per_node if self.process_per == "gpu" else 1
+    def absolute_workdir(self) -> str:
+        """The workdir as it may stand in the script's #SBATCH lines, where quoting is impossible.
+
+        Raises:
+          ValueError: it is in a bucket, or has other characters.
+        """
+        if self.workdir.startswith("gs:"):
+            raise ValueError(
+                f"--workdir {self.workdir} is in a bucket, and SLURM's own output and the checkout "
+                "go there too: name a directory that all nodes share."
+            )
+        path = os.path.abspath(self.workdir)
+        return check_word(path, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
 
 
-def check_slurm_name(name: str) -> str:
-    """The name of a run, which becomes that of a job and of files."""
-    pattern = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-    return tools.check_word(name, "--name", pattern, "run-1: letters, digits and _ . -")
-
-
-def check_workdir(workdir: str) -> str:
-    """A directory that may stand in the script's #SBATCH lines, where nothing can be quoted."""
-    if workdir.startswith("gs:"):
-        raise ValueError(
-            f"--workdir {workdir} is in a bucket, and SLURM's own output and the checkout go there "
-            "too: name a directory that all nodes share."
-        )
-    path = os.path.abspath(workdir)
-    return tools.check_word(path, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
-
-
-def snapshot(job: Job) -> Path:
-    """Where the copy of the checkout is unpacked."""
-    return Path(job.workdir) / f"source-{job.source.digest}"
-
-
-def script(slurm: Slurm, job: Job, *, directory: Path) -> str:
+def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     """The batch script; `directory` is where the run's relative paths begin."""
-    source = snapshot(job)
-    config = str(source / job.source.config)
-    options = {
+    source = _copy_of_source(job)
+    sbatch = {
         "job-name": job.name,
-        "nodes": slurm.nodes,
-        "ntasks-per-node": slurm.tasks_per_node,
-        "gpus-per-node": slurm.gpus_per_node or None,
-        "cpus-per-task": slurm.cpus_per_task,
-        "mem": slurm.mem,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "time": slurm.time,
+        "nodes": options.nodes,
+        "ntasks-per-node": options.gpus_per_node if options.process_per == "gpu" else 1,
+        "gpus-per-node": options.gpus_per_node or None,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.mem,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "time": options.time,
         "output": f"{job.workdir}/slurm-%j.out",
         "open-mode": "append",
         "signal": f"TERM@{_SAVING_S}",
         "export": "ALL",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    setup = []
+    lines = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
+    train = shlex.join([sys.executable, *job.python_arguments(source)])
+    setup = "# no --setup"
     if job.source.setup is not None:
-        path = shlex.quote(str(source / job.source.setup))
-        setup = [f"srun --ntasks={slurm.nodes} --ntasks-per-node=1 bash {path} || exit"]
-    train = shlex.join(job.train_command(sys.executable, config=config))
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *lines,
-            "#SBATCH --requeue",
-            "set -uo pipefail",
-            f"cd {shlex.quote(str(directory))}",
-            f"export PYTHONPATH={shlex.quote(str(source))}",
-            "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not what lies here now",
-            *setup,
-            "",
-            "code=0",
-            "# The others may still be saving when the first ends.",
-            f"srun --kill-on-bad-exit=0 --wait=300 {train} || code=$?",
-            "",
-            "# 75: saved, to be started again; from 128 on, ended by a signal. A job that was",
-            "# cancelled no longer runs, and one that SLURM preempted is queued again by SLURM.",
-            "if ((code == 75 || code >= 128)) &&",
-            f"  ((${{SLURM_RESTART_COUNT:-0}} < {slurm.max_restarts})) &&",
-            '  [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then',
-            '  echo "maxmars: exit code $code; queueing the job again"',
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
-            'exit "$code"',
-            "",
-        ]
-    )
+        path = shlex.quote(f"{source}/{job.source.setup}")
+        setup = f"srun --ntasks={options.nodes} --ntasks-per-node=1 bash {path} || exit"
+    newline = "\n"
+    return f"""\
+#!/usr/bin/env bash
+{newline.join(lines)}
+#SBATCH --requeue
+set -uo pipefail
+cd {shlex.quote(str(directory))}
+export PYTHONPATH={shlex.quote(str(source))}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
+{setup}
+
+code=0
+# The others may still be saving when the first ends.
+srun --kill-on-bad-exit=0 --wait=300 {train} || code=$?
+
+if ((code == {ABORTED})); then
+  echo "maxmars: exit code {ABORTED}: JAX aborted, as a process of the run was missing or no \
+longer answered; SLURM names the tasks and their exit codes above"
+fi
+# 75: saved, to be started again; from 128 on, ended by a signal. A job that was
+# cancelled no longer runs, and one that SLURM preempted is queued again by SLURM.
+if ((code == 75 || code >= 128)) &&
+  ((${{SLURM_RESTART_COUNT:-0}} < {options.max_restarts})) &&
+  [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+  echo "maxmars: exit code $code; queueing the job again"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
 
 
-def launch(slurm: Slurm, job: Job, *, directory: Path, say: Callable[[str], None] = print) -> str:
-    """Unpack the checkout, write the script and submit it; the job's number.
+def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
+    """Unpack the checkout, write the script and submit it.
 
     Raises:
       FileNotFoundError: there is no sbatch.
       ValueError: sbatch refuses.
     """
-    tools.require("sbatch")
-    source = snapshot(job)
+    require("sbatch")
+    source = _copy_of_source(job)
     if not source.exists():
         part = source.with_name(f"{source.name}.part{os.getpid()}")
         part.mkdir(parents=True)
@@ -156,18 +178,11 @@ def launch(slurm: Slurm, job: Job, *, directory: Path, say: Callable[[str], None
             tar.extractall(part, filter="data")
         part.rename(source)
     path = Path(job.workdir) / f"{job.name}.sbatch"
-    path.write_text(script(slurm, job, directory=directory))
-    number = tools.run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
-    say(f"submitted job {number}: {path}")
-    say(f"its output goes to {job.workdir}/slurm-{number}.out")
-    return number
+    path.write_text(script(options, job, directory=directory))
+    number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
+    log(f"submitted job {number}: {path}")
+    log(f"its output goes to {job.workdir}/slurm-{number}.out")
 
 
-def status(name: str) -> list[str]:
-    """The command that shows the user's jobs of this name."""
-    return ["squeue", f"--user={getpass.getuser()}", f"--name={name}"]
-
-
-def stop(name: str) -> list[str]:
-    """The command that ends them; the run saves first, and is not queued again."""
-    return ["scancel", f"--user={getpass.getuser()}", f"--name={name}"]
+def _copy_of_source(job: Job) -> Path:
+    return Path(job.workdir) / f"source-{job.source.digest}"

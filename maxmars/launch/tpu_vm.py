@@ -3,31 +3,344 @@
 The run goes on without this program, which creates the TPU, copies the checkout, starts every host
 at once and shows the log; run again, it takes up where things stand. Only a TPU that was preempted
 needs it, to be created anew.
+
+`TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice, a node of
+Google's, or several slices of one queued resource, which the data center's network joins: each
+host's metadata then says which slice it is of, as libtpu and JAX read. `Launcher` brings the run to
+its end. `host.sh` is the script that runs on each host.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from maxmars.launch import tools
-from maxmars.launch.host_script import host_command, host_script, read_report
-from maxmars.launch.job import Job
-from maxmars.launch.tpu_commands import State, TpuVm
+from tyro.conf import Suppress, arg
+
+from maxmars.launch.job import (
+    ABORTED,
+    CONSTRAINTS,
+    Job,
+    RunOptions,
+    check_name,
+    check_word,
+    log,
+    problem,
+    require,
+    run_or_fail,
+    run_program,
+)
 
 STOPPED = 75
 """Exit code of a run that was stopped and can go on."""
 
-_POLL_S = 20.0
-_SSH_RETRY_S = 15.0  # gcloud itself tries for a minute
 _SSH_TRIES = 4
 _END_S = 180  # for the last host to end after the first
 _USERS_ERRORS = ("exited 1", "exited 2")
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
+_REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
+
+# Software of the hosts, by Google's page "TPU software versions", and cores that a type counts a
+# chip as.
+_ACCELERATORS = {
+    "v6e": ("v2-alpha-tpuv6e", 1),
+    "v5p": ("v2-alpha-tpuv5", 2),
+    "v5litepod": ("v2-alpha-tpuv5-lite", 1),
+    "v4": ("tpu-ubuntu2204-base", 2),
+}
+
+Kind = Literal["tpu-vm", "queued-resources"]
+Phase = Literal["missing", "coming", "ready", "leaving", "gone", "failed"]
+
+# Phases of Google's states of a node and of a queued resource; any other state is `coming`.
+_PHASES: dict[str, Phase] = {
+    "READY": "ready",
+    "PREEMPTED": "gone",
+    "TERMINATED": "gone",
+    "SUSPENDED": "gone",
+    "DELETING": "leaving",
+    "STOPPING": "leaving",
+    "SUSPENDING": "leaving",
+    "HIDING": "leaving",
+    "STOPPED": "failed",
+    "HIDDEN": "failed",
+    "FAILED": "failed",
+}
+_WORST: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a TPU."""
+
+    phase: Phase
+    text: str
+    """Google's own word, and its reason if it gives one."""
+    num_hosts: int = 0
+    """Of all slices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuVm:
+    """A TPU by the name of its run, whether it is there or not."""
+
+    name: Annotated[str, arg(metavar="NAME")]
+    """Name of the run, which is that of its TPU."""
+    zone: Annotated[str, arg(metavar="ZONE")]
+    """Zone of the TPU, such as us-east5-a."""
+    project: Annotated[str | None, arg(metavar="ID")] = None
+    """Google Cloud project; None takes gcloud's own."""
+    queued: Suppress[bool | None] = None
+    """Whether it was asked for by a queued resource; None if that is not known."""
+    num_slices: Suppress[int] = 1
+    """Nodes of the queued resource."""
+
+    def check(self) -> None:
+        """Check the words that go to gcloud.
+
+        Raises:
+          ValueError: names the option that is wrong.
+        """
+        check_name(self.name)
+        zone = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
+        check_word(self.zone, "--zone", zone, "us-east5-a, a zone that has TPUs")
+        if self.project is not None:
+            project = r"[a-z][-a-z0-9.:]*[a-z0-9]"
+            check_word(self.project, "--project", project, "my-project, a project's ID")
+
+    @property
+    def where(self) -> str:
+        """The options of `maxmars launch tpu-vm ACTION` that name this TPU."""
+        project = "" if self.project is None else f" --project {self.project}"
+        return f"--name {self.name} --zone {self.zone}{project}"
+
+    def gcloud(self, kind: Kind, *words: str) -> list[str]:
+        """A command on TPUs in the zone."""
+        project = [] if self.project is None else [f"--project={self.project}"]
+        return ["gcloud", "compute", "tpus", kind, *words, f"--zone={self.zone}", *project]
+
+    def describe(self, kind: Kind, node: str | None = None) -> list[str]:
+        """The command that prints the queued resource, the TPU or one of its slices as JSON."""
+        return self.gcloud(kind, "describe", node or self.name, "--format=json")
+
+    def delete(self, kind: Kind) -> list[str]:
+        """The command that deletes the TPU, or its queued resource and all slices."""
+        force = ["--force"] if kind == "queued-resources" else []
+        return self.gcloud(kind, "delete", self.name, *force, "--quiet")
+
+    def copy(self, files: Sequence[str]) -> list[str]:
+        """The command that copies files to the home directory on every host."""
+        return self._on_hosts("scp", [*files, f"{self.name}:"])
+
+    def ssh(self, words: str, *, worker: Literal["all", "0"] = "all") -> list[str]:
+        """The command that gives words to host.sh on all hosts at once, or on the first."""
+        command = f"--command=bash maxmars-{self.name}.sh {words}"
+        alive = "--ssh-flag=-oServerAliveInterval=30"  # notices that a host is gone
+        return self._on_hosts("ssh", [self.name], command, alive, worker=worker)
+
+    def _on_hosts(
+        self, verb: str, words: Sequence[str], *options: str, worker: str = "all"
+    ) -> list[str]:
+        options = (f"--worker={worker}", *options, "--quiet")
+        if self.num_slices == 1:
+            return self.gcloud("tpu-vm", verb, *words, *options)
+        return self.gcloud("queued-resources", verb, *words, f"--node={worker}", *options)
+
+    def get(self, kind: Kind, node: str | None = None) -> dict[str, Any] | None:
+        """What Google knows of the queued resource, the TPU or one of its slices; None if it is not
+        there.
+
+        Raises:
+          ValueError: gcloud cannot tell.
+        """
+        command = self.describe(kind, node)
+        done = run_program(command)
+        if done.returncode == 0:
+            return json.loads(done.stdout)
+        if "NOT_FOUND" in done.stderr or "was not found" in done.stderr:
+            return None
+        raise ValueError(f"`{' '.join(command[:5])} ...` failed: {problem(done)}")
+
+    def as_it_is(self) -> TpuVm:
+        """The same TPU as Google knows it: whether by a queued resource, and its slices.
+
+        Raises:
+          ValueError: gcloud cannot tell.
+        """
+        queued = self.get("queued-resources")
+        slices = 1 if queued is None else max(1, len(_slices(queued)))
+        return dataclasses.replace(self, queued=queued is not None, num_slices=slices)
+
+    def state(self) -> State:
+        """Ask for the state of the TPU, and of its queued resource if it has one.
+
+        Raises:
+          ValueError: gcloud cannot tell, or it has another number of slices.
+        """
+        nodes = [self.name]
+        queued = None if self.queued is False else self.get("queued-resources")
+        if queued is not None:
+            nodes = _slices(queued) or nodes
+            if len(nodes) != self.num_slices:
+                raise ValueError(
+                    f"--num-slices={self.num_slices}, but {self.name} is there with {len(nodes)}; "
+                    "give that number, or delete it by `maxmars launch tpu-vm delete` first."
+                )
+            state = queued.get("state", {})
+            word = state.get("state", "UNKNOWN")
+            if word != "ACTIVE":
+                reason = state.get("failedData", {}).get("error", {}).get("message")
+                text = f"queued resource {word}" + (f": {reason}" if reason else "")
+                return State(_PHASES.get(word, "coming"), text)
+        states = []
+        for name in nodes:
+            node = self.get("tpu-vm", name)
+            if node is None and queued is not None:
+                which = "a TPU" if len(nodes) == 1 else "all its slices"
+                return State("gone", f"queued resource ACTIVE without {which}")
+            if node is None:
+                return State("missing", "not there")
+            word = node.get("state", "UNKNOWN")
+            text = f"{'TPU' if len(nodes) == 1 else name} {word}"
+            num_hosts = max(1, len(node.get("networkEndpoints") or []))
+            states.append(State(_PHASES.get(word, "coming"), text, num_hosts))
+        worst = max(states, key=lambda state: _WORST.index(state.phase))
+        ready = len(nodes) > 1 and worst.phase == "ready"
+        text = f"{len(nodes)} slices READY" if ready else worst.text
+        return State(worst.phase, text, sum(state.num_hosts for state in states))
+
+    def remove(self) -> bool:
+        """Delete the TPU and its queued resource; whether there was one.
+
+        Raises:
+          ValueError: gcloud cannot delete it.
+        """
+        kinds: tuple[Kind, ...] = ("queued-resources", "tpu-vm")
+        for kind in kinds[1:] if self.queued is False else kinds:
+            if self.get(kind) is not None:
+                run_or_fail(self.delete(kind))
+                return True
+        return False
+
+    def ask_hosts(self, words: str) -> dict[str, str]:
+        """State of each host that answers, after a command of host.sh.
+
+        Raises:
+          ValueError: no host answers.
+        """
+        done = run_program(self.ssh(words))
+        states = _read_reports(done.stdout.splitlines())
+        if not states:
+            raise ValueError(f"no host of {self.name} answered: {problem(done)}")
+        return states
+
+    def follow_log(self, seen: int = 0) -> tuple[bool, int]:
+        """Show the first host's log, without its first `seen` lines, until its process ends.
+
+        Returns:
+          False if the connection ended before the process, and the number of lines shown so far.
+        """
+        with subprocess.Popen(
+            self.ssh(f"follow {seen}", worker="0"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as ssh:
+            assert ssh.stdout is not None
+            for line in ssh.stdout:
+                if _REPORT.search(line):
+                    return True, seen
+                number, tab, text = line.rstrip("\n").partition("\t")
+                if tab and number.isdecimal() and int(number) > seen:
+                    seen = int(number)
+                    log(text)
+        return False, seen
+
+
+def _slices(queued: dict[str, Any]) -> list[str]:
+    """Names of the nodes of a queued resource."""
+    return [spec["nodeId"] for spec in queued.get("tpu", {}).get("nodeSpec", [])]
+
+
+def _read_reports(lines: Iterable[str]) -> dict[str, str]:
+    """States that hosts report, by host."""
+    return {match[1]: match[2] for line in lines if (match := _REPORT.search(line))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuOptions(RunOptions, TpuVm):
+    """Train on a TPU, which is created if need be. The same command again takes up the run."""
+
+    accelerator: Annotated[str, arg(metavar="TYPE")]
+    """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32."""
+    num_slices: int = 1
+    """TPUs of this kind that train as one, each a slice. Needs --queued, and a mesh.data (the only
+    axis between slices) that is a multiple of it."""
+    spot: bool = False
+    """Cheaper, and may be taken away at any time; it is then created anew."""
+    queued: bool = False
+    """Ask by a queued resource, which waits until there is capacity."""
+    runtime_version: Annotated[str | None, arg(metavar="VERSION")] = None
+    """Software of the hosts; None takes Google's choice for JAX on this kind."""
+    delete_when_done: bool = False
+    """Delete the TPU when all steps are done; it costs until it is deleted."""
+    poll_s: Annotated[float, arg(metavar="SECONDS")] = 20.0
+    """Seconds between two questions for the TPU's state, and before ssh is tried again."""
+
+    def check(self) -> None:
+        super().check()
+        kind, _, size = self.accelerator.partition("-")
+        if kind not in _ACCELERATORS or not re.fullmatch(r"[1-9]\d*", size):
+            kinds = ", ".join(f"{kind}-N" for kind in _ACCELERATORS)
+            raise ValueError(
+                f"--accelerator={self.accelerator!r} must be one of {kinds}, such as v5p-128 (64 "
+                "chips: N counts cores for v4 and v5p, chips for the others)."
+            )
+        cores = _ACCELERATORS[kind][1]
+        if int(size) % cores:
+            raise ValueError(
+                f"--accelerator={self.accelerator!r}: a chip of {kind} has {cores} cores."
+            )
+        if self.runtime_version is not None:
+            version = r"[a-z0-9][-a-z0-9._]*"
+            check_word(self.runtime_version, "--runtime-version", version, "v2-alpha-tpuv5")
+        if self.num_slices < 1:
+            raise ValueError(f"--num-slices={self.num_slices} must be at least 1.")
+        if self.num_slices > 1 and not self.queued:
+            raise ValueError(
+                f"--num-slices={self.num_slices} needs --queued: only a queued resource joins "
+                "slices into one TPU."
+            )
+
+    @property
+    def num_chips(self) -> int:
+        """Of all slices."""
+        kind, _, size = self.accelerator.partition("-")
+        return self.num_slices * int(size) // _ACCELERATORS[kind][1]
+
+    def create(self) -> list[str]:
+        """The command that creates the TPU, or the request for it."""
+        version = self.runtime_version or _ACCELERATORS[self.accelerator.partition("-")[0]][0]
+        spot = ["--spot"] if self.spot else []
+        options = [f"--accelerator-type={self.accelerator}", *spot, "--quiet"]
+        if not self.queued:
+            return self.gcloud("tpu-vm", "create", self.name, f"--version={version}", *options)
+        nodes = [f"--node-id={self.name}"]
+        if self.num_slices > 1:  # they get the names NAME-0, NAME-1, ...
+            nodes = [f"--node-count={self.num_slices}", f"--node-prefix={self.name}"]
+        words = ["create", self.name, *nodes, f"--runtime-version={version}"]
+        return self.gcloud("queued-resources", *words, *options)
 
 
 class HostsLostError(Exception):
@@ -37,20 +350,11 @@ class HostsLostError(Exception):
 class Launcher:
     """Brings a run to its end on one TPU."""
 
-    def __init__(
-        self,
-        vm: TpuVm,
-        job: Job,
-        *,
-        max_restarts: int,
-        delete_when_done: bool = False,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        """Prepare; `max_restarts` counts preemptions and other restarts of the run together."""
-        self._vm, self._job, self._say = vm, job, say
-        self._max_restarts, self._delete_when_done = max_restarts, delete_when_done
+    def __init__(self, options: TpuOptions, job: Job) -> None:
+        """Take over a run, at whatever point it stands."""
+        self._tpu, self._job = options, job
         self._restarts = 0
-        self._states: dict[str, str] = {}  # of the hosts, at the end of an attempt
+        self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
 
     def run(self) -> int:
         """Run to the end; the exit code: 0 when all steps are done, 75 after `stop`.
@@ -58,251 +362,215 @@ class Launcher:
         Raises:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
-        tools.require("gcloud")
-        while (reason := self._attempt()) is not None:
+        require("gcloud")
+        while True:
+            try:
+                hosts = self._obtain()
+                self._start(hosts)
+                self._follow()
+                ended = self._on_all(f"wait {_END_S}", hosts)
+                states = set(ended.values())
+                if states == {"exited 0"}:
+                    return self._finish()
+                if any(state.startswith("stopped") for state in states):
+                    log(f"the run was stopped and saved; the same command continues. {self._cost}")
+                    return STOPPED
+                reason = self._why_it_ended(ended)
+            except HostsLostError as error:
+                reason = str(error)
             self._restarts += 1
-            if self._restarts > self._max_restarts:
+            if self._restarts > self._tpu.max_restarts:
                 raise ValueError(
-                    f"{reason}, and --max-restarts {self._max_restarts} are used up; the same "
-                    f"command continues the run. {self._cost()}"
+                    f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
+                    f"command continues the run. {self._cost}"
                 )
-            self._say(f"{reason}; restart {self._restarts} of at most {self._max_restarts}")
-        states = set(self._states.values())
-        if states != {"exited 0"}:
-            self._say(f"the run was stopped and saved; the same command continues. {self._cost()}")
-            return STOPPED
-        self._say(f"done: all steps; results are in {self._job.workdir}")
-        if self._delete_when_done:
-            self._vm.remove()
-            self._say(f"deleted the TPU {self._vm.name}")
+            log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
+
+    def _finish(self) -> int:
+        log(f"done: all steps; results are in {self._job.workdir}")
+        if self._tpu.delete_when_done:
+            self._tpu.remove()
+            log(f"deleted the TPU {self._tpu.name}")
         else:
-            self._say(self._cost())
+            log(self._cost)
         return 0
 
-    def _attempt(self) -> str | None:
-        """Run on the TPU as long as it lasts; why to start again, or None at the end."""
-        try:
-            hosts = self._obtain()
-            self._start(hosts)
-            self._follow()
-            self._states = self._on_all(f"wait {_END_S}", hosts)
-        except HostsLostError as error:
-            state = self._vm.state()
-            preempted = state.phase in ("gone", "leaving", "missing")
-            return f"the TPU was preempted ({state.text})" if preempted else str(error)
-        states = set(self._states.values())
-        if states == {"exited 0"} or any(state.startswith("stopped") for state in states):
-            return None
-        state = self._vm.state()
-        if state.phase != "ready":
-            return f"the TPU was preempted ({state.text})"
-        ended = ", ".join(f"{host} {state}" for host, state in sorted(self._states.items()))
-        if any(state in _USERS_ERRORS for state in states):
+    def _why_it_ended(self, ended: dict[str, str]) -> str:
+        """The reason to start a run again whose hosts ended in these states."""
+        tpu = self._tpu.state()
+        if tpu.phase != "ready":
+            return f"the TPU was preempted ({tpu.text})"
+        hosts = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
+        if any(state in _USERS_ERRORS for state in ended.values()):
             raise ValueError(
-                f"the run failed ({ended}); its log is above, each host's in "
-                f"{self._job.workdir}/logs. {self._cost()}"
+                f"the run failed ({hosts}); its log is above, each host's in "
+                f"{self._job.workdir}/logs. {self._cost}"
             )
-        return f"the run ended early ({ended})"
+        others = sorted(host for host, state in ended.items() if state != f"exited {ABORTED}")
+        if len(others) < len(ended):
+            where = f"; look at {', '.join(others)}" if others else ""
+            log(
+                f"exit code {ABORTED}: JAX aborted, as a process of the run was missing or no "
+                f"longer answered{where}"
+            )
+        return f"the run ended early ({hosts})"
 
     def _obtain(self) -> int:
         """Have the TPU ready, created if need be; the number of its hosts."""
-        told = ""
+        logged = ""
         while True:
-            state = self._vm.state()
-            if state.text != told:
-                told = state.text
-                self._say(f"{self._vm.name}: {state.text}")
-            match state.phase:
-                case "ready":
-                    return state.num_hosts
-                case "failed":
-                    raise ValueError(
-                        f"{self._vm.name} is of no use: {state.text}. Delete it with "
-                        f"`maxmars launch tpu-vm delete {self._where()}` and launch again."
-                    )
-                case "missing":
-                    self._create()
-                    continue
-                case "gone":
-                    self._vm.remove()
-                    continue
-            time.sleep(_POLL_S)
+            state = self._tpu.state()
+            if state.text != logged:
+                logged = state.text
+                log(f"{self._tpu.name}: {state.text}")
+            if state.phase == "ready":
+                return state.num_hosts
+            if state.phase == "failed":
+                raise ValueError(
+                    f"{self._tpu.name} is of no use: {state.text}. Delete it with "
+                    f"`maxmars launch tpu-vm delete {self._tpu.where}` and launch again."
+                )
+            if state.phase == "missing":
+                self._create()
+            elif state.phase == "gone":
+                self._tpu.remove()
+            else:
+                time.sleep(self._tpu.poll_s)
 
     def _create(self) -> None:
-        if self._vm.accelerator is None:
-            raise ValueError(f"there is no TPU {self._vm.name}; name its kind by --accelerator.")
-        kind = f"{'spot ' if self._vm.spot else ''}{self._vm.accelerator}"
-        count = "a" if self._vm.num_slices == 1 else f"{self._vm.num_slices} slices of"
-        verb = "asking for" if self._vm.queued else "creating"
-        self._say(f"{self._vm.name}: {verb} {count} {kind}")
-        done = tools.run(self._vm.create())
-        if done.code == 0 or "ALREADY_EXISTS" in done.errors:
+        tpu = self._tpu
+        verb = "asking for" if tpu.queued else "creating"
+        count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
+        log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
+        done = run_program(tpu.create())
+        if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
             return
-        short = any(word in done.errors.lower() for word in _CAPACITY)
-        if short and self._restarts and self._restarts < self._max_restarts:
+        short = any(word in done.stderr.lower() for word in _CAPACITY)
+        if short and self._restarts and self._restarts < tpu.max_restarts:
             self._restarts += 1
-            self._say(f"there is no capacity; restart {self._restarts}")
-            time.sleep(_POLL_S)
+            log(f"there is no capacity; restart {self._restarts}")
+            time.sleep(tpu.poll_s)
             return
-        hint = " --queued waits for capacity." if short and not self._vm.queued else ""
-        raise ValueError(f"gcloud could not create {self._vm.name}: {done.problem}.{hint}")
+        hint = " --queued waits for capacity." if short and not tpu.queued else ""
+        raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
 
     def _start(self, hosts: int) -> None:
         """Have a process run on every host, all started at once."""
         with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-            self._retry(self._vm.copy(write_files(self._job, Path(folder))), "scp")
+            copy = self._tpu.copy(_write_files(self._job, Path(folder)))
+            for _ in range(_SSH_TRIES):
+                if (done := run_program(copy)).returncode == 0:
+                    break
+                self._wait_for_ssh()
+            else:
+                raise HostsLostError(f"scp fails ({problem(done)})")
         states = set(self._on_all("status", hosts).values())
         if states == {"running"}:
-            self._say(f"the run is already under way on {hosts} hosts")
+            log(f"the run is already under way on {hosts} hosts")
             return
         if "running" in states:  # on some of them only
             self._on_all("kill", hosts)
-        self._say(f"installing on {hosts} hosts")
-        installed = self._on_all("install", hosts, tell=True)
+        log(f"installing on {hosts} hosts")
+        installed = self._on_all("install", hosts, show=True)
         failed = [host for host, state in installed.items() if state != "installed"]
         if failed:
             raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
-        self._say(f"starting on {hosts} hosts")
+        log(f"starting on {hosts} hosts")
         self._on_all("start", hosts)
 
-    def _on_all(self, words: str, hosts: int, *, tell: bool = False) -> dict[str, str]:
-        """State of every host after a command of the host script."""
-        command = self._vm.ssh(host_command(self._job.name, words))
+    def _on_all(self, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
+        """State of every host after a command of host.sh, whose output is shown or not."""
         for _ in range(_SSH_TRIES):
-            done = tools.run(command)
-            reports = dict(filter(None, map(read_report, done.output.splitlines())))
-            if len(reports) >= hosts:
-                if tell:
-                    lines = done.output.splitlines()
-                    self._tell([line for line in lines if read_report(line) is None])
-                return reports
-            self._check_ready()
-            time.sleep(_SSH_RETRY_S)
-        raise HostsLostError(f"{len(reports)} of {hosts} hosts answered by ssh ({done.problem})")
-
-    def _retry(self, command: list[str], what: str) -> None:
-        for _ in range(_SSH_TRIES):
-            done = tools.run(command)
-            if done.code == 0:
-                return
-            self._check_ready()
-            time.sleep(_SSH_RETRY_S)
-        raise HostsLostError(f"{what} fails ({done.problem})")
-
-    def _check_ready(self) -> State:
-        state = self._vm.state()
-        if state.phase != "ready":
-            raise HostsLostError(state.text)
-        return state
+            done = run_program(self._tpu.ssh(words))
+            lines = done.stdout.splitlines()
+            states = _read_reports(lines)
+            if len(states) >= hosts:
+                for line in lines if show else ():
+                    if not _REPORT.search(line):
+                        log(line)
+                return states
+            self._wait_for_ssh()
+        raise HostsLostError(f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})")
 
     def _follow(self) -> None:
         """Show the first host's log until its process ends; a lost connection is taken up again."""
-        failures, log = 0, FollowedLog(self._vm, self._say)
+        failures, seen = 0, 0
         while failures < _SSH_TRIES:
-            before = log.seen
-            if log.follow():
+            before = seen
+            ended, seen = self._tpu.follow_log(seen)
+            if ended:
                 return
-            self._check_ready()
-            failures = 1 if log.seen > before else failures + 1
-            time.sleep(_SSH_RETRY_S)
+            self._wait_for_ssh()
+            failures = 1 if seen > before else failures + 1
         raise HostsLostError("the connection to the first host breaks again and again")
 
-    def _tell(self, lines: list[str]) -> None:
-        for line in lines:
-            self._say(line)
-
-    def _where(self) -> str:
-        project = "" if self._vm.project is None else f" --project {self._vm.project}"
-        return f"--name {self._vm.name} --zone {self._vm.zone}{project}"
-
-    def _cost(self) -> str:
-        return f"The TPU costs until `maxmars launch tpu-vm delete {self._where()}`."
+    def _wait_for_ssh(self) -> None:
+        state = self._tpu.state()
+        if state.phase in ("gone", "leaving", "missing"):
+            raise HostsLostError(f"the TPU was preempted ({state.text})")
+        if state.phase != "ready":
+            raise HostsLostError(state.text)
+        time.sleep(self._tpu.poll_s)
 
 
-class FollowedLog:
-    """The log of the first host, line by line as it comes."""
-
-    def __init__(self, vm: TpuVm, say: Callable[[str], None]) -> None:
-        """Give each line to `say`, once."""
-        self._vm, self._say = vm, say
-        self.seen = 0
-
-    def follow(self) -> bool:
-        """Show lines until the host's process ends; False if the connection ended before."""
-        command = host_command(self._vm.name, f"follow {self.seen}")
-        with subprocess.Popen(
-            self._vm.ssh(command, worker="0"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as ssh:
-            assert ssh.stdout is not None
-            for line in ssh.stdout:
-                if read_report(line) is not None:
-                    return True
-                number, tab, text = line.rstrip("\n").partition("\t")
-                if tab and number.isdecimal() and int(number) > self.seen:
-                    self.seen = int(number)
-                    self._say(text)
-        return False
+def host_script(job: Job) -> str:
+    """The script on each host: the values of this run, then host.sh."""
+    values = {
+        "name": job.name,
+        "digest": job.source.digest,
+        "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
+        "constraints": CONSTRAINTS,
+        "setup": job.source.setup or "",
+    }
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    train = f"train=({shlex.join(job.python_arguments())})"
+    body = Path(__file__).with_name("host.sh").read_text()
+    return "\n".join(["#!/usr/bin/env bash", *lines, train, body])
 
 
-def write_files(job: Job, folder: Path) -> list[str]:
-    """Write the files that every host gets; the one with secrets can be read by the user only."""
-    stem = f"maxmars-{job.name}"
-    (folder / f"{stem}.tar.gz").write_bytes(job.source.archive)
-    (folder / f"{stem}.sh").write_text(host_script(job))
-    environment = folder / f"{stem}.env"
-    environment.touch(mode=0o600)
-    environment.write_text(job.environment_file(redacted=False))
-    return [str(folder / f"{stem}{end}") for end in (".tar.gz", ".sh", ".env")]
+def _environment_file(environment: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in environment)
 
 
-def describe(vm: TpuVm, job: Job) -> str:
+def _file_names(job: Job) -> list[str]:
+    """Files in the home directory of each host: the source, the script, the environment."""
+    return [f"maxmars-{job.name}{end}" for end in (".tar.gz", ".sh", ".env")]
+
+
+def _write_files(job: Job, folder: Path) -> list[str]:
+    source, script, environment = paths = [folder / name for name in _file_names(job)]
+    source.write_bytes(job.source.archive)
+    script.write_text(host_script(job))
+    environment.touch(mode=0o600)  # has the secrets
+    environment.write_text(_environment_file(job.environment.items()))
+    return [str(path) for path in paths]
+
+
+def describe(options: TpuOptions, job: Job) -> str:
     """All commands and files, as a bash script without secrets."""
-    stem = f"maxmars-{job.name}"
-    on_hosts = [host_command(job.name, words) for words in ("install", "start", "follow 0")]
-    commands = [vm.ssh(on_hosts[0]), vm.ssh(on_hosts[1]), vm.ssh(on_hosts[2], worker="0")]
-    delete = vm.delete_queued() if vm.queued else vm.delete()
-    wait = vm.describe_queued() if vm.queued else vm.describe()
-    files = [f"{stem}.tar.gz", f"{stem}.sh", f"{stem}.env"]
-    size_kb = len(job.source.archive) / 1000
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            "# What `maxmars launch tpu-vm` does; this was a dry run.",
-            "set -euo pipefail",
-            "",
-            f"# {files[0]}: {job.source.num_files} files of the checkout, {size_kb:.0f} kB",
-            f"cat >{files[1]} <<'END_OF_FILE'",
-            f"{host_script(job)}END_OF_FILE",
-            f"cat >{files[2]} <<'END_OF_FILE'",
-            f"{job.environment_file(redacted=True)}END_OF_FILE",
-            "",
-            "# Create the TPU, and wait until it is there:",
-            shlex.join(vm.create()),
-            shlex.join(wait),
-            "",
-            "# On all hosts at once: copy, install, start; then show the log of the first:",
-            shlex.join(vm.copy(files)),
-            *map(shlex.join, commands),
-            "",
-            "# After a preemption, and at `maxmars launch tpu-vm delete`:",
-            f"# {shlex.join(delete)}",
-            "",
-        ]
-    )
+    source, script, environment = files = _file_names(job)
+    kind: Kind = "queued-resources" if options.queued else "tpu-vm"
+    return f"""\
+#!/usr/bin/env bash
+# What `maxmars launch tpu-vm` does; this was a dry run.
+set -euo pipefail
 
+# {source}: {job.source.size}
+cat >{script} <<'END_OF_FILE'
+{host_script(job)}END_OF_FILE
+cat >{environment} <<'END_OF_FILE'
+{_environment_file((name, "<redacted>") for name in job.environment)}END_OF_FILE
 
-def ask_hosts(vm: TpuVm, words: str) -> dict[str, str]:
-    """State of the hosts after a command of the host script.
+# Create the TPU, and wait until it is there:
+{shlex.join(options.create())}
+{shlex.join(options.describe(kind))}
 
-    Raises:
-      ValueError: no host answers.
-    """
-    done = tools.run(vm.ssh(host_command(vm.name, words)))
-    reports = dict(filter(None, map(read_report, done.output.splitlines())))
-    if not reports:
-        raise ValueError(f"no host of {vm.name} answered: {done.problem}")
-    return reports
+# On all hosts at once: copy, install, start; then show the log of the first:
+{shlex.join(options.copy(files))}
+{shlex.join(options.ssh("install"))}
+{shlex.join(options.ssh("start"))}
+{shlex.join(options.ssh("follow 0", worker="0"))}
+
+# After a preemption, and at `maxmars launch tpu-vm delete`:
+# {shlex.join(options.delete(kind))}
+"""

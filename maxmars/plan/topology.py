@@ -15,11 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from maxmars.hlo import Collective
-from maxmars.plan.chips import CHIPS, Chip, Network
-
-GPUS_PER_HOST = 8
-_DIMENSIONS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+from maxmars.config.chips import CHIPS, GPUS_PER_HOST, Chip, Network
+from maxmars.plan.collectives import Collective
 
 # XLA's GPU compiler asks for the device's limits; the values are NVIDIA's for compute capability
 # 9.0 and the H100 SXM, whose arithmetic the H200 shares.
@@ -53,7 +50,7 @@ device_description_str: "NVIDIA {name}"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Chips to compile for, and how they hang together."""
+    """Chips to compile for, and the networks that join them."""
 
     name: str
     """As the user wrote it, such as `v5e:4x4`."""
@@ -91,14 +88,16 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
     """
     kind, _, size = name.partition(":")
     shape = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
-    if not shape or kind not in {*CHIPS, "cpu"} or len(shape) != _DIMENSIONS.get(kind, 1):
+    chip = CHIPS.get(kind)
+    axes = chip.topology_axes if chip is not None else None
+    if not shape or kind not in {*CHIPS, "cpu"} or len(shape) != (axes or 1):
         raise ValueError(
             f"--topology {name} is unknown; write a TPU slice as v5e:4x4, v6e:4x4, v4:2x2x4 or "
             "v5p:2x2x4, GPUs as h100:8 or h200:16, fake devices as cpu:8."
         )
     if num_slices < 1:
         raise ValueError(f"--num-slices {num_slices} must be at least 1.")
-    if kind not in _DIMENSIONS and num_slices > 1:
+    if axes is None and num_slices > 1:
         raise ValueError(
             f"--num-slices {num_slices} needs devices that come in slices, which {kind} devices do "
             "not; leave it out, or take a TPU topology such as v5e:4x4."
@@ -132,7 +131,7 @@ def _tpu_devices(name: str, kind: str, num_slices: int) -> Sequence[jax.Device]:
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this host need not have a TPU
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # keeps libtpu from guessing aloud
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # else libtpu guesses, and logs it
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     if kind == "v4":
@@ -141,7 +140,7 @@ def _tpu_devices(name: str, kind: str, num_slices: int) -> Sequence[jax.Device]:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"--topology {name} is no slice that libtpu knows; take one of those that Google Cloud "
+            f"--topology {name} is no slice that libtpu knows; take a slice that Google Cloud "
             f"lists for TPU {kind}. libtpu says: {str(error).splitlines()[0]}"
         ) from error
     return topology.devices

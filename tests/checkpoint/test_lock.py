@@ -1,5 +1,6 @@
 """One writer at a time: kernel locks, and leases on a store with conditional writes."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -7,14 +8,12 @@ import subprocess
 import sys
 import time
 
+import fake_gcs
 import pytest
 import tensorstore
 from etils import epath
 
-from maxmars import distributed
-from maxmars.checkpoint import lock as lock_module
-from maxmars.checkpoint.lease import Lease
-from maxmars.checkpoint.lock import FileLock, acquire
+from maxmars.checkpoint.lock import FileLock, Lease, acquire
 
 HOLD = """
 import sys, time
@@ -39,40 +38,50 @@ def test_the_kernel_frees_the_lock_of_a_killed_process(tmp_path):
             FileLock(path, patience_s=0.2)
         owner.send_signal(signal.SIGKILL)
         FileLock(path).release()
-    FileLock(path).release()
+    acquire(path / "new").release()
 
 
-def test_an_unreadable_record_is_no_obstacle(tmp_path):
+@pytest.mark.parametrize("record", ["no JSON", "[1]", "{}"])
+def test_a_damaged_record_is_no_obstacle(tmp_path, record):
     path = epath.Path(tmp_path)
-    (path / ".lock").write_text("no JSON")
+    (path / ".lock").write_text(record)
     lock = FileLock(path)
-    (path / ".lock").write_text("again")
+    (path / ".lock").write_text(record)
     with pytest.raises(ValueError, match="is being written by another run"):
         FileLock(path, patience_s=0.0)
     lock.release()
 
 
-def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
-    def refuse(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
-    FileLock(epath.Path(tmp_path)).release()
-    assert "has no locks (Function not implemented)" in caplog.text
-
-
-def test_other_processes_of_a_run_take_no_lock(tmp_path, monkeypatch):
-    path = epath.Path(tmp_path) / "new"
-    mine = acquire(path)
-    monkeypatch.setattr(distributed, "is_primary", lambda: False)
-    assert acquire(path) is None
-    monkeypatch.setattr(distributed, "everywhere", lambda ok: False)
-    with pytest.raises(OSError, match=r"process 0 could not open .*; it says why"):
-        acquire(path)
-    mine.release()
-
-
 DURATION_S = 0.4
+
+
+class Network:
+    """The way of one run to a store, with the accidents that it can meet."""
+
+    def __init__(self, store):
+        self.store = store
+        self.is_cut = False
+        self.loses_answer = False
+        self.other_writes = None
+        """What somebody else writes between our next read and our next write."""
+
+    def read(self, key):
+        if self.is_cut:
+            raise OSError("no network")
+        return self.store.read(key)
+
+    def write(self, key, value, if_equal):
+        if self.is_cut:
+            raise OSError("no network")
+        if self.other_writes is not None:
+            self.store.write(key, self.other_writes).result()
+            self.other_writes = None
+        written = self.store.write(key, value, if_equal=if_equal)
+        if self.loses_answer:
+            self.loses_answer = False
+            written.result()
+            raise OSError("no answer")
+        return written
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -85,8 +94,8 @@ def lease(store):
     return Lease(store, "gs://bucket/run", DURATION_S)
 
 
-def owner(store):
-    return json.loads(store.read("owner.json").result().value)
+def record(store):
+    return store.read("owner.json").result().value
 
 
 def test_a_lease_is_refused_while_its_owner_lives_and_free_when_released(store):
@@ -103,73 +112,95 @@ def test_a_lease_is_refused_while_its_owner_lives_and_free_when_released(store):
     assert time.monotonic() - started < DURATION_S
 
 
-def kill(owner):
-    """Stop renewing, as a killed process does."""
-    owner._stop.set()
-    owner._thread.join()
-
-
-def test_a_dead_owners_lease_is_taken_over_after_its_duration(store):
-    dead = lease(store)
-    kill(dead)
+def test_a_silent_owners_lease_is_taken_over_after_its_duration(store, caplog):
+    network = Network(store)
+    silent = lease(network)
+    network.is_cut = True
     started = time.monotonic()
     mine = lease(store)
     assert time.monotonic() - started > DURATION_S
-    assert owner(store)["token"] == mine._token
     with pytest.raises(OSError, match="lost its ownership of gs://bucket/run"):
-        dead.check()
-    mine.check()
-    dead.release()  # deletes its own generation only
-    assert owner(store)["token"] == mine._token
-    mine.release()
-
-
-def test_an_owner_that_slept_too_long_notices_that_it_lost(store):
-    sleeper = lease(store)
-    kill(sleeper)
-    mine = lease(store)
-    sleeper._renew()
-    assert sleeper._lost
+        silent.check()
+    network.is_cut = False  # it awakes, and sees that another run took over
+    deadline = time.monotonic() + 10
+    while "another run took over gs://bucket/run" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(OSError, match="lost its ownership"):
-        sleeper.check()
-    mine._renew()
+        silent.check()
+    silent.release()  # deletes nothing of the other
     mine.check()
     mine.release()
 
 
 def test_a_write_whose_answer_was_lost_is_not_a_loss(store):
-    mine = lease(store)
-    kill(mine)
-    mine._write(mine._generation)  # the new generation is forgotten
-    mine._renew()
-    assert not mine._lost
-    mine._renew()
+    network = Network(store)
+    mine = lease(network)
+    before = record(store)
+    network.loses_answer = True
+    time.sleep(2 * DURATION_S)
+    assert not network.loses_answer
     mine.check()
+    assert record(store) == before
     mine.release()
 
 
-class Busy:
-    """A store in which somebody else writes between our read and our write."""
-
-    def __init__(self, store, record):
-        self._store, self._record = store, record
-
-    def read(self, key):
-        return self._store.read(key)
-
-    def write(self, key, value, if_equal):
-        if self._record is not None:
-            self._store.write(key, self._record).result()
-            self._record = None
-        return self._store.write(key, value, if_equal=if_equal)
-
-
 def test_of_two_that_start_together_one_is_refused(store):
-    first = lease(store)
-    kill(first)
-    record = store.read("owner.json").result().value
+    network, other = Network(store), Network(store)
+    first = lease(other)
+    other.is_cut = True
+    network.other_writes = record(store)
     store.write("owner.json", None).result()
     started = time.monotonic()
-    second = lease(Busy(store, record))  # waits for the first, which is dead
+    second = lease(network)  # waits for the first, which is silent
     assert time.monotonic() - started > DURATION_S
     second.release()
+    first.release()
+
+
+CLIENT = """
+import json, time
+from maxmars.checkpoint import list_steps
+from maxmars.checkpoint.lock import Lease
+from maxmars.distributed.files import open_store
+directory = "gs://bucket/run/checkpoints"
+
+first = Lease(open_store(directory), directory, 1.0)
+time.sleep(0.5)  # renewed meanwhile
+try:
+    Lease(open_store(directory), directory, 1.0)
+    refused = None
+except ValueError as error:
+    refused = str(error)
+first.check()
+first.release()
+print(json.dumps([refused, list_steps(directory)]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)")
+def test_buckets_through_the_real_client():
+    """Every write names the generation that it replaces, and a step counts once it is committed.
+
+    The client reads where the server is at its first use: hence a process of its own.
+    """
+    with fake_gcs.serve() as server:
+        for name in ("3/meta/data.json", "3/commit_success.txt", "4/meta/data.json", "x/y"):
+            server.put(f"run/checkpoints/{name}", b"{}")
+        before = set(server.objects)
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            env=server.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    refused, steps = json.loads(done.stdout)
+    assert refused.startswith("gs://bucket/run/checkpoints is being written by process ")
+    assert steps == [3]
+    assert set(server.objects) == before
+    assert {name for name, _, _ in server.writes} == {"run/checkpoints/owner.json"}
+    assert all(wanted is not None for _, wanted, _ in server.writes)
+    assert server.writes[0][1] == 0
+    assert len(server.writes) >= 3  # made, renewed, deleted

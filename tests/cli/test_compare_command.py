@@ -1,3 +1,5 @@
+"""The command line of `maxmars compare`, its configs, and what it cannot do."""
+
 import json
 import runpy
 import typing
@@ -6,10 +8,9 @@ from pathlib import Path
 import pytest
 from tiny import short_config
 
-from maxmars.cli import compare, main
-from maxmars.cli.config_file import UsageError, load_config, split_positionals
-from maxmars.compare.record import open_record
+from maxmars.cli import main
 from maxmars.config import differences
+from maxmars.config.command_line import load_config, split_positionals
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 WORKDIR = ("--workdir", "nowhere")
@@ -35,36 +36,54 @@ def test_each_ablation_changes_one_field_of_mars(size):
     assert len({other.optimizer for other in others}) == len(others)
 
 
-@pytest.mark.slow
-def test_a_single_config_and_few_steps_end_with_an_evaluation(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
+@pytest.fixture
+def config_file(tmp_path):
+    """A config file with the choice `optimizer`, of a model and data that train in an instant."""
     short_config(tmp_path / "tokens")
-    config = tmp_path / "config.py"
-    config.write_text(
+    file = tmp_path / "config.py"
+    file.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from pathlib import Path\nfrom tiny import short_config\n\n"
-        f"def get_config():\n    return short_config(Path({str(tmp_path / 'tokens')!r}))\n"
+        "from pathlib import Path\nfrom typing import Literal\nfrom tiny import short_config\n"
+        "from maxmars.config import AdamWConfig, LionConfig\n\n"
+        "def get_config(optimizer: Literal['adamw', 'lion'] = 'adamw'):\n"
+        "    chosen = AdamWConfig() if optimizer == 'adamw' else LionConfig(learning_rate=1e-4)\n"
+        f"    return short_config(Path({str(tmp_path / 'tokens')!r}), optimizer=chosen)\n"
     )
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--optimizers", "adamw,lion"],
+            {"adamw": [3e-4, 6e-4, 1.2e-3, 2.4e-3], "lion": [5e-5, 1e-4, 2e-4, 4e-4]},
+        ),
+        (
+            ["--optimizers", "adamw,lion", "--learning-rates", "3e-3,1e-3"],
+            {"adamw": [1e-3, 3e-3], "lion": [1e-3, 3e-3]},
+        ),
+        ([], {"tiny": [3e-4, 6e-4, 1.2e-3, 2.4e-3]}),
+    ],
+)
+def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, capsys):
+    """What is compared is recorded before the first cell begins, which here is refused."""
     workdir = tmp_path / "out"
-    words = ["--steps", "3", "--eval.every", "100", "--seeds", "1", "--learning-rates", "1e-3"]
-    main(["compare", str(config), *words, "--workdir", str(workdir)])
-    printed = capsys.readouterr().out
-    assert "rate 0.001    seed 0  validation loss" in printed
-    assert "tiny was run at one rate only, so it is not tuned." in printed
-    lines = [line for line in printed.splitlines() if not line.startswith("report:")]
-    assert max(map(len, lines)) <= 80
-    (outcome,) = json.loads((workdir / "report.json").read_text())["outcomes"]
-    assert outcome["curves"][0]["tokens"] == [0, 3 * 256]
-    assert outcome["loss"]["low"] is None
+    words = [*words, "--model.max-seq-len", "1000", "--workdir", str(workdir)]
+    with pytest.raises(SystemExit):
+        main(["compare", config_file, *words])
+    assert "too few for one batch" in capsys.readouterr().err
+    assert json.loads((workdir / "compare.json").read_text())["compared"] == expected
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "maxmars compare needs a config file"),
+        ([], "maxmars compare needs a config, for example"),
         ([TINY], "maxmars compare needs --workdir DIR"),
         ([TINY, *WORKDIR, "--optimizers", "adamw,marss"], "optimizer=marss is not a choice"),
         ([TINY, *WORKDIR, "--optimizers", "mars,mars"], "must name optimizers, each once"),
+        ([TINY, *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
         (
             [f"{TINY}:optimizer=mars", *WORKDIR, "--optimizers", "adamw"],
             "names an optimizer itself",
@@ -73,6 +92,14 @@ def test_a_single_config_and_few_steps_end_with_an_evaluation(tmp_path, monkeypa
         ([TINY, *WORKDIR, "--seeds", "0"], "--seeds 0 must be at least 1"),
         ([TINY, *WORKDIR, "--steps", "0"], "--steps 0 must be at least 1"),
         ([TINY, *WORKDIR, "--baseline", "adamw"], "--baseline adamw is none of"),
+        (
+            ["compare_tiny", *WORKDIR, "--optimizers", "adamw,mars", "--baseline", "muon"],
+            "--baseline muon is none of adamw, mars",
+        ),
+        (
+            ["ablations:size=tiny", *WORKDIR, "--optimizers", "exact,mars", "--baseline", "muon"],
+            "--baseline muon is none of exact, mars",
+        ),
         ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no positive number"),
         ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
         ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
@@ -83,51 +110,6 @@ def test_what_cannot_be_compared(words, message, capsys):
         main(["compare", *words])
     assert stop.value.code in (1, 2)
     assert message in capsys.readouterr().err
-
-
-def test_learning_rates_for_all_and_by_name():
-    names = ["adamw", "mars"]
-    both = compare._given_rates("3e-3,1e-3", names)
-    assert both == {"adamw": (1e-3, 3e-3), "mars": (1e-3, 3e-3)}
-    own = compare._given_rates("adamw=1e-3,2e-3,mars=6e-3", names)
-    assert own == {"adamw": (1e-3, 2e-3), "mars": (6e-3,)}
-    assert compare._given_rates("mars=6e-3", names) == {"mars": (6e-3,)}
-
-
-def test_a_grid_is_extended_by_naming_the_new_rate_alone(tmp_path, monkeypatch):
-    seen = []
-
-    def stub(comparison, workdir):
-        seen.append({c.name: c.learning_rates for c in open_record(comparison, workdir).contenders})
-        return False
-
-    monkeypatch.setattr("maxmars.compare.comparison.compare", stub)
-    words = ["compare", TINY, "--optimizers", "adamw,mars", "--workdir", str(tmp_path)]
-    for rates in ([], ["--learning-rates", "adamw=0.5"], []):
-        with pytest.raises(SystemExit):
-            main([*words, *rates])
-    first, extended, again = seen
-    assert extended["mars"] == again["mars"] == first["mars"]
-    # The rates of finished cells join the grid; there are none.
-    assert extended["adamw"] == again["adamw"] == (0.5,)
-
-
-def test_the_grid_is_around_the_configs_own_rate():
-    configs = {"adamw": load_config(f"{TINY}:optimizer=adamw")}
-    (contender,) = compare._contenders(configs, {})
-    own = configs["adamw"].optimizer.learning_rate
-    assert contender.learning_rates == (own / 2, own, own * 2, own * 4)
-
-
-def test_contenders_are_named_after_what_differs():
-    specs = compare._with_optimizers([TINY], "adamw,mars")
-    assert specs == [f"{TINY}:optimizer=adamw", f"{TINY}:optimizer=mars"]
-    assert list(compare._by_name({s: load_config(s) for s in specs})) == ["adamw", "mars"]
-    one = f"{TINY}:optimizer=muon"
-    assert list(compare._by_name({one: load_config(one)})) == ["muon"]
-    assert list(compare._by_name({TINY: load_config(TINY)})) == ["compare-tiny-mars"]
-    with pytest.raises(UsageError, match="each once"):
-        compare._with_optimizers([TINY], "")
 
 
 def test_positionals_and_options_are_told_apart():

@@ -3,12 +3,10 @@ import os
 
 import pytest
 
-from maxmars.cli import main, plan
+from maxmars.cli import main
 
 CONFIG = """
-from maxmars.config import EvalConfig, GPT2Config, TrainConfig
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.config import EvalConfig, GPT2Config, MarsConfig, PythonSourcesConfig, TrainConfig
 
 def get_config():
     return TrainConfig(
@@ -52,6 +50,7 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     [
         ([], "maxmars plan needs --topology NAME"),
         (["--topology", "cpu:8", "--max-memory"], "a fake CPU device has no memory"),
+        (["--max-memory", "--topology", "cpu:8"], "a fake CPU device has no memory"),
         (["--topology", "cpu:8", "--max-memory", "0"], "must be a positive number of GB"),
         (["--topology", "cpu:8", "--num-slices", "2"], "devices that come in slices"),
         (["--topology", "cpu:8", "--mesh.fsdp", "3"], "needs a multiple of 3 devices"),
@@ -63,9 +62,3 @@ def test_what_cannot_be_planned(config_file, capsys, words, message):
         main(["plan", config_file, *words])
     assert stop.value.code in (1, 2)
     assert message in capsys.readouterr().err
-
-
-def test_a_bare_max_memory_means_the_chips():
-    assert plan._with_max_memory_value(["a.py", "--max-memory"]) == ["a.py", "--max-memory", "chip"]
-    given = ["--max-memory", "15.5", "a.py"]
-    assert plan._with_max_memory_value(given) == given

@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_config
 
 from maxmars.compare.cells import Cell, CellResult, Contender
-from maxmars.compare.search import best_rate, next_cells
+from maxmars.compare.search import best_rate, edge_of_grid, next_cells
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONTENDERS = [Contender(name=n, config=tiny_config(), learning_rates=GRID) for n in ("a", "b")]
@@ -14,7 +14,13 @@ CONTENDERS = [Contender(name=n, config=tiny_config(), learning_rates=GRID) for n
 
 def result(cell, loss):
     return CellResult(
-        cell=cell, loss=loss, diverged=None, step_time_s=0.1, seconds=1.0, batch_size=1
+        cell=cell,
+        loss=loss,
+        diverged=None,
+        step_time_s=0.1,
+        seconds=1.0,
+        initial_weights="",
+        tokens="",
     )
 
 
@@ -93,3 +99,10 @@ def test_a_best_rate_that_diverges_with_another_seed_loses():
 def test_losses_that_are_all_equal_come_to_an_end(seeds):
     _, results = search(lambda c: 2.0, seeds=seeds)
     assert len(results) == len(CONTENDERS) * (len(GRID) + 2 * (len(seeds) - 1))
+
+
+def test_the_rate_by_which_to_extend_a_grid():
+    (contender, _), rates = CONTENDERS, [edge_of_grid(CONTENDERS[0], rate) for rate in GRID]
+    assert rates == [("low", 5e-4), None, None, ("high", 1.6e-2)]
+    single = Contender(name="a", config=contender.config, learning_rates=(1e-3,))
+    assert edge_of_grid(single, 1e-3) == ("high", 2e-3)

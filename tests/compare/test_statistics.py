@@ -9,14 +9,7 @@ from tiny import tiny_config
 
 from maxmars.compare.cells import CellResult, Contender
 from maxmars.compare.search import best_rate, losses_at, next_cells
-from maxmars.compare.statistics import (
-    basin,
-    first_crossing,
-    holm,
-    mean_interval,
-    paired_test,
-)
-from maxmars.compare.summary import RatePoint, _basin
+from maxmars.compare.statistics import basin, first_crossing, holm, mean_interval, paired_test
 
 INF, CONFIG = math.inf, tiny_config()
 
@@ -73,18 +66,6 @@ def test_the_width_of_a_basin():
     assert basin(rates, [INF] * 4, 0.2) is None
 
 
-def test_a_basin_is_that_of_the_means_over_seeds():
-    """As the best rate is: here not the first seed's."""
-    rates = [
-        RatePoint(learning_rate=1e-3, losses=(1.90,)),
-        RatePoint(learning_rate=2e-3, losses=(1.97, 1.80, 1.81)),
-        RatePoint(learning_rate=4e-3, losses=(2.4,)),
-    ]
-    found = _basin(rates)
-    assert found.low == 1e-3
-    assert 2e-3 < found.high < 4e-3
-
-
 def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
     """Adjusted p and differences of made-up contenders, tuned and tested as real ones are.
 
@@ -106,7 +87,8 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
                 diverged=None,
                 step_time_s=None,
                 seconds=1.0,
-                batch_size=1,
+                initial_weights="",
+                tokens="",
             )
     at_best = [losses_at(c, best_rate(c, seeds, results), seeds, results) for c in contenders]
     tests = [paired_test(losses, at_best[0]) for losses in at_best[1:]]

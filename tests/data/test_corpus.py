@@ -1,19 +1,24 @@
 import gzip
 import json
+import re
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from maxmars.data import corpus as corpus_module
-from maxmars.data.corpus import Corpus, LocalFiles, PythonSources, Texts
+from maxmars.data.corpus import Corpus, PythonSources, Run, TextFiles, Texts
+
+ANYWHERE = re.compile(r"[\x00-\x7f]")
 
 
-def documents(corpus, file, skip=0):
-    return [(d.name, "".join(d.blocks)) for d in corpus.read(file, skip)]
+def documents(corpus, run):
+    return [(d.name, "".join(d.blocks)) for d in corpus.read(run)]
 
 
 def all_documents(corpus):
-    return [pair for file in range(len(corpus.files)) for pair in documents(corpus, file)]
+    return [pair for file in range(len(corpus.files)) for pair in documents(corpus, Run(file))]
 
 
 def write_jsonl(path, texts, field="text"):
@@ -40,25 +45,46 @@ def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "deep" / "c[1].txt").write_text("third")
     pattern = str(tmp_path / "**" / "*.txt")
-    corpus = LocalFiles([pattern, str(tmp_path / "a.txt")])
+    corpus = TextFiles([pattern, str(tmp_path / "a.txt")])
     assert isinstance(corpus, Corpus)
     texts = {"a.txt": "first", "b.txt": "zweite\r\nZeile ä", "deep/c[1].txt": "third"}
     assert all_documents(corpus) == list(texts.items())
-    assert corpus.num_bytes == sum(len(text.encode()) for text in texts.values())
-    assert documents(corpus, 0, skip=1) == []
-    only = LocalFiles([str(tmp_path / "deep" / "c[1].txt")])
+    assert corpus.num_bytes == [len(text.encode()) for text in texts.values()]
+    only = TextFiles([str(tmp_path / "deep" / "c[1].txt")])
     assert all_documents(only) == [("c[1].txt", "third")]
 
 
-def test_a_text_file_is_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 7)
-    (tmp_path / "a.txt").write_text("ä€𝄞" * 50)
-    corpus = LocalFiles([str(tmp_path / "a.txt")])
-    (document,) = corpus.read(0, 0)
-    blocks = list(document.blocks)
-    assert "".join(blocks) == "ä€𝄞" * 50
-    assert max(map(len, blocks)) <= 7
-    assert corpus.progress == (0, 1.0)
+@pytest.mark.parametrize("parts", [1, 2, 7, 100])
+def test_the_parts_of_a_text_are_the_text(tmp_path, parts):
+    text = "ä€𝄞 words \n" * 50
+    (tmp_path / "a.txt").write_text(text)
+    corpus = TextFiles([str(tmp_path / "a.txt")])
+    runs = [Run(0, part, parts, cut_after=ANYWHERE) for part in range(parts)]
+    found = [document for run in runs for document in corpus.read(run)]
+    assert [d.first for d in found] == [True] + [False] * (parts - 1)
+    assert [d.last for d in found] == [False] * (parts - 1) + [True]
+    read = [text for run in runs for _, text in documents(corpus, run)]
+    assert "".join(read) == text
+    if parts == 7:
+        assert max(map(len, read)) < 2 * len(text) // 7
+
+
+def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):
+    (tmp_path / "a.txt").write_text("ä€𝄞" * 500_000)
+    documents = TextFiles([str(tmp_path / "a.txt")]).read(Run(0))
+    blocks = list(next(documents).blocks)
+    assert "".join(blocks) == "ä€𝄞" * 500_000
+    assert max(len(block.encode()) for block in blocks) <= 2 << 20
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 99])
+def test_the_parts_of_lines_are_the_lines(tmp_path, parts):
+    texts = [f"{i} " * (i % 7) for i in range(60)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    corpus = TextFiles([str(tmp_path / "a.jsonl")])
+    found = [pair for part in range(parts) for pair in documents(corpus, Run(0, part, parts))]
+    assert found == all_documents(corpus)
+    assert [text for _, text in found] == texts
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
@@ -75,21 +101,26 @@ def test_files_with_many_documents(tmp_path, kind, field):
     if kind == "jsonl.zst":  # two frames, as some tools write them
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(compress_zstd(b"".join(part)) for part in (lines[:5], lines[5:])))
-    corpus = LocalFiles([str(path)], text_field=field)
-    expected = [(f"rows.{kind}:{i}", text) for i, text in enumerate(texts)]
+    corpus = TextFiles([str(path)], text_field=field)
+    if kind == "parquet":
+        places = range(len(texts))
+        parts = [pair for part in range(3) for pair in documents(corpus, Run(0, part, 3))]
+        assert parts == all_documents(corpus)
+    else:
+        lines = [len(json.dumps({field: text, "n": 1})) + 1 for text in texts]
+        places = [sum(lines[:i]) for i in range(len(lines))]
+    expected = [(f"rows.{kind}:{i}", text) for i, text in zip(places, texts, strict=True)]
     assert all_documents(corpus) == expected
-    assert documents(corpus, 0, skip=5) == expected[5:]
-    assert corpus.progress == (0, 1.0)
     with pytest.raises(ValueError, match=r"has no field 'body'.* by --text-field. It has .*n"):
-        all_documents(LocalFiles([str(path)], text_field="body"))
-    with pytest.raises(ValueError, match=r"field 'n' of .* holds a int, not text"):
-        all_documents(LocalFiles([str(path)], text_field="n"))
+        all_documents(TextFiles([str(path)], text_field="body"))
+    with pytest.raises(ValueError, match=r"has a value of type int in the field 'n', not text"):
+        all_documents(TextFiles([str(path)], text_field="n"))
 
 
 def test_files_of_several_kinds_are_one_corpus(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", ["x", "y"])
     (tmp_path / "a.txt").write_text("first")
-    corpus = LocalFiles([str(tmp_path / "*")])
+    corpus = TextFiles([str(tmp_path / "*")])
     assert corpus.files == ["a.txt", "b.jsonl"]
     assert [text for _, text in all_documents(corpus)] == ["first", "x", "y"]
 
@@ -99,17 +130,17 @@ def test_names_do_not_depend_on_where_the_files_are(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / "text" / f"{name}.txt").write_text(name)
     monkeypatch.chdir(tmp_path)
-    here, there = LocalFiles(["text/*.txt"]), LocalFiles([str(tmp_path / "text" / "*.txt")])
+    here, there = TextFiles(["text/*.txt"]), TextFiles([str(tmp_path / "text" / "*.txt")])
     assert all_documents(here) == all_documents(there) == [("a.txt", "a"), ("b.txt", "b")]
     assert here.fingerprint == there.fingerprint
 
 
 def test_fingerprints_follow_the_files(tmp_path):
     (tmp_path / "a.txt").write_text("first")
-    before = LocalFiles([str(tmp_path / "*")]).fingerprint
-    assert LocalFiles([str(tmp_path / "*")], text_field="other").fingerprint != before
+    before = TextFiles([str(tmp_path / "*")]).fingerprint
+    assert TextFiles([str(tmp_path / "*")], text_field="other").fingerprint != before
     (tmp_path / "a.txt").write_text("firsts")
-    assert LocalFiles([str(tmp_path / "*")]).fingerprint != before
+    assert TextFiles([str(tmp_path / "*")]).fingerprint != before
     assert Texts([("a", "b")]).fingerprint != Texts([("a", "c")]).fingerprint
     assert PythonSources().fingerprint == PythonSources().fingerprint
 
@@ -130,6 +161,8 @@ def test_fingerprints_follow_the_files(tmp_path):
         ("a.jsonl.zst", b"no zstd", "is damaged or cut short"),
         ("a.parquet", b"no parquet", "is no Parquet file, or a damaged one"),
         ("a.csv", b"a,b", r"must end in \.txt, \.jsonl"),
+        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1 is nested too deeply"),
+        ("a.jsonl", b'{"text": ' + b'{"a":' * 200_000, r"line 1 is nested too deeply"),
     ],
 )
 def test_damaged_files(tmp_path, name, content, message):
@@ -137,33 +170,72 @@ def test_damaged_files(tmp_path, name, content, message):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        all_documents(LocalFiles([str(tmp_path / name)]))
+        all_documents(TextFiles([str(tmp_path / name)]))
 
 
 def test_zstd_that_is_cut_short(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(compress_zstd(b'{"text": "a"}\n' * 1000)[:-5])
     with pytest.raises(ValueError, match="is damaged or cut short"):
-        all_documents(LocalFiles([str(path)]))
+        all_documents(TextFiles([str(path)]))
 
 
-def test_the_byte_of_an_error_counts_from_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 4)
-    (tmp_path / "a.txt").write_bytes("ä".encode() * 9 + b"\xff")
-    with pytest.raises(ValueError, match="byte 18"):
-        all_documents(LocalFiles([str(tmp_path / "a.txt")]))
+def test_the_byte_of_an_error_counts_from_the_start(tmp_path):
+    (tmp_path / "a.txt").write_bytes("ä".encode() * 1_000_000 + b"\xff")
+    with pytest.raises(ValueError, match="byte 2000000"):
+        all_documents(TextFiles([str(tmp_path / "a.txt")]))
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_the_line_of_an_error_counts_from_the_start(tmp_path, part):
+    lines = ['{"text": "a"}\n'] * 90
+    lines[10 + 30 * part] = "no JSON at all\n"
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    corpus = TextFiles([str(tmp_path / "a.jsonl")])
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line {11 + 30 * part} is no JSON"):
+        documents(corpus, Run(0, part, 3))
+
+
+@pytest.mark.slow
+def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
+    """A process with 700 MB of memory for data reads it."""
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"text": "a"}\n{"text": "')
+        for _ in range(1500):
+            file.write(b"a" * 1_000_000)
+    code = (
+        "import resource, sys; from maxmars.data.corpus import Run, TextFiles;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (700 << 20, 700 << 20));"
+        "list(TextFiles(sys.argv[1:]).read(Run(0)))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "bomb.jsonl.gz")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert "ValueError: " in result.stderr
+    assert "bomb.jsonl.gz, line 2 is longer than 67 MB; make it several docu" in result.stderr
 
 
 def test_no_such_file(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     with pytest.raises(FileNotFoundError, match=r"no file matches '.*\*\.md'"):
-        LocalFiles([str(tmp_path / "a.txt"), str(tmp_path / "*.md")])
+        TextFiles([str(tmp_path / "a.txt"), str(tmp_path / "*.md")])
+
+
+def test_a_directory_is_no_file(tmp_path):
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"texts is a directory without files of text"):
+        TextFiles([str(tmp_path / "texts")])
+    (tmp_path / "texts" / "deep" / "a.jsonl").write_text("{}")
+    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts/\*\*/\*\.jsonl'"):
+        TextFiles([str(tmp_path / "texts")])
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts/\*\.txt'"):
+        TextFiles([f"{tmp_path / 'texts'}/"])
 
 
 def test_python_sources_are_the_standard_library():
     corpus = PythonSources()
-    file = corpus.files.index("abc.py")
-    ((name, text),) = documents(corpus, file)
+    ((name, text),) = documents(corpus, Run(corpus.files.index("abc.py")))
     assert name == "abc.py"
-    assert text == Path(corpus_module.python_root(), "abc.py").read_text()
-    assert documents(corpus, file, skip=1) == []
+    assert text == Path(sysconfig.get_path("stdlib"), "abc.py").read_text()
+    assert list(corpus.files) == sorted(corpus.files)
+    assert not any("site-packages" in name or "/test/" in name for name in corpus.files)

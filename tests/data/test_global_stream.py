@@ -1,18 +1,19 @@
 """The stream is one function of (seed, index), however the work of reading it is dealt out."""
 
 import hashlib
+import itertools
 from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import pytest
 from token_directories import write_shards
 
 from maxmars.config import MeshConfig
-from maxmars.data.examples import training_examples
-from maxmars.data.pipeline import ReadAhead, TrainRows
-from maxmars.data.streams import TokenShards
-from maxmars.sharding import local_rows, make_mesh
+from maxmars.data.sampling import process_batches, read_places, training_examples
+from maxmars.data.token_files import TokenShards
+from maxmars.distributed.sharding import local_rows, make_mesh
 
 LENGTH, SEED = 16, 5
 SETTINGS = 100
@@ -70,19 +71,14 @@ def run(
     found = np.full((num_steps, batch_size, LENGTH + 1), -1, np.int32)
     for devices in np.split(np.array(jax.devices()), num_processes):
         rows = local_rows(mesh, microbatches, devices.tolist())
-        source = TrainRows(
-            examples_of(directory, kind, order),
-            rows,
-            global_batch_size=batch_size,
-            position=position,
-        )
-        local = ReadAhead(source.__next__, prefetch)
-        for step in range(num_steps):
-            read = next(local).reshape(rows.size, -1)
+        batches = process_batches(
+            examples_of(directory, kind, order), rows, batch_size, position
+        ).to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch))
+        for step, batch in enumerate(itertools.islice(batches, num_steps)):
+            read = batch["tokens"].reshape(rows.size, -1)
             before = found[step, rows.ravel()]
             assert np.all((before == -1) | (before == read))  # rows that two processes hold agree
             found[step, rows.ravel()] = read
-        local.close()
     return found.reshape(-1, LENGTH + 1)
 
 
@@ -99,7 +95,8 @@ def test_random_settings_give_the_same_global_stream(directory, kind, order):
         seen.add((setting["num_processes"], setting["microbatches"], setting["prefetch"]))
     found = np.concatenate(parts)
     examples = examples_of(directory, kind, order)
-    assert np.array_equal(found, [examples[i] for i in range(position)])
+    expected = read_places([examples[i] for i in range(position)])
+    assert np.array_equal(found, expected["tokens"])
     assert hashlib.sha256(found[:1000].tobytes()).hexdigest() == DIGESTS[kind, order]
     assert position > 1000  # 90 windows are an epoch of the first stream
     assert len(seen) > 60

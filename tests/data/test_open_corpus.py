@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from fake_hub import fake_hub
 
-from maxmars.data.corpus import LocalFiles, PythonSources
+from maxmars.data.corpus import PythonSources, Run, TextFiles
 from maxmars.data.open_corpus import PRESETS, TfdsCorpus, open_corpus
 from maxmars.data.prepare import prepare
-from maxmars.data.streams import TokenShards
+from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"text {i} ä\n" for i in range(250)]
 
 
-def texts_of(corpus, skip=0):
-    return [
-        text for f in range(len(corpus.files)) for d in corpus.read(f, skip) for text in d.blocks
-    ]
+def texts_of(corpus, parts=1):
+    runs = [Run(f, part, parts) for f in range(len(corpus.files)) for part in range(parts)]
+    return [text for run in runs for d in corpus.read(run) for text in d.blocks]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_tfds(tfds_dir):
     corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
     assert len(corpus.files) == 3
     assert texts_of(corpus) == TEXTS
-    assert len(texts_of(corpus, skip=7)) == 250 - 21
+    assert texts_of(corpus, parts=7) == TEXTS
     assert texts_of(open_corpus("tfds:prose:test", data_dir=tfds_dir)) == ["a", "b", "c"]
     assert texts_of(open_corpus("tfds:prose:1.0.0:test", data_dir=tfds_dir)) == ["a", "b", "c"]
     assert texts_of(open_corpus("tfds:prose:1.0.0", data_dir=tfds_dir)) == TEXTS
@@ -67,7 +66,8 @@ def test_tfds(tfds_dir):
 
 def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
     corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
-    metadata = prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), source="tfds:prose")
+    options = {"source": "tfds:prose", "workers": 1, "task_bytes": 1000}
+    metadata = prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), **options)
     found = {}
     for name, split in metadata.splits.items():
         tokens = TokenShards(tmp_path / "out", name).read(0, split.num_tokens)
@@ -93,9 +93,10 @@ def test_tfds_errors(tfds_dir, name, field, error, message):
 
 def test_tfds_loads_no_tensorflow(tfds_dir):
     code = (
-        "import sys; from maxmars.data.open_corpus import open_corpus;"
+        "import sys; from maxmars.data.corpus import Run;"
+        "from maxmars.data.open_corpus import open_corpus;"
         f"corpus = open_corpus('tfds:prose', data_dir={tfds_dir!r});"
-        "assert len(list(corpus.read(0, 0))); assert 'tensorflow' not in sys.modules"
+        "assert len(list(corpus.read(Run(0)))); assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -161,13 +162,14 @@ def hub(tmp_path):
 
 PROGRAM = """
 import json, sys
+from maxmars.data.corpus import Run
 from maxmars.data.open_corpus import open_corpus
 found = {}
 for source in sys.argv[1:]:
     try:
         corpus = open_corpus(source)
         files = range(len(corpus.files))
-        found[source] = [[b for d in corpus.read(f, 0) for b in d.blocks] for f in files]
+        found[source] = [[b for d in corpus.read(Run(f)) for b in d.blocks] for f in files]
         assert corpus.fingerprint == open_corpus(source).fingerprint
     except Exception as error:
         found[source] = f"{type(error).__name__}: {error}"
@@ -196,7 +198,11 @@ def test_a_local_directory_of_a_dataset(tmp_path):
     write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:9], field="content")
     corpus = open_corpus(f"hf:{tmp_path / 'set'}::train", text_field="content")
     assert texts_of(corpus) == TEXTS[:9]
-    assert texts_of(corpus, skip=2) == TEXTS[2:5] + TEXTS[7:9]
+    options = {"source": "hf", "workers": 1, "validation_fraction": 0.0}
+    prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), **options)
+    tokens = TokenShards(tmp_path / "out", "train")
+    text = ByteTokenizer().decode(tokens.read(0, tokens.num_tokens))
+    assert text.split("<|endoftext|>")[:-1] == TEXTS[:9]
     with pytest.raises(ValueError, match=r"has no field 'text'.*It has content, n"):
         texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
 
@@ -218,7 +224,7 @@ def test_parquet_without_the_extra(monkeypatch, tmp_path):
 def test_other_sources(tmp_path, tfds_dir):
     (tmp_path / "a.txt").write_text("a")
     assert isinstance(open_corpus("python"), PythonSources)
-    assert isinstance(open_corpus(str(tmp_path / "*.txt")), LocalFiles)
+    assert isinstance(open_corpus(str(tmp_path / "*.txt")), TextFiles)
     assert isinstance(open_corpus("tfds:prose", data_dir=tfds_dir), TfdsCorpus)
     with pytest.raises(ValueError, match=r"write hf:REPO\[:config\]\[:split\]"):
         open_corpus("hf:a/b:c:d:e")

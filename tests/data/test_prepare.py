@@ -11,15 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxmars.data import corpus as corpus_module
-from maxmars.data import prepare as prepare_module
-from maxmars.data import tokenize as tokenize_module
-from maxmars.data.corpus import Document, LocalFiles, PythonSources, Texts
-from maxmars.data.partial_directory import PartialDirectory
+from maxmars.data.corpus import PythonSources, TextFiles
 from maxmars.data.prepare import prepare, prepare_python_sources
-from maxmars.data.sources import Split, read_metadata
-from maxmars.data.streams import TokenShards
-from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_in
+from maxmars.data.sources import read_metadata
+from maxmars.data.token_files import TokenShards
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_of_tokens
 
 EOT = ByteTokenizer.eot
 
@@ -34,28 +30,29 @@ def run(docs, out, **options):
 
 def read(out, split):
     shards = TokenShards(out, split)
-    shards.verify()
+    for shard in shards.metadata.splits[split].shards:
+        assert hashlib.sha256((out / shard.file).read_bytes()).hexdigest() == shard.sha256
     return shards.read(0, shards.num_tokens)
 
 
 def pieces(tokens):
     """The texts between the end-of-text tokens."""
     assert tokens[-1] == EOT
-    return "".join(chr(t) if t != EOT else "\n" for t in tokens).split("\n")[:-1]
+    return "".join(chr(t) if t != EOT else "\0" for t in tokens).split("\0")[:-1]
 
 
 def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
+def is_held_out(name, fraction):
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
+
+
 def test_whole_documents_go_to_one_split(tmp_path):
     docs = documents(250)
     metadata = run(docs, tmp_path / "out", validation_fraction=0.3)
-    val = [
-        text
-        for name, text in docs
-        if int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < 0.3 * 2**64
-    ]
+    val = [text for name, text in docs if is_held_out(name, 0.3)]
     assert 50 < len(val) < 100
     assert pieces(read(tmp_path / "out", "val")) == val
     assert pieces(read(tmp_path / "out", "train")) == [t for _, t in docs if t not in set(val)]
@@ -65,27 +62,49 @@ def test_whole_documents_go_to_one_split(tmp_path):
     assert metadata.splits["val"].num_tokens == 21 * len(val)
 
 
-def test_split_of_a_document_does_not_depend_on_the_others(tmp_path):
-    docs = documents(400)
-    run(docs[:200], tmp_path / "a")
-    run(docs[100:], tmp_path / "b")
-    a, b = (set(pieces(read(tmp_path / name, "val"))) for name in "ab")
-    both = {text for _, text in docs[100:200]}
-    assert a & both == b & both != set()
+@pytest.mark.parametrize("fraction", [1e-12, 1 - 1e-12])
+@pytest.mark.parametrize("count", [2, 50])
+def test_where_no_hash_decides_one_document_is_held_out(tmp_path, fraction, count):
+    docs, out = documents(count), tmp_path / "out"
+    metadata = run(docs, out, validation_fraction=fraction, task_bytes=60)
+    lowest = min(docs, key=lambda doc: hashlib.sha256(doc[0].encode()).digest())[1]
+    assert pieces(read(out, "val")) == [lowest]
+    assert pieces(read(out, "train")) == [text for _, text in docs if text != lowest]
+    listed = {shard.file for split in metadata.splits.values() for shard in split.shards}
+    assert {path.name for path in out.glob("*_0*.bin")} == listed
 
 
-@pytest.mark.parametrize("count", [1, 2, 99])
-def test_few_documents_give_their_ends(tmp_path, count):
-    docs = documents(count, length=30)
-    metadata = run(docs, tmp_path / "out")
-    assert pieces(read(tmp_path / "out", "train")) == [text[:27] for _, text in docs]
-    assert pieces(read(tmp_path / "out", "val")) == [text[27:] for _, text in docs]
-    assert metadata.splits["val"].num_documents == count
+@pytest.mark.parametrize(
+    ("text", "val"),
+    [
+        ("x" * 30, "xxx"),
+        ("line\n" * 20, "line\nline\n"),
+        ("a" * 90 + "\n" + "b" * 9, "b" * 9),
+        ("ä" * 20, "ää"),
+    ],
+)
+def test_an_only_document_gives_its_end(tmp_path, text, val):
+    run([("a", text)], tmp_path / "out")
+    found = [read(tmp_path / "out", split) for split in ("train", "val")]
+    texts = [ByteTokenizer().decode(tokens[:-1]) for tokens in found]
+    assert texts == [text.removesuffix(val), val]
+    assert [tokens[-1] for tokens in found] == [EOT, EOT]
 
 
-def test_border_between_the_two_rules(tmp_path):
-    run(documents(100), tmp_path / "out")
-    assert {len(text) for text in pieces(read(tmp_path / "out", "val"))} == {20}
+@pytest.mark.parametrize("task_bytes", [None, 37, 1000])
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_texts_give_their_ends_from_a_line_break_on(tmp_path, count, task_bytes):
+    for k in range(1, count + 1):
+        text = "".join(f"wörd{i * k} {i}\n" for i in range(50))
+        (tmp_path / f"{k}.txt").write_text(text)
+    run(TextFiles([str(tmp_path / "*.txt")]), tmp_path / "out", task_bytes=task_bytes)
+    for i, path in enumerate(sorted(tmp_path.glob("*.txt"))):
+        data = path.read_bytes()
+        border = data.index(b"\n", int(len(data) * 0.9) - 1) + 1
+        for split, part in (("train", data[:border]), ("val", data[border:])):
+            tokens = read(tmp_path / "out", split)
+            found = np.split(tokens, np.flatnonzero(tokens == EOT) + 1)[i]
+            assert bytes(found[:-1].astype(np.uint8)) == part
 
 
 def test_no_validation(tmp_path):
@@ -101,23 +120,17 @@ def test_empty_documents_are_left_out(tmp_path):
     assert pieces(read(tmp_path / "out", "train")) == ["x" * 45]
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 7, 21, 22, 1000])
-def test_shards_are_one_stream(tmp_path, shard_tokens):
-    run(documents(8), tmp_path / "whole")
-    metadata = run(documents(8), tmp_path / "parts", shard_tokens=shard_tokens)
+@pytest.mark.parametrize("options", [{"shard_tokens": 1}, {"shard_tokens": 22}, {"task_bytes": 50}])
+def test_shards_are_one_stream(tmp_path, options):
+    whole = run(documents(20), tmp_path / "whole", validation_fraction=0.4)
+    metadata = run(documents(20), tmp_path / "parts", validation_fraction=0.4, **options)
     for split in ("train", "val"):
         tokens = read(tmp_path / "parts", split)
         assert np.array_equal(tokens, read(tmp_path / "whole", split))
         sizes = [shard.num_tokens for shard in metadata.splits[split].shards]
-        assert sizes[:-1] == [shard_tokens] * (len(sizes) - 1)
-        assert 0 < sizes[-1] <= shard_tokens
-        assert metadata.splits[split].shards[0].file == f"{split}_00000.bin"
-
-
-def test_same_documents_same_bytes(tmp_path):
-    run(documents(120), tmp_path / "a", command="maxmars data prepare")
-    run(iter(documents(120)), tmp_path / "b", command="maxmars data prepare")
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+        assert len(sizes) > 1
+        assert max(sizes) <= options.get("shard_tokens", 63)
+        assert metadata.splits[split].documents == whole.splits[split].documents
 
 
 class WideTokenizer(ByteTokenizer):
@@ -125,35 +138,59 @@ class WideTokenizer(ByteTokenizer):
     eot = 69_999
 
 
-@pytest.mark.parametrize("count", [3, 120])
-def test_large_vocabulary_is_uint32(tmp_path, count):
-    metadata = run(documents(count), tmp_path / "out", tokenizer=WideTokenizer())
+def test_large_vocabulary_is_uint32(tmp_path):
+    metadata = run(documents(30), tmp_path / "out", tokenizer=WideTokenizer())
     assert metadata.dtype == "uint32"
     assert read(tmp_path / "out", "train")[-1] == 69_999
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, monkeypatch, workers):
-    """Token for token, and back to the same text, although long documents are cut for workers."""
-    tiktoken = pytest.importorskip("tiktoken")
+@pytest.fixture
+def gpt2(reference_dir, monkeypatch):
+    pytest.importorskip("tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    pattern = str(reference_dir / "data" / "*.txt")
-    tokenizer = GPT2Tokenizer()
-    metadata = run(LocalFiles([pattern]), tmp_path / "out", tokenizer=tokenizer, workers=workers)
+    return GPT2Tokenizer()
+
+
+@pytest.mark.parametrize(("workers", "task_bytes"), [(0, None), (2, 300_000)])
+def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, gpt2, workers, task_bytes):
+    """Token for token, although long texts are cut for tasks."""
+    import tiktoken
+
+    corpus = TextFiles([str(reference_dir / "data" / "*.txt")])
+    options = {"workers": workers, "task_bytes": task_bytes, "tokenizer": gpt2}
+    metadata = run(corpus, tmp_path / "out", **options)
     assert (metadata.tokenizer, metadata.vocab_size) == ("gpt2", 50257)
-    assert metadata.tokenizer_digest == tokenizer.digest
+    assert metadata.tokenizer_digest == gpt2.digest
     encoding = tiktoken.get_encoding("gpt2")
     streams = [read(tmp_path / "out", split) for split in ("train", "val")]
     splits = [np.split(stream, np.flatnonzero(stream == 50256) + 1) for stream in streams]
     paths = sorted((reference_dir / "data").glob("*.txt"))
     assert len(paths) >= 3
     for path, train, val in zip(paths, *(split[:-1] for split in splits), strict=True):
-        text = path.read_text()
-        found = np.concatenate([train[:-1], val[:-1]])
-        assert found.tolist() == encoding.encode_ordinary(text)
-        assert len(val) - 1 == int(len(found) * 0.1)
-        assert encoding.decode(found.tolist()) == text
-        assert text.startswith(tokenizer.decode(found[:5000]))
+        data = path.read_bytes()
+        border = data.index(b"\n", int(len(data) * 0.9) - 1) + 1
+        assert train[:-1].tolist() == encoding.encode_ordinary(data[:border].decode())
+        assert val[:-1].tolist() == encoding.encode_ordinary(data[border:].decode())
+
+
+def test_odd_texts_are_cut_where_tokens_do_not_change(tmp_path, gpt2):
+    draw = np.random.default_rng(0)
+    text = "".join(draw.choice(list("ab1.'s \n\t\u00a0\u3000é—"), 1000))
+    (tmp_path / "odd.txt").write_text(text)
+    corpus = TextFiles([str(tmp_path / "odd.txt")])
+    for task_bytes in (30, 333):
+        out = tmp_path / str(task_bytes)
+        run(corpus, out, task_bytes=task_bytes, tokenizer=gpt2, validation_fraction=0.0)
+        assert read(out, "train")[:-1].tolist() == gpt2.encode(text).tolist()
+
+
+def test_a_text_that_cannot_be_cut_is_one_task(tmp_path):
+    (tmp_path / "a.txt").write_text("ä" * 299)
+    run(TextFiles([str(tmp_path / "a.txt")]), tmp_path / "out", task_bytes=20)
+    tokens = [read(tmp_path / "out", split)[:-1] for split in ("train", "val")]
+    assert ByteTokenizer().decode(np.concatenate(tokens)) == "ä" * 299
+    assert [len(t) % 2 for t in tokens] == [0, 0]  # no character is cut in two
+    assert read_metadata(tmp_path / "out").splits["train"].num_documents == 1
 
 
 def test_json_tokenizer(tmp_path):
@@ -171,177 +208,98 @@ def test_json_tokenizer(tmp_path):
         assert metadata.splits["train"].num_documents == 1  # a text without tokens is left out
         assert (metadata.tokenizer, metadata.eot_token) == ("tokenizer.json", "</s>")
         assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
-        found = tokenizer_in(out, metadata.tokenizer, metadata.eot_token)
+        found = tokenizer_of_tokens(out, metadata.tokenizer)
         assert found.digest == metadata.tokenizer_digest
 
 
-def test_refuses_an_existing_directory(tmp_path):
-    (tmp_path / "out").mkdir()
+class Failing(ByteTokenizer):
+    """Cannot tokenise one text."""
 
-    never = Failing(documents(3))
-    never.stop = 0
-    with pytest.raises(FileExistsError, match="out exists; delete it or choose another name"):
-        run(never, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    def __init__(self, text):
+        self.text = text
 
-
-class Failing(Texts):
-    """Texts that cannot be read further than the document `stop`."""
-
-    stop: int | None = None
-
-    def read(self, file, skip):
-        for number, document in enumerate(super().read(file, skip), skip):
-            if number == self.stop:
-                raise KeyboardInterrupt
-            yield document
+    def encode(self, text):
+        if text == self.text:
+            raise KeyboardInterrupt
+        return super().encode(text)
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    """A batch for every few documents, so that tests need little text."""
-    monkeypatch.setattr(tokenize_module, "BATCH_CHARACTERS", 100)
-
-
-def litter(partial):
-    """What a run wrote after it had last saved its state may be anything."""
-    finished = set()
-    if (partial / "state.json").exists():
-        splits = json.loads((partial / "state.json").read_text())["splitter"]["splits"]
-        finished = {shard["file"] for split in splits.values() for shard in split["shards"]}
-    for path in [*(partial / "content").iterdir(), partial / "content" / "train_09999.bin"]:
-        if path.name not in finished:
-            with path.open("ab") as file:
-                file.write(b"junk")
-
-
-@pytest.mark.parametrize("shard_tokens", [500, 10_000])
-@pytest.mark.parametrize(("count", "stops"), [(250, [0, 40, 99, 130, 249]), (60, [7, 59])])
-def test_an_interrupted_run_is_continued(
-    tmp_path, monkeypatch, small_batches, shard_tokens, count, stops
-):
-    monkeypatch.setattr(prepare_module, "_SAVE_EVERY_S", 0)
-    run(documents(count), tmp_path / "whole", shard_tokens=shard_tokens)
-    for stop in stops:
-        texts = Failing(documents(count))
-        texts.stop = stop
+@pytest.mark.parametrize("record_tokens", [None, 64])
+def test_an_interrupted_run_is_continued(tmp_path, capfd, record_tokens):
+    docs, out = documents(250), tmp_path / "out"
+    options = {"task_bytes": 500, "record_tokens": record_tokens}
+    run(docs, tmp_path / "whole", **options)
+    for stop in (0, 40, 249):
         with pytest.raises(KeyboardInterrupt):
-            run(texts, tmp_path / "out", shard_tokens=shard_tokens)
-        assert not (tmp_path / "out").exists()
-        litter(tmp_path / "out.partial")
-    texts = Failing(documents(count))
-    run(texts, tmp_path / "out", shard_tokens=shard_tokens)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
+            run(docs, out, tokenizer=Failing(docs[stop][1]), **options)
+        with pytest.raises(FileNotFoundError, match=r"out is unfinished; run its .* again"):
+            read_metadata(out)
+    # What a killed process was writing may be anything.
+    (out / ".train_00009.bin.1234.tmp").write_bytes(b"junk")
+    (out / "tasks" / "00002.json").write_text("{")
+    run(docs, out, **options)
+    assert "out: 9 of 10 tasks are done" in capfd.readouterr().err
+    assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_what_is_finished_is_not_read_again(tmp_path, monkeypatch, small_batches):
-    texts, read = Failing(documents(250)), []
-    texts.stop = 200
+def begin(out, **options):
+    """Leave an unfinished preparation of 250 documents."""
+    docs = documents(250)
     with pytest.raises(KeyboardInterrupt):
-        run(texts, tmp_path / "out", shard_tokens=100)
-    real = Texts.read
-
-    def counting(self, file, skip):
-        read.append(skip)
-        return real(self, file, skip)
-
-    monkeypatch.setattr(Texts, "read", counting)
-    run(Texts(documents(250)), tmp_path / "out", shard_tokens=100)
-    assert 180 < read[0] < 200
+        run(docs, out, tokenizer=Failing(docs[-1][1]), **options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_tokens": 77}, "shard_tokens was 500, now 77"),
+        ({"shard_tokens": 77}, "shard_tokens was 100000000, now 77"),
         ({"validation_fraction": 0.2}, r"validation_fraction was 0\.1, now 0\.2"),
         ({"source": "another"}, "source was 'a test', now 'another'"),
-        ({"part": (0, 2)}, r"part was None, now \[0, 2\]"),
+        ({"record_tokens": 9}, "record_tokens was None, now 9"),
+        ({"task_bytes": 1000}, "task_bytes was 500, now 1000"),
     ],
 )
-def test_other_arguments_do_not_continue(tmp_path, small_batches, options, message):
-    texts = Failing(documents(250))
-    texts.stop = 200
-    with pytest.raises(KeyboardInterrupt):
-        run(texts, tmp_path / "out", shard_tokens=500)
+def test_other_arguments_do_not_continue(tmp_path, options, message):
+    begin(tmp_path / "out", task_bytes=500)
     with pytest.raises(ValueError, match=f"other arguments: .*{message}.*delete that directory"):
-        run(documents(250), tmp_path / "out", **({"shard_tokens": 500} | options))
+        run(documents(250), tmp_path / "out", **({"task_bytes": 500} | options))
     with pytest.raises(ValueError, match="other arguments: corpus was"):
-        run(documents(251), tmp_path / "out", shard_tokens=500)
-    run(documents(250), tmp_path / "out", shard_tokens=500)
+        run(documents(251), tmp_path / "out", task_bytes=500)
+    run(documents(250), tmp_path / "out", task_bytes=500)
 
 
-def test_full_disk_while_writing_can_be_continued(tmp_path, monkeypatch):
-    def fsync(fd):
-        raise OSError(28, "No space left on device")
+def test_other_arguments_may_follow_where_nothing_was_done(tmp_path):
+    begin(tmp_path / "out")
+    run(documents(251), tmp_path / "out", shard_tokens=700)
+    run(documents(251), tmp_path / "whole", shard_tokens=700)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="No space left"):
+
+@pytest.mark.parametrize("name", ["meta.json", "mine"])
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out exists.*; delete it or choose another name"):
         run(documents(3), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    monkeypatch.undo()
+    assert contents(tmp_path / "out") == {name: b"mine"}
+
+
+def test_what_a_killed_last_step_left_is_removed(tmp_path):
+    """It was killed when meta.json was there and the rest not yet gone."""
     run(documents(3), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_too_small_a_disk_is_said_before_anything_is_read(tmp_path, monkeypatch):
-    usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(prepare_module.shutil, "disk_usage", lambda path: usage)
-    texts = Failing(documents(250))
-    texts.stop = 0
-    with pytest.raises(ValueError, match=r"need about .* GB in .*, which has 0\.0 GB free"):
-        run(texts, tmp_path / "out")
-    monkeypatch.undo()
-    run(documents(250), tmp_path / "out", shard_tokens=5000)  # other arguments: nothing was saved
-
-
-def test_two_cannot_prepare_one_target_at_once(tmp_path):
-    class Overtaken(Texts):
-        def read(self, file, skip):
-            with pytest.raises(FileExistsError, match=rf"process {os.getpid()} is preparing"):
-                run([("fast", "fast " * 10)], tmp_path / "out")
-            return super().read(file, skip)
-
-    run(Overtaken([("slow", "slow " * 10)]), tmp_path / "out")
-    assert pieces(read(tmp_path / "out", "train")) == ["slow " * 9]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_one_that_waits_finds_the_result(tmp_path):
-    partial = PartialDirectory(tmp_path / "out")
-    with partial, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(run, documents(3), tmp_path / "out", wait=True)
-        (partial.content / "file").write_text("the result")
-        partial.publish(partial.content)
-    with pytest.raises(FileExistsError, match="out exists"):
-        waiting.result()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "file"]
-
-
-def test_a_foreign_directory_is_left_alone(tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "mine").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is no unfinished preparation"):
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "tasks").mkdir()
+    for name in ("plan.json", "tasks/00000.json", ".train_00000.bin.12.tmp"):
+        (tmp_path / "out" / name).write_text("{}")
+    with pytest.raises(FileExistsError, match="out exists; delete it"):
         run(documents(3), tmp_path / "out")
-    assert (tmp_path / "out.partial" / "mine").read_text() == "mine"
+    assert contents(tmp_path / "out") == before
 
 
-def test_what_a_publisher_left_is_removed(tmp_path):
-    """It was killed between the renaming and the removal."""
-    (tmp_path / "out.partial").mkdir()
-    for name in ("lock", "state.json", "waiting.bin"):
-        (tmp_path / "out.partial" / name).write_text("{}")
-    run(documents(3), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("count", [1, 7, 250])
-def test_workers_and_batches_do_not_show(tmp_path, monkeypatch, small_batches, count):
-    docs = [(f"doc {i}", f"{i} {'ä long text ' * (1 + i % 9 * 5)}") for i in range(count)]
-    run(docs, tmp_path / "two", workers=2)
-    monkeypatch.setattr(tokenize_module, "BATCH_CHARACTERS", 1 << 20)
-    run(docs, tmp_path / "none", workers=0)
+def test_workers_do_not_show(tmp_path):
+    docs = [(f"doc {i}", f"{i} {'ä long text ' * (1 + i % 9 * 5)}") for i in range(250)]
+    run(docs, tmp_path / "two", workers=2, task_bytes=3000)
+    run(docs, tmp_path / "none", workers=0, task_bytes=3000)
     assert contents(tmp_path / "two") == contents(tmp_path / "none")
 
 
@@ -351,39 +309,22 @@ class Dying(ByteTokenizer):
 
 
 def test_a_worker_that_dies_is_one_error(tmp_path):
-    with pytest.raises(ChildProcessError, match="one of the 2 tokenising processes has died"):
+    with pytest.raises(ChildProcessError, match="tokenising processes has died"):
         run(documents(3), tmp_path / "out", tokenizer=Dying(), workers=2)
 
 
-def test_reading_ahead_is_bounded(small_batches):
-    read = 0
-
-    def endless():
-        nonlocal read
-        while True:
-            read += 1
-            yield Document("a", ("x" * 90,))
-
-    class Endless(Texts):
-        def read(self, file, skip):
-            return endless()
-
-    stream = tokenize_module.pieces(
-        Endless([]), [0], ByteTokenizer(), start=tokenize_module.Position()
-    )
-    work = tokenize_module.BatchTokenizer(ByteTokenizer(), "uint16", 0.1)
-    tokens = tokenize_module.tokenize(tokenize_module.batches(stream), work, workers=1)
-    for _ in range(20):
-        next(tokens)
-    tokens.close()
-    assert read < 30
+def test_a_worker_names_a_damaged_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 99 + "no json\n")
+    corpus = TextFiles([str(tmp_path / "*.jsonl")])
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 100 is no JSON"):
+        run(corpus, tmp_path / "out", workers=1, task_bytes=500)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("count", [5, 250])
-def test_starts_of_documents(tmp_path, small_batches, split, count):
+def test_starts_of_documents(tmp_path, split, count):
     docs = [(name, text * (i % 13)) for i, (name, text) in enumerate(documents(count))]
-    metadata = run(docs, tmp_path / "out", shard_tokens=500)
+    metadata = run(docs, tmp_path / "out", shard_tokens=500, task_bytes=1500)
     tokens, described = read(tmp_path / "out", split), metadata.splits[split].documents
     data = (tmp_path / "out" / described.file).read_bytes()
     starts = np.frombuffer(data, "<u8")
@@ -392,41 +333,15 @@ def test_starts_of_documents(tmp_path, small_batches, split, count):
     assert starts.tolist() == [0, *(np.flatnonzero(tokens == EOT)[:-1] + 1).tolist()]
 
 
-def test_a_long_document_is_cut_and_continued(tmp_path, monkeypatch, small_batches):
-    """A text file is one document; finished shards of it are kept as well."""
-    monkeypatch.setattr(prepare_module, "_SAVE_EVERY_S", 0)
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 70)
-    (tmp_path / "long.txt").write_text("".join(f"wörd{i} " for i in range(400)))
-    run(LocalFiles([str(tmp_path / "long.txt")]), tmp_path / "whole")
-    real, blocks = LocalFiles._read_text, 0
-
-    def failing(self, file):
-        nonlocal blocks
-        for block in real(self, file):
-            if (blocks := blocks + 1) == 30:
-                raise KeyboardInterrupt
-            yield block
-
-    monkeypatch.setattr(LocalFiles, "_read_text", failing)
-    with pytest.raises(KeyboardInterrupt):
-        run(LocalFiles([str(tmp_path / "long.txt")]), tmp_path / "out")
-    state = json.loads((tmp_path / "out.partial" / "state.json").read_text())
-    assert state["position"]["document"] == 0
-    assert state["position"]["characters"] > 1000
-    run(LocalFiles([str(tmp_path / "long.txt")]), tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"validation_fraction": 1.0}, r"validation_fraction=1\.0 must lie in \[0, 1\)"),
         ({"validation_fraction": -0.1}, r"must lie in \[0, 1\)"),
         ({"shard_tokens": 0}, "shard_tokens=0 must be greater than zero"),
-        ({"workers": -1}, "workers=-1 must not be negative"),
+        ({"task_bytes": 0}, "task_bytes=0 must be greater than zero"),
         ({"record_tokens": 0}, "record_tokens=0 must be greater than zero"),
-        ({"part": (2, 2)}, "part=2/2 must be i/n with 0 <= i < n"),
-        ({"part": (0, 2), "record_tokens": 9}, "a part cannot be a TFDS dataset"),
+        ({"workers": -1}, "workers=-1 must not be negative"),
     ],
 )
 def test_bad_arguments(tmp_path, options, message):
@@ -436,7 +351,7 @@ def test_bad_arguments(tmp_path, options, message):
 
 
 @pytest.mark.parametrize(
-    ("docs", "split"), [([], "train"), ([("a", "")], "train"), ([("a", "12345")], "val")]
+    ("docs", "split"), [([], "train"), ([("a", "")], "train"), ([("a", "1")], "train")]
 )
 def test_empty_split(tmp_path, docs, split):
     with pytest.raises(ValueError, match=f"no text of a test has come into split '{split}'"):
@@ -444,10 +359,8 @@ def test_empty_split(tmp_path, docs, split):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_stdlib(tmp_path, monkeypatch):
-    """A standard library of few files, and an empty cache beside it."""
-    root = tmp_path / "stdlib"
+def test_python_documents(tmp_path):
+    library = tmp_path / "stdlib"
     files = {
         "b.py": b"b = 1\n" * 40,
         "a/x.py": b"x = 2\n" * 40,
@@ -459,73 +372,59 @@ def small_stdlib(tmp_path, monkeypatch):
         "__pycache__/b.py": b"cache",
     }
     for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    monkeypatch.setattr(corpus_module, "python_root", lambda: root)
-    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
-    return root
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_bytes(data)
+    corpus = PythonSources(library)
+    assert corpus.files == ["a/x.py", "b.py", "latin.py"]
+    run(corpus, tmp_path / "out", validation_fraction=0.0)
+    assert pieces(read(tmp_path / "out", "train")) == ["x = 2\n" * 40, "b = 1\n" * 40]
+    assert PythonSources(library).fingerprint == corpus.fingerprint
+    (library / "c.py").write_text("c = 3\n")
+    assert PythonSources(library).fingerprint != corpus.fingerprint
 
 
-def test_python_documents(small_stdlib):
-    found = [
-        (document.name, "".join(document.blocks))
-        for file in range(3)
-        for document in PythonSources().read(file, 0)
-    ]
-    assert found == [("a/x.py", "x = 2\n" * 40), ("b.py", "b = 1\n" * 40)]
-
-
-def test_python_sources_are_prepared_once(small_stdlib, tmp_path, monkeypatch):
-    path = prepare_python_sources()
-    assert path.parent == tmp_path / "cache"
-    tokens = read(path, "train")
-    assert ByteTokenizer().decode(tokens[:6]) == "x = 2\n"
-    monkeypatch.setattr(prepare_module, "prepare", None)  # must not be called again
-    assert prepare_python_sources() == path
-
-
-def test_python_sources_follow_the_files(small_stdlib):
-    first = prepare_python_sources()
-    (small_stdlib / "c.py").write_text("c = 3\n" * 40)
-    second = prepare_python_sources()
-    assert first != second
-    assert read_metadata(second).splits["train"].num_documents == 3
-
-
-def test_python_sources_by_several_at_once(small_stdlib):
-    with ThreadPoolExecutor() as pool:
-        paths = [future.result() for future in [pool.submit(prepare_python_sources) for _ in "abc"]]
-    assert isinstance(TokenShards(paths[0], "val").metadata.splits["val"], Split)
-    assert [p.name for p in paths[0].parent.iterdir()] == [paths[0].name]
-    assert len(set(paths)) == 1
-
-
-def test_damaged_python_sources(small_stdlib):
-    path = prepare_python_sources()
-    (path / "val_00000.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val_00000\.bin has 0 bytes.*delete the directory"):
-        prepare_python_sources()
+PREPARE = "from maxmars.data.prepare import prepare_python_sources as p; print(p())"
 
 
 @pytest.mark.smoke
-def test_real_python_sources(tmp_path, monkeypatch):
+def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
-    path = prepare_python_sources()
+
+    def prepare_in_a_process(_):
+        command = [sys.executable, "-c", PREPARE]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    with ThreadPoolExecutor() as pool:
+        (path,) = {Path(found) for found in pool.map(prepare_in_a_process, range(3))}
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
     metadata = read_metadata(path)
+    splits = metadata.splits.values()
+    files = {file.file for split in splits for file in (*split.shards, split.documents)}
+    assert {p.name for p in path.iterdir()} == {"meta.json", *files}
+    before = path.stat().st_mtime_ns
+    assert prepare_python_sources() == path
+    assert path.stat().st_mtime_ns == before  # it is not made again
     assert (metadata.tokenizer, metadata.vocab_size) == ("byte", 257)
     assert metadata.splits["train"].num_tokens > 5_000_000
     assert metadata.splits["val"].num_tokens > 512 * 1024 + 1  # the default of eval.num_windows
-    names = list(PythonSources().files)
-    assert names == sorted(names)
-    assert "os.py" in names
-    assert not any("site-packages" in name or "/test/" in name for name in names)
     # The text is the library itself: the whole of a module is found in one of the splits.
     text = Path(sysconfig.get_path("stdlib"), "abc.py").read_bytes()
-    splits = [read(path, s).astype(np.uint16) for s in ("train", "val")]
-    assert any(text in s[s < 256].astype(np.uint8).tobytes() for s in splits)
+    streams = [read(path, split).astype(np.uint16) for split in ("train", "val")]
+    assert any(text in s[s < 256].astype(np.uint8).tobytes() for s in streams)
+    (path / metadata.splits["val"].shards[0].file).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"val_0000\d\.bin has 0 bytes.*delete the directory"):
+        prepare_python_sources()
 
 
 def test_light_imports():
     """Preparing text needs no accelerator library."""
     code = "import sys, maxmars.data.prepare; assert not {'jax', 'grain'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_directories_of_earlier_versions_are_read(tmp_path):
+    run(documents(30), tmp_path / "out")
+    path = tmp_path / "out" / "meta.json"
+    fields = json.loads(path.read_text()) | {"part": {"index": 0, "count": 2, "shard_tokens": 9}}
+    path.write_text(json.dumps(fields))
+    assert read(tmp_path / "out", "train")[-1] == EOT

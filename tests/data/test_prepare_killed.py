@@ -1,4 +1,5 @@
-"""`kill -9` at random moments of a preparation, and the same command again."""
+"""`kill -9` at random moments of a preparation, and the same command again. MAXMARS_KILLS raises
+the number of kills."""
 
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = int(os.environ.get("MAXMARS_KILLS", "5"))
+KILLS = int(os.environ.get("MAXMARS_KILLS", "3"))
 
 
 def command(source, out, *options):
@@ -68,18 +69,23 @@ def corpus(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["shards", "tfds"])
-def test_kill_and_run_again(tmp_path, corpus, form):
-    options = ("--workers", "2", "--shard-tokens", "500000", "--format", form)
+@pytest.mark.parametrize(
+    ("workers", "form", "tasks"),
+    [(1, "shards", 0), (2, "tfds", 0), (4, "shards", 0), (1, "shards", 3)],
+)
+def test_kill_and_run_again(tmp_path, corpus, workers, form, tasks):
+    """With `tasks`, so many commands that share the work, in any order."""
+    options = ["--workers", str(workers), "--task-bytes", "1000000", "--format", form]
+    shares = [["--tasks", f"{i}/{tasks}"] for i in range(tasks)] or [[]]
     start = time.monotonic()
     whole = tmp_path / "whole"
     subprocess.run(command(corpus, str(whole), *options), check=True, capture_output=True)
     duration = time.monotonic() - start
-    generator, continued = random.Random(1), 0
+    generator, continued = random.Random(workers), 0
     for kill in range(KILLS):
         out = tmp_path / f"out{kill}"
         process = subprocess.Popen(
-            command(corpus, str(out), *options),
+            command(corpus, str(out), *options, *generator.choice(shares)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -88,14 +94,21 @@ def test_kill_and_run_again(tmp_path, corpus, form):
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_until_gone(started)
-        if not out.exists():
-            again = subprocess.run(
-                command(corpus, str(out), *options), check=True, capture_output=True, text=True
-            )
-            continued += "continuing" in again.stderr
+        finished = (out / "meta.json").exists()
+        generator.shuffle(shares)
+        for share in shares:
+            again = command(corpus, str(out), *options, *share)
+            result = subprocess.run(again, capture_output=True, text=True)
+            if finished and not share:  # the kill may have come before all else was gone
+                assert f"{out} exists" in result.stderr
+            else:
+                assert result.returncode == 0, result.stderr
+            continued += "continuing" in result.stderr
         assert contents(out) == contents(whole)
         assert metadata(out) == metadata(whole)
-        assert not out.with_name(f"{out.name}.partial").exists()
+        assert [path for path in out.iterdir() if path.name not in contents(whole)] == [
+            out / "meta.json"
+        ]
         subprocess.run(["rm", "-r", out], check=True)
     print(f"{continued} of {KILLS} runs continued")
     assert continued >= KILLS // 5

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from token_directories import write_shards
 
-from maxmars.data.sources import LateStatus, read_metadata
+from maxmars.data.sources import read_metadata
 
 STREAM = np.arange(1000, 1100)
 
@@ -39,6 +39,19 @@ def test_missing_directory(tmp_path):
         ({"splits": 3}, "is damaged"),
         ({"splits": {"train": {}}}, "is damaged"),
         ({"unheard_of": 1}, "is damaged"),
+        ({"vocab_size": "257"}, "vocab_size of the file is '257'"),
+        ({"vocab_size": True}, "vocab_size of the file is 'True'"),
+        ({"vocab_size": -1}, "vocab_size of the file is '-1'"),
+        ({"vocab_size": 2.5}, "vocab_size of the file is"),
+        ({"tokenizer": None}, "tokenizer of the file is 'None'"),
+        ({"source": ["a"]}, "source of the file is"),
+        ({"record_tokens": "9"}, "record_tokens of the file is '9'"),
+        ({"splits": None}, "splits is no object"),
+        ({"splits": []}, "splits is no object"),
+        ({"splits": {"train": []}}, "train is no object"),
+        ({"splits": {"train": {"shards": {}}}}, "the shards of train are no list"),
+        ({"splits": {"train": {"shards": [1]}}}, "train is no object"),
+        ({"splits": {"train": {"shards": [], "documents": 1}}}, "train is no object"),
     ],
 )
 def test_damaged_fields(directory, change, message):
@@ -53,6 +66,10 @@ def test_damaged_fields(directory, change, message):
     [
         ({"num_tokens": 31}, "do not add up"),
         ({"file": "../train_00000.bin"}, "outside the directory"),
+        ({"file": 3}, "file of train is '3'"),
+        ({"num_tokens": "30"}, "num_tokens of train is '30'"),
+        ({"num_tokens": -30}, "num_tokens of train is '-30'"),
+        ({"sha256": None}, "sha256 of train is 'None'"),
     ],
 )
 def test_damaged_shard_list(directory, change, message):
@@ -64,25 +81,34 @@ def test_damaged_shard_list(directory, change, message):
         read_metadata(directory)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "maxmars-tokens"}'])
-def test_damaged_file(directory, text):
-    (directory / "meta.json").write_text(text)
-    with pytest.raises(ValueError, match="no description of token shards"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"null",
+        b"3",
+        b'"maxmars-tokens"',
+        b'{"format": "maxmars-tokens"}',
+        b"\xff\xfe",
+        b"[" * 200_000,
+    ],
+)
+def test_damaged_file(directory, content):
+    (directory / "meta.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"meta\.json is no description of token shards; delete"):
         read_metadata(directory)
 
 
-def test_late_status_is_silent_when_quick(capfd):
-    with LateStatus() as status:
-        status.update("quick")
-    assert capfd.readouterr() == ("", "")
+def test_a_directory_for_a_description(tmp_path):
+    (tmp_path / "meta.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        read_metadata(tmp_path)
 
 
-def test_late_status_writes_to_stderr(monkeypatch, capfd):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with LateStatus(delay_s=0.0) as status:
-        status.update("tokenised 12 MB")
-        status.update("tokenised 13 MB")
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "tokenised" in err
+def test_a_file_for_a_directory(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(FileNotFoundError, match="file does not exist; run"):
+        read_metadata(tmp_path / "file")

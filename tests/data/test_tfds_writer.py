@@ -6,8 +6,8 @@ import tensorflow_datasets as tfds
 
 from maxmars.data.prepare import prepare
 from maxmars.data.sources import TFDS_FORMAT, read_metadata
-from maxmars.data.streams import TokenShards
 from maxmars.data.tfds_stream import TfdsTokens
+from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 
 DOCUMENTS = [(f"{i}", f"{i:04d} ".ljust(20, "x")) for i in range(300)]
@@ -15,7 +15,7 @@ DOCUMENTS = [(f"{i}", f"{i:04d} ".ljust(20, "x")) for i in range(300)]
 
 def run(out, **options):
     return prepare(
-        DOCUMENTS, out, tokenizer=ByteTokenizer(), source="a test", shard_tokens=2000, **options
+        DOCUMENTS, out, tokenizer=ByteTokenizer(), source="a test", task_bytes=2000, **options
     )
 
 

@@ -1,21 +1,26 @@
-import hashlib
+import json
+import os
 import pickle
 import random
+import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import tokenizers
 
-from maxmars.data import gpt2_vocabulary
 from maxmars.data.tokenizer import (
     ByteTokenizer,
     GPT2Tokenizer,
+    JsonTokenizer,
     Tokenizer,
+    copy_tokenizer,
+    load_hf_tokenizer,
+    load_saved_tokenizer,
     load_tokenizer,
-    tokenizer_in,
+    save_tokenizer,
+    tokenizer_of_tokens,
+    write_hf_tokenizer,
 )
 
 TEXTS = ["", "Hello, world.", "naïve — 数学 🚀\r\n\t\x00", "a <|endoftext|> spelt out", " " * 300]
@@ -73,93 +78,18 @@ def test_gpt2_counts_tiny_shakespeare(gpt2, reference_dir):
     assert len(gpt2.encode(text)) == 338_025
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match="no tokenizer 'gpt5'; choose byte, gpt2, or the path"):
-        load_tokenizer("gpt5")
-
-
-def test_gpt2_without_tiktoken(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ImportError, match=r"pip install 'maxmars\[hf\]'"):
-        load_tokenizer("gpt2")
-
-
-class Silent(BaseHTTPRequestHandler):
-    """A server that takes a request and never answers."""
-
-    def do_GET(self):
-        self.server.stopped.wait(20)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """In the place of the network; it answers what the test makes it answer."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-    server.stopped = threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(gpt2_vocabulary, "_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(
-        gpt2_vocabulary, "_URL", f"http://127.0.0.1:{server.server_port}/encodings/"
+def test_gpt2_without_network(tmp_path):
+    """In a process of its own: tiktoken keeps a vocabulary that it has loaded."""
+    pytest.importorskip("tiktoken")
+    code = "from maxmars.data.tokenizer import GPT2Tokenizer as G\ntry: G()\n"
+    code += "except FileNotFoundError as error: print(error)"
+    network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:1"}
+    text = subprocess.check_output(
+        [sys.executable, "-c", code], env=os.environ | network, text=True
     )
-    yield server
-    server.stopped.set()
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize("network", ["silent", "refused"])
-def test_gpt2_without_network(monkeypatch, tmp_path, server, network):
-    pytest.importorskip("tiktoken")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    if network == "refused":
-        monkeypatch.setattr(gpt2_vocabulary, "_URL", "http://127.0.0.1:1/encodings/")
-    start = time.monotonic()
-    with pytest.raises(FileNotFoundError, match="Without network") as raised:
-        load_tokenizer("gpt2")
-    assert time.monotonic() - start < 5
-    message = str(raised.value)
-    assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in message
-    for file in ("vocab.bpe", "encoder.json"):
-        url = gpt2_vocabulary._URL + file
-        assert f"{file} as {hashlib.sha1(url.encode()).hexdigest()}" in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_gpt2_names_of_the_cache():
-    names = [gpt2_vocabulary.cached_name(file) for file in ("vocab.bpe", "encoder.json")]
-    assert names == [
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-    ]
-
-
-def test_gpt2_is_downloaded_once(monkeypatch, tmp_path, server, reference_dir):
-    pytest.importorskip("tiktoken")
-    requests = []
-    real = {
-        "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-    }
-
-    def answer(handler):
-        name = handler.path.rpartition("/")[2]
-        requests.append(name)
-        data = (reference_dir / "data" / "tiktoken" / real[name]).read_bytes()
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    monkeypatch.setattr(Silent, "do_GET", answer)
-    monkeypatch.setattr(gpt2_vocabulary, "_TIMEOUT_S", 5)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    for _ in range(2):
-        gpt2_vocabulary.download()
-    assert requests == ["vocab.bpe", "encoder.json"]
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert f"is not in {tmp_path} and could not be downloaded (ProxyError" in text
+    assert "Without network, set TIKTOKEN_CACHE_DIR" in text
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("size", [300, 5000, 1 << 16])
@@ -170,12 +100,9 @@ def test_gpt2_tokens_do_not_change_where_a_text_is_cut(gpt2, reference_dir, size
 
 def join_cut(tokenizer, text, size):
     tokens, start = [], 0
-    while (cut := tokenizer.find_cut(text, start, start + size)) is not None:
-        assert start < cut <= start + size
-        tokens += tokenizer.encode(text[start:cut]).tolist()
-        start = cut
-        if len(text) - start <= size:
-            break
+    while (match := tokenizer.cut_after.search(text, start + size)) is not None:
+        tokens += tokenizer.encode(text[start : match.end()]).tolist()
+        start = match.end()
     return tokens + tokenizer.encode(text[start:]).tolist()
 
 
@@ -183,26 +110,17 @@ def test_gpt2_tokens_of_odd_texts_do_not_change_either(gpt2):
     generator, cuts = random.Random(0), 0
     for _ in range(2000):
         text = "".join(generator.choices("ab1.'s \n\t\u00a0\u3000é—", k=40))
-        cut = gpt2.find_cut(text, 0, 30)
-        if cut is not None:
+        for match in gpt2.cut_after.finditer(text):
             cuts += 1
-            parts = [*gpt2.encode(text[:cut]), *gpt2.encode(text[cut:])]
+            parts = [*gpt2.encode(text[: match.end()]), *gpt2.encode(text[match.end() :])]
             assert parts == gpt2.encode(text).tolist(), text
     assert cuts > 1000
-    assert gpt2.find_cut("x" * 100, 0, 50) is None
-    assert gpt2.find_cut("x" * 30 + " " + "y" * 5000, 0, 4000) == 30
-
-
-def test_byte_cuts():
-    assert ByteTokenizer().find_cut("abc", 0, 2) == 2
-    assert ByteTokenizer().find_cut("abc", 3, 5) is None
+    assert gpt2.cut_after.search("x" * 100) is None
 
 
 @pytest.fixture(scope="module")
 def json_file(tmp_path_factory):
     """A byte-level BPE tokenizer.json, trained here."""
-    import tokenizers
-
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -226,7 +144,7 @@ def test_json_round_trip(json_file, text):
     assert tokenizer.decode(tokens) == text
 
 
-def test_json_vocabulary(json_file, tmp_path):
+def test_json_vocabulary(json_file):
     tokenizer = load_tokenizer(str(json_file))
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.name, tokenizer.eot) == ("tokenizer.json", 1)
@@ -237,22 +155,172 @@ def test_json_vocabulary(json_file, tmp_path):
     other = load_tokenizer(json_file, eot_token="<s>")
     assert other.eot == 0
     assert other.digest != tokenizer.digest
-    copy = tmp_path / "tokenizer.json"
-    copy.write_bytes(json_file.read_bytes())
-    found = tokenizer_in(tmp_path, "tokenizer.json", "<|endoftext|>")
-    assert found.digest == tokenizer.digest
-    travelled = pickle.loads(pickle.dumps(tokenizer))
-    assert travelled.encode("the cat").tolist() == found.encode("the cat").tolist()
 
 
-def test_json_errors(json_file, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"has no token '</s>' .* by --eot-token"):
-        load_tokenizer(json_file, eot_token="</s>")
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer file none\.json"):
-        load_tokenizer("none.json")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad\.json is no tokenizer\.json"):
-        load_tokenizer(tmp_path / "bad.json")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
+ERRORS = {
+    "unknown": (lambda file: load_tokenizer("gpt5"), "no tokenizer 'gpt5'; choose byte, gpt2, or"),
+    "no file": (lambda file: load_tokenizer("none.json"), r"no tokenizer file none\.json"),
+    "end of text": (
+        lambda file: load_tokenizer(file, eot_token="</s>"),
+        r"has no token '</s>' .* by --eot-token",
+    ),
+    "no tokenizer": (
+        lambda file: JsonTokenizer("bad.json", content=b"{}"),
+        r"bad\.json is no tokenizer\.json",
+    ),
+    "no description": (lambda file: load_saved_tokenizer(file.parent), r"has no description\.json"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors(json_file, kind):
+    load, message = ERRORS[kind]
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(json_file)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tokenizer.json"])
+def test_without_the_library(json_file, monkeypatch, name):
+    for library in ("tiktoken", "tokenizers"):
+        monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
     with pytest.raises(ImportError, match=r"pip install 'maxmars\[hf\]'"):
-        load_tokenizer(json_file)
+        load_tokenizer(json_file if name.endswith("json") else name)
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
+def test_saved_and_copied_tokenizers(gpt2, json_file, tmp_path, name):
+    tokenizer = {"byte": ByteTokenizer(), "gpt2": gpt2}.get(name) or load_tokenizer(json_file)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    # A directory of tokens.
+    (tmp_path / "meta.json").write_text('{"eot_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer.json").write_bytes(json_file.read_bytes())
+    copy_tokenizer(tmp_path, name, tmp_path / "copied")
+    text = TEXTS[2]
+    for found in (
+        load_saved_tokenizer(tmp_path / "saved"),
+        load_saved_tokenizer(tmp_path / "copied"),
+        tokenizer_of_tokens(tmp_path, name),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert (found.name, found.eot, found.digest) == (name, tokenizer.eot, tokenizer.digest)
+        np.testing.assert_array_equal(found.encode(text), tokenizer.encode(text))
+
+
+# --- Hugging Face directories --------------------------------------------------------------------
+
+
+SPELT = ("To be, or  not\n\n to be: caf\u00e9 \u65e5\u672c \U0001f642 don't\t", "", " x")
+
+
+@pytest.fixture
+def vocabulary(reference_dir, monkeypatch):
+    """The directory of GPT-2's vocabulary as tiktoken keeps it."""
+    directory = reference_dir / "data" / "tiktoken"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(directory))
+    return directory
+
+
+def assert_same_tokens(directory, tokenizer):
+    """The library tokenizers, which transformers uses, encodes and decodes as we do."""
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for text in SPELT:
+        encoded = theirs.encode(text).ids
+        np.testing.assert_array_equal(encoded, tokenizer.encode(text))
+        assert theirs.decode(encoded, skip_special_tokens=False) == text
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    assert theirs.token_to_id(settings["eos_token"]) == tokenizer.eot
+    assert theirs.get_vocab_size() == tokenizer.vocab_size
+
+
+def test_hugging_face_files_of_bytes(tmp_path):
+    write_hf_tokenizer(tmp_path, ByteTokenizer(), 12)
+    assert_same_tokens(tmp_path, ByteTokenizer())
+    found, is_its_own = load_hf_tokenizer(tmp_path, 257)
+    assert isinstance(found, ByteTokenizer)
+    assert is_its_own
+
+
+def test_hugging_face_files_of_gpt2(tmp_path, gpt2, vocabulary, reference_dir, monkeypatch):
+    write_hf_tokenizer(tmp_path, gpt2, 1024)
+    assert_same_tokens(tmp_path, gpt2)
+    published = sorted(path.read_bytes() for path in vocabulary.iterdir())
+    assert published == sorted((tmp_path / n).read_bytes() for n in ("merges.txt", "vocab.json"))
+    found, _ = load_hf_tokenizer(tmp_path, 50257)
+    assert isinstance(found, GPT2Tokenizer)
+    # Without tiktoken's own files: tokenizer.json, or what vocab.json and merges.txt stand for.
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    text = (reference_dir / "data" / "tinyshakespeare.txt").read_text()[:300_000]
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        found, _ = load_hf_tokenizer(tmp_path, 50257)
+        assert isinstance(found, JsonTokenizer)
+        assert found.eot == gpt2.eot
+        for example in (*SPELT, text):
+            np.testing.assert_array_equal(found.encode(example), gpt2.encode(example))
+        (tmp_path / file).unlink()
+    with pytest.raises(FileNotFoundError, match=r"tiktoken keeps no .* set TIKTOKEN_CACHE_DIR"):
+        write_hf_tokenizer(tmp_path, gpt2, 1024)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has vocab\.json but no merges\.txt"):
+        load_hf_tokenizer(tmp_path, 50257)
+
+
+def test_without_files_a_vocabulary_of_its_size_is_gpt2s(tmp_path, gpt2):
+    found, is_its_own = load_hf_tokenizer(tmp_path, 50257)
+    assert isinstance(found, GPT2Tokenizer)
+    assert not is_its_own
+    with pytest.raises(
+        FileNotFoundError, match=r"61 tokens is not GPT-2's; copy the tokenizer\.json"
+    ):
+        load_hf_tokenizer(tmp_path, 61)
+
+
+def test_hugging_face_files_of_the_users_own_tokenizer(json_file, tmp_path):
+    own = tokenizers.Tokenizer.from_file(str(json_file))
+    own.enable_truncation(3)
+    own.enable_padding(length=9)
+    own.save(str(tmp_path / "own.json"))
+    tokenizer = JsonTokenizer(tmp_path / "own.json", "<s>")
+    (tmp_path / "hf").mkdir()
+    write_hf_tokenizer(tmp_path / "hf", tokenizer, 12)
+    found, is_its_own = load_hf_tokenizer(tmp_path / "hf", 400)
+    assert is_its_own
+    assert (found.digest, found.eot) == (tokenizer.digest, 0)
+    long = "the cat sat on the mat, the hat"
+    assert found.decode(found.encode(long)) == long  # not cut, not padded
+    with pytest.raises(ValueError, match=f"has {found.vocab_size} tokens, but the model only 61"):
+        load_hf_tokenizer(tmp_path / "hf", 61)
+    # The model's config.json names the end of a text where the tokenizer's settings do not.
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert load_hf_tokenizer(tmp_path / "hf", 400)[0].eot == 1
+    (tmp_path / "hf" / "config.json").write_text('{"eos_token_id": 0}')
+    assert load_hf_tokenizer(tmp_path / "hf", 400)[0].eot == 0
+
+
+def test_transformers_reads_the_files(gpt2, vocabulary, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for name, tokenizer in {"byte": ByteTokenizer(), "gpt2": gpt2}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        write_hf_tokenizer(directory, tokenizer, 12)
+        theirs = transformers.AutoTokenizer.from_pretrained(directory)
+        text = SPELT[0][:12]
+        assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+        assert theirs.eos_token_id == tokenizer.eot
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer.json": "{"}, "is no tokenizer.json"),
+        ({"tokenizer.json": "[]"}, "is no tokenizer.json"),
+        ({"tokenizer.json": '{"model": {"vocab": [1]}}'}, "is no tokenizer.json"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "["}, "is no valid JSON"),
+        ({"vocab.json": "[]", "merges.txt": ""}, "must hold a JSON object"),
+        ({"vocab.json": '{"a": 0}', "merges.txt": ""}, "has no token"),
+    ],
+)
+def test_malformed_files(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_hf_tokenizer(tmp_path, 257)

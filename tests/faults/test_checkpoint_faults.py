@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import random
 import re
 import shutil
@@ -16,15 +17,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from etils import epath
+from running import environment, free_port
 from tiny import tiny_config
-from training_runs import environment, free_port
 
 from maxmars.checkpoint import Checkpointer, list_steps
+from maxmars.checkpoint.lock import acquire
 from maxmars.config import CheckpointConfig, MeshConfig
-from maxmars.sharding import make_mesh
-from maxmars.train_step import init_train_state, make_train_step
+from maxmars.distributed.sharding import make_mesh
+from maxmars.train.step import init_train_state, make_train_step
 
 TESTS = Path(__file__).parents[1]
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
 CONFIG = tiny_config(checkpoint=CheckpointConfig(keep_last=9))
 
 TRAIN_CONFIG = """
@@ -106,12 +110,7 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_killed(
 ):
     workdir = tmp_path / "run"
     holder = subprocess.Popen(
-        [
-            sys.executable,
-            str(Path(__file__).parent / "checkpoint_worker.py"),
-            "hold",
-            str(workdir / "checkpoints"),
-        ],
+        [sys.executable, str(WORKER), "hold", str(workdir / "checkpoints")],
         env=environment(cache),
         stdout=subprocess.PIPE,
         text=True,
@@ -133,35 +132,6 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_killed(
     assert allowed.returncode == 0, allowed.stderr
 
 
-def worker(cache, *arguments, wrapper=(), **kwargs):
-    command = [*wrapper, sys.executable, str(Path(__file__).parent / "checkpoint_worker.py")]
-    result = subprocess.run(
-        [*command, *map(str, arguments)],
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        **kwargs,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def assert_survived(result, reason):
-    assert re.search(
-        rf"could not be written to .*{reason}.*complete ones are untouched", result["error"]
-    )
-    assert result["after"] == {"step": 1, "sound": True}
-    assert result["again"] == [1, 2]  # once there is space
-    assert result["left"] == [".lock", "1", "2"]
-
-
-def test_a_limit_on_file_sizes_costs_no_checkpoint(tmp_path, cache):
-    assert_survived(
-        worker(cache, "limit", tmp_path / "checkpoints"), "(File too large|FILE_SIZE|EFBIG)"
-    )
-
-
 def namespaces():
     """A command in whose process one may mount, root or not; None where the kernel refuses."""
     for flags in (["--mount"], ["--user", "--map-root-user", "--mount"]):
@@ -172,15 +142,51 @@ def namespaces():
     return None
 
 
-def test_a_full_disk_costs_no_checkpoint(tmp_path, cache):
+@pytest.fixture(scope="module")
+def shortages(tmp_path_factory, cache):
+    """What one process reports of each shortage; `fill` is missing where nobody may mount."""
+    directory, wrapper, modes = tmp_path_factory.mktemp("shortages"), [], ["limit", "descriptors"]
     unshare = namespaces()
-    if unshare is None:
-        pytest.skip("this system lets nobody mount a tmpfs, not even in a user namespace")
-    mount = f'mount -t tmpfs -o size=8m tmpfs {tmp_path} && exec "$@"'
-    wrapper = [*unshare, "sh", "-c", mount, "sh"]
-    assert_survived(
-        worker(cache, "fill", tmp_path / "checkpoints", wrapper=wrapper), "No space left"
+    if unshare is not None:
+        modes.insert(0, "fill")
+        (directory / "fill").mkdir()
+        mount = f'mount -t tmpfs -o size=8m tmpfs {directory / "fill"} && exec "$@"'
+        wrapper = [*unshare, "sh", "-c", mount, "sh"]
+    result = subprocess.run(
+        [*wrapper, sys.executable, str(WORKER), "run_out_of", str(directory), *modes],
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
+    assert result.returncode == 0, result.stdout + result.stderr
+    reports = map(json.loads, result.stdout.splitlines()[-len(modes) :])
+    return dict(zip(modes, reports, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shortage", "reason"),
+    [("limit", "(File too large|FILE_SIZE|EFBIG)"), ("fill", "No space left")],
+)
+def test_a_full_disk_costs_no_checkpoint(shortages, shortage, reason):
+    if shortage not in shortages:
+        pytest.skip("this system lets nobody mount a tmpfs, not even in a user namespace")
+    result = shortages[shortage]
+    assert len(result["errors"]) >= 2  # the save, and the next one
+    for error in result["errors"]:
+        assert re.search(rf"could not be written to .*{reason}.*complete ones are untouched", error)
+    assert result["after"] == {"step": 1, "sound": True}
+    assert result["again"] == [1, 2]  # once there is space
+    assert result["left"] == [".lock", "1", "2"]
+
+
+def test_a_reader_in_trouble_takes_no_older_checkpoint(shortages):
+    result = shortages["descriptors"]
+    assert result["limits"][-1] == 2
+    assert any("Too many open files" in str(outcome) for outcome in result["limits"])
+    assert 1 not in result["limits"]
+    assert not any("no checkpoint in" in str(outcome) for outcome in result["limits"])
+    assert result["left"] == [".lock", "1", "2"]
 
 
 # Takes from root, and all that it starts, the right to write where permissions forbid it.
@@ -217,7 +223,8 @@ def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, c
 @pytest.mark.multiprocess
 def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
     port = free_port()
-    command = [sys.executable, str(Path(__file__).parent / "checkpoint_worker.py"), "pair"]
+    owned = acquire(epath.Path(tmp_path / "owned"))
+    command = [sys.executable, str(WORKER), "pair"]
     processes = [
         subprocess.Popen(
             [*command, str(tmp_path / "checkpoints"), str(port), str(i)],
@@ -236,6 +243,10 @@ def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
             process.kill()
         assert process.returncode == 0, errors
         results.append(json.loads(output.splitlines()[-1]))
+    owned.release()
+    assert f"is being written by process {os.getpid()} on" in results[0]["refused"]
+    assert re.search(r"process 0 could not open .*owned .*; it says why", results[1]["refused"])
+    assert results[0]["due"] == results[1]["due"] == [60, 120, 180]
     assert [r["step"] for r in results] == [1, 1]
     assert [r["sound"] for r in results] == [True, True]
     assert "another process could not read its part" in results[0]["skipped"][0][1]
@@ -257,29 +268,30 @@ def two_checkpoints(tmp_path_factory):
     return directory, mesh, states
 
 
-@pytest.mark.parametrize("flips", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_flipped_bit_is_caught_or_harmless(two_checkpoints, tmp_path, flips):
+@pytest.mark.slow
+def test_every_flipped_bit_is_caught_or_harmless(two_checkpoints, tmp_path):
     directory, mesh, states = two_checkpoints
     directory = Path(shutil.copytree(directory, tmp_path / "checkpoints"))
     want = {
         step: [np.asarray(x).tobytes() for x in jax.tree.leaves(s)] for step, s in states.items()
     }
     abstract = make_train_step(CONFIG, mesh).abstract_state
-    newest, rng, caught = directory / "2", random.Random(flips), {}
-    for _ in range(flips):
+    newest, rng, caught = directory / "2", random.Random(100), {}
+    for _ in range(100):
         path = rng.choice(files_of(newest))
         content = path.read_bytes()
         flip(path, rng)
         with Checkpointer(directory, CONFIG, mesh=mesh) as checkpointer:
             got = checkpointer.restore(abstract)
-        assert [np.asarray(x).tobytes() for x in jax.tree.leaves(got.state)] == want[got.step]
-        assert got.data_position == 8 * got.step
-        caught.setdefault(path.relative_to(newest).as_posix(), []).append(got.step == 1)
-        if got.step == 1:
+            step = got.checkpoint.step
+        assert [np.asarray(x).tobytes() for x in jax.tree.leaves(got.state)] == want[step]
+        assert got.checkpoint.data_position == 8 * step
+        caught.setdefault(path.relative_to(newest).as_posix(), []).append(step == 1)
+        if step == 1:
             (directory / "2.damaged").rename(newest)
         path.write_bytes(content)
     with Checkpointer(directory, CONFIG, mesh=mesh) as checkpointer:
-        assert checkpointer.restore(abstract).step == 2
+        assert checkpointer.restore(abstract).checkpoint.step == 2
     for name, outcomes in sorted(caught.items()):
         print(f"{name}: {sum(outcomes)} caught, {len(outcomes) - sum(outcomes)} harmless")
     assert any(any(outcomes) for outcomes in caught.values())

@@ -1,15 +1,14 @@
-"""One of two processes dies, hangs, fails or never comes: the other ends, and says why."""
+"""One of two processes dies, hangs, fails or never comes: the other ends, and the run goes on."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from training_runs import finish, free_port, start_python, start_two, wait_for_steps, wait_until
+from running import finish, free_port, start, start_two, wait_for_steps, wait_until
 
 from maxmars.checkpoint import list_steps
-from maxmars.preemption import EXIT_CODE
-from maxmars.verify_resume import first_difference
+from maxmars.distributed.failures import EXIT_CODE
+from maxmars.train.verify_resume import first_difference
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,135 +30,86 @@ def get_config():
 """
 
 
-@pytest.mark.slow
-def test_one_of_two_is_killed_then_one_hangs_and_the_run_ends_as_if_undisturbed(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    workdir = tmp_path / "run"
-
-    other, victim = start_two(tmp_path, "run")
-    wait_until(lambda: list_steps(workdir / "checkpoints"), other)
-    victim.kill()
-    assert_ended(workdir, other, "process 0 of 2 has lost another one of its run")
-    finish(victim)
-
-    begun = (workdir / "metrics.jsonl").stat().st_ino  # a life writes the file anew
-    other, victim = start_two(tmp_path, "run")
-    wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != begun, other)
-    wait_for_steps(workdir, 20, other)
-    victim.send_signal(signal.SIGSTOP)
-    output = assert_ended(workdir, other, "process 0 of 2 hangs: ")
-    assert "step_reporter.py" in output  # where it waits
-    victim.kill()
-    finish(victim)
-
-    results = [finish(process) for process in start_two(tmp_path, "run")]
-    assert [code for code, _ in results] == [0, 0], results
-    assert "continuing from step 16" in results[0][1]
-    assert [finish(process)[0] for process in start_two(tmp_path, "undisturbed")] == [0, 0]
-    assert first_difference(tmp_path / "undisturbed", workdir) is None
+    return tmp_path
 
 
-def assert_ended(workdir, process, reason):
+def assert_ended(process, reason):
     code, output = finish(process, timeout_s=60)
     assert code == EXIT_CODE, output
-    assert reason in output
-    last = max(list_steps(workdir / "checkpoints"))
-    assert f"continues from the checkpoint of step {last}" in output
+    lines = [line for line in output.splitlines() if line.startswith("maxmars: ")]
+    assert len(lines) == 1, output
+    assert reason in lines[0]
+    assert "Exit code 75: the same command, in every process, continues" in lines[0]
     return output
 
 
-@pytest.mark.slow
-def test_the_first_process_is_killed_in_the_middle_of_training(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    victim, other = start_two(tmp_path, "run")
-    wait_for_steps(tmp_path / "run", 6, victim)
+def test_one_is_killed_in_the_middle_of_training(folder):
+    other, victim = start_two(folder, "run")
+    wait_for_steps(folder / "run", 6, other)
     victim.kill()
-    code, output = finish(other, timeout_s=60)
+    assert_ended(other, "process 0 of 2 has lost another process of the run")
     finish(victim)
-    assert code == EXIT_CODE, output
-    assert "process 1 of 2 has lost another one of its run" in output
-
-
-# Joins a run of two, says so, and then does what its last argument says.
-PEER = """
-import sys, time
-from pathlib import Path
-import jax
-from maxmars import distributed
-from maxmars.watchdog import Watchdog
-
-distributed._JOINING_S, distributed._HEARTBEATS_S, distributed._LEAVING_S = 30, 10, 3
-address, process, then = sys.argv[1:]
-distributed._JOINING_S = 4 if then == "wait for the other" else 30
-distributed.initialize(address, 2, int(process))
-with Watchdog(None, Path("checkpoints")):
-    print("joined", flush=True)
-    if then == "fail":
-        raise ValueError("an error of this process alone")
-    time.sleep(300)
-"""
-
-
-def start_peers(folder, *then):
-    address = f"127.0.0.1:{free_port()}"
-    return [
-        start_python(folder, "-c", PEER, address, process, action)
-        for process, action in enumerate(then)
-    ]
-
-
-def wait_until_joined(process):
-    assert any(line == "joined\n" for line in process.stdout)
-
-
-def assert_lost_another(process, number):
-    code, output = finish(process, timeout_s=60)
-    assert code == EXIT_CODE, output
-    assert f"process {number} of 2 has lost another one of its run" in output
-    assert "continues from the last complete checkpoint" in output
-
-
-def test_the_first_process_is_killed_outside_of_collectives(tmp_path):
-    """JAX aborts the other in a thread of C++."""
-    first, second = start_peers(tmp_path, "sleep", "sleep")
-    wait_until_joined(second)
-    started = time.monotonic()
-    first.kill()
-    assert_lost_another(second, 1)
-    assert time.monotonic() - started < 5.5  # the abort goes on after six
-    finish(first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_one_stops_answering(tmp_path, stopped):
-    processes = start_peers(tmp_path, "sleep", "sleep")
-    for process in processes:
-        wait_until_joined(process)
-    processes[stopped].send_signal(signal.SIGSTOP)
-    assert_lost_another(processes[1 - stopped], 1 - stopped)
-    processes[stopped].kill()
-    finish(processes[stopped])
+def test_a_kill_then_a_hang_and_the_run_ends_as_if_undisturbed(folder):
+    workdir = folder / "run"
+    victim, other = start_two(folder, "run")
+    wait_until(lambda: list_steps(workdir / "checkpoints"), other)
+    victim.kill()
+    assert_ended(other, "process 1 of 2 has lost another process of the run")
+    finish(victim)
+
+    begun = (workdir / "metrics.jsonl").stat().st_ino  # each start writes the file anew
+    other, victim = start_two(folder, "run")
+    wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != begun, other)
+    wait_for_steps(workdir, 20, other)
+    victim.send_signal(signal.SIGSTOP)
+    output = assert_ended(other, "process 0 of 2 hangs: ")
+    assert "reporter.py" in output  # where it waits
+    victim.kill()
+    finish(victim)
+
+    results = [finish(process) for process in start_two(folder, "run")]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "continuing from step 16" in results[0][1]
+    assert [finish(process)[0] for process in start_two(folder, "undisturbed")] == [0, 0]
+    assert first_difference(folder / "undisturbed", workdir) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_fails_alone(tmp_path, failing):
-    actions = ["fail" if process == failing else "sleep" for process in range(2)]
-    processes = start_peers(tmp_path, *actions)
-    wait_until_joined(processes[1 - failing])
-    assert_lost_another(processes[1 - failing], 1 - failing)
-    code, output = finish(processes[failing])
+def test_an_error_of_one_process_alone_is_its_exit_code(folder):
+    """Launchers do not start a run again that ended with 1."""
+    shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
+    good = start(folder, "run", *shared, "0", devices=1)
+    bad = start(folder, "run", "--mesh.data", "3", *shared, "1", devices=1)  # of 2 devices
+    code, output = finish(bad)
     assert code == 1, output
-    assert "ValueError: an error of this process alone" in output
-    assert f"process {failing} of 2 ended with the error above" in output
+    assert "maxmars: error: " in output.splitlines()[-1]
+    assert finish(good)[0] in (EXIT_CODE, -signal.SIGABRT)
 
 
 @pytest.mark.slow
-def test_an_abort_from_outside_still_ends_a_process(tmp_path):
-    first, second = start_peers(tmp_path, "sleep", "sleep")
-    wait_until_joined(second)
-    second.send_signal(signal.SIGABRT)
-    code, output = finish(second, timeout_s=60)
+def test_a_missing_peer_ends_the_start(folder):
+    """JAX aborts; the environment of the run is not touched."""
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    process = start(folder, "run", *place, "--process-id", "0", "--start-timeout-s", "3")
+    code, output = finish(process, timeout_s=60)
     assert code == -signal.SIGABRT, output
-    assert_lost_another(first, 0)
+    assert "DEADLINE_EXCEEDED" in output
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_port_of_the_coordinator_is_taken(folder):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = ["--coordinator", f"127.0.0.1:{server.getsockname()[1]}", "--num-processes", "1"]
+        code, output = finish(start(folder, "run", *place, "--process-id", "0"), timeout_s=60)
+
+    assert code == 1, output
+    assert "maxmars: error: " in output

@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import finish, records, start, start_two, wait_for_steps
+from running import finish, records, start, start_two, wait_for_steps, wait_until
 
-from maxmars.preemption import EXIT_CODE
+from maxmars.checkpoint import list_steps
+from maxmars.distributed.failures import EXIT_CODE
 
 pytestmark = pytest.mark.multiprocess
 
@@ -90,3 +91,21 @@ def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
     assert ours.keys() == expected.keys()
     for key, value in ours.items():
         assert value == pytest.approx(expected[key], abs=1e-5)
+
+
+def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
+    # A second or more for each evaluation: after the start, and after the last step, once saved.
+    long = ("--num-steps", "2", "--eval.every", "1000", "--eval.num-windows", "8000")
+    process = start(folder, "evaluated", *long)
+    wait_until(lambda: list_steps(folder / "evaluated" / "checkpoints"), process)
+    process.kill()
+    code, output = finish(process)
+    assert code == -signal.SIGKILL, output
+    assert list_steps(folder / "evaluated" / "checkpoints") == [2]
+    before = records(folder / "evaluated")
+    assert (2, "eval/loss") not in before
+    code, output = finish(start(folder, "evaluated", *long))
+    assert code == 0, output
+    assert "step 2: validation loss" in output
+    assert "first step after" not in output
+    assert records(folder / "evaluated").keys() == {*before, (2, "eval/loss")}

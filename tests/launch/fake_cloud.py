@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from maxmars import cli
+
 HERE = Path(__file__).parent
 
 # The hosts' Python: makes an environment whose Python "installs" at once, and "trains" by running
@@ -25,6 +27,15 @@ fi
 END
 chmod +x "$4/bin/python"
 """
+
+
+def launch(*arguments):
+    """Exit code of a `maxmars` command."""
+    try:
+        cli.main(list(arguments))
+    except SystemExit as error:
+        return error.code
+    return 0
 
 
 def program(path, text):

@@ -2,7 +2,8 @@
 
 In the folder $FAKE_CLOUD: `queued` and `node` hold the states that `describe` tells one after the
 other (the last stays), while there is such a thing; `creations` what the next creations lead to;
-`ssh_failures` how often ssh fails; `hosts` their number in each slice; `nodes` the names of the
+`ssh_failures` how often ssh fails; `follow_lines` after how many lines the first connection that
+follows a log breaks; `hosts` their number in each slice; `nodes` the names of the
 slices, and a file of such a name the states of that one; `calls` every command line.
 """
 
@@ -104,6 +105,10 @@ def reach():
 
 def ssh(options):
     reach()
+    lines = read("follow_lines") if " follow " in options["command"] else None
+    if lines is not None:
+        (CLOUD / "follow_lines").unlink()
+        options["command"] += f" | head -n {lines}"
     running = []
     for number in workers(options):
         environment = os.environ | {

@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import program
+from fake_cloud import launch, program
 
-from maxmars import cli
-from maxmars.cli import launch as launch_command
-from maxmars.launch import source
-
-CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
+CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
 TPU = [*START, "--topology", "v5p:4x4x4"]
 
@@ -33,27 +29,12 @@ esac
 """
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(source, "_files", lambda root: [Path("configs/quickstart.py")])
-    # Its batch is too small for so many chips.
-    monkeypatch.setattr(launch_command, "check_mesh", lambda config, shape: None)
-
-
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
     program(tmp_path / "bin" / "kubectl", KUBECTL)
     monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
-
-
-def launch(*arguments):
-    try:
-        cli.main(list(arguments))
-    except SystemExit as error:
-        return error.code
-    return 0
 
 
 def manifest(capsys, *arguments):
@@ -93,9 +74,8 @@ def test_gpus_are_told_who_they_are(capsys):
     job, pod, container = pod_of(manifest(capsys, *START, "--topology", "h200:16"))
     assert job["completions"] == 2
     assert container["resources"]["requests"] == {"nvidia.com/gpu": 8}
-    variables = {item["name"]: item["value"] for item in container["env"]}
-    assert variables["JAX_COORDINATOR_ADDRESS"] == "run1-slice-job-0-0.run1:8476"
-    assert variables["NNODES"] == "2"
+    place = "--coordinator run1-slice-job-0-0.run1:8476 --num-processes 2 --process-id "
+    assert place + '"$JOB_COMPLETION_INDEX"' in container["command"][2]
     assert "[cuda,gcs]" in container["command"][2]
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
 
@@ -141,7 +121,7 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     assert packed["metadata"] == {"name": "run1-source", "namespace": "team"}
     archive = base64.b64decode(packed["binaryData"]["source.tar.gz"])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        assert set(tar.getnames()) == {"configs/quickstart.py", "launch-constraints.txt"}
+        assert {"launch-config/large_batch.py", "launch-constraints.txt"} <= set(tar.getnames())
     jobset = yaml.safe_load((cloud / "jobset.yaml").read_text())
     _, _, container = pod_of(jobset)
     assert container["envFrom"] == [{"secretRef": {"name": "run1-environment"}}]
@@ -173,6 +153,8 @@ def test_a_jobset_that_is_there(cloud, capsys):
         (["--topology", "v5e:3x3"], "--topology='v5e:3x3' must be"),
         (["--claim", "a:b"], "--claim='a:b' does not look like datasets:/data"),
         (["--namespace", "A"], "--namespace='A'"),
+        (["--num-slices", "0"], "--num-slices=0 must be at least 1"),
+        (["--topology", "h100:16", "--num-slices", "2"], "name the number of all GPUs"),
         (["--name", "x" * 41], "at most 40"),
     ],
 )

@@ -10,23 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_cloud import FakeCloud
-
-from maxmars import cli
-from maxmars.launch import source, tpu_vm
+from fake_cloud import FakeCloud, launch
+from xla_flags import xla_flags
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.py")
 WHERE = ["--name", "run1", "--zone", "us-east5-a"]
 TWO = ["--mesh.data", "2", "--mesh.fsdp", "8", "--global-batch-size", "16"]  # slices
 START = ["launch", "tpu-vm", CONFIG, *WHERE, "--accelerator", "v5p-16", "--workdir", "/nfs/run1"]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
-    monkeypatch.setattr(tpu_vm, "_SSH_RETRY_S", 0.01)
-    monkeypatch.setattr(source, "_files", lambda root: [Path("configs/quickstart.py")])
+START += ["--poll-s", "0.01"]
 
 
 @pytest.fixture
@@ -34,15 +26,6 @@ def cloud(tmp_path, monkeypatch):
     cloud = FakeCloud(tmp_path / "cloud", monkeypatch)
     yield cloud
     cloud.switch_off()
-
-
-def launch(*arguments):
-    """Exit code of a command."""
-    try:
-        cli.main(list(arguments))
-    except SystemExit as error:
-        return error.code
-    return 0
 
 
 def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, tmp_path):
@@ -136,27 +119,28 @@ exit 75
     hosts = "".join(f"tpu-w-{host}: exited 0\n" for host in range(4))
     assert capsys.readouterr().out == f"run1: 2 slices READY\n{hosts}"
     assert launch(*START, "--queued", "--", *TWO[2:]) == 1
-    assert "--num-slices=1, but run1 is there with 2; name" in capsys.readouterr().err
+    assert "--num-slices=1, but run1 is there with 2; give" in capsys.readouterr().err
 
 
-def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys, monkeypatch):
+def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
     cloud.write("ssh_failures", 2)
+    cloud.write("follow_lines", 3)
     cloud.train('for i in {1..12}; do echo "line $i"; sleep 0.05; done')
-    follows = []
-    ssh = tpu_vm.TpuVm.ssh
-
-    def breaking(self, command, *, worker="all"):
-        if " follow " in command:
-            follows.append(command.split()[-1])
-            if len(follows) == 1:
-                command += " | head -n 3"
-        return ssh(self, command, worker=worker)
-
-    monkeypatch.setattr(tpu_vm.TpuVm, "ssh", breaking)
     assert launch(*START) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line ")]
     assert lines == [f"line {i}" for i in range(1, 13)]
-    assert follows == ["0", "3"]
+    assert (cloud.count(" follow 0"), cloud.count(" follow 3")) == (1, 1)
+
+
+def test_jaxs_abort_is_explained(cloud, capsys):
+    cloud.train("[[ $FAKE_HOST == 1 ]] && exit 75; exit 134")
+    assert launch(*START, "--max-restarts", "0") == 1
+    captured = capsys.readouterr()
+    assert (
+        "exit code 134: JAX aborted, as a process of the run was missing or no longer answered; "
+        "look at tpu-w-1\n"
+    ) in captured.out
+    assert "the run ended early (tpu-w-0 exited 134, tpu-w-1 exited 75)" in captured.err
 
 
 def test_a_run_that_fails_is_not_started_again(cloud, capsys):
@@ -334,6 +318,10 @@ def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
         (["--env", "A=B"], "--env='A=B' does not look like WANDB_API_KEY"),
         (["--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: that variable must be set here"),
         (["--num-slices", "2"], "--num-slices=2 needs --queued: only a queued resource joins"),
+        (
+            ["--queued", "--num-slices", "2", "--", "--mesh.data", "1", "--mesh.fsdp", "16"],
+            "mesh.data=1 must be a multiple of the 2 slices",
+        ),
         (["--", "--mesh.data", "3"], "the mesh data=3 fsdp=1 tensor=1 needs 3 devices, but there"),
         (["--", "--global-batch-size", "12"], "12 / num_microbatches=1) does not divide over 8"),
         (["--accelerator", "v5p-15"], "--accelerator='v5p-15': a chip of v5p has 2 cores"),
@@ -366,8 +354,7 @@ def test_two_hosts_train_are_preempted_and_continue(cloud, tmp_path, capsys):
     variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
     cloud.train(
         f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
-        "export XLA_FLAGS='--xla_force_host_platform_device_count=1 "
-        "--xla_backend_optimization_level=0'\n"
+        f"export XLA_FLAGS='{xla_flags(1)}'\n"
         f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
         f'exec {sys.executable} "$@"\n'
     )

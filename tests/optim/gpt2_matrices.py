@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxmars import hlo
-from maxmars.optim import MatrixSpec, mars, orthogonalize, plan_orthogonalization
-from maxmars.sharding import like_params, with_shardings
+from maxmars.distributed.sharding import like_params, with_shardings
+from maxmars.optim import (
+    MatrixSpec,
+    mars,
+    orthogonalize,
+    plan_orthogonalization,
+)
+from maxmars.plan.collectives import collectives
 
 AXES = ("data", "fsdp", "tensor")
 PARTITIONS = {
@@ -140,7 +145,7 @@ def traffic(shape, size):
     mesh = make_mesh(shape)
     plan, program = compiled_update(mesh, size)
     return {
-        "collectives": [(c.op, c.bytes, c.count) for c in hlo.collectives(program, mesh)],
+        "collectives": [(c.op, c.bytes, c.count) for c in collectives(program, mesh)],
         "groups": len(plan.groups),
         "elements": plan.elements,
         "padded_elements": plan.padded_elements,

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmars.optim.decompositions import (
+from maxmars.optim._decompositions import (
     eigenvectors,
     jacobi_eigenvectors,
     orthonormal_columns,

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from maxmars.optim import MatrixSpec
-from maxmars.optim.matrix_spec import resolve_specs
+from maxmars.optim._matrices import resolve_specs
 
 C_ATTN = {"batch": (0,), "rows": (1,), "cols": (2, 3, 4)}  # layers, embed, qkv, heads, head_dim
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxmars.optim import newton_schulz
-from maxmars.optim.newton_schulz import COEFFICIENTS
+from maxmars.optim._newton_schulz import COEFFICIENTS
 
 KELLER = COEFFICIENTS["keller"] * 5
 

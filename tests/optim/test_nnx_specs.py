@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxmars.optim import MatrixSpec, mars, matrix_specs_of
+from maxmars.optim import MatrixSpec, mars
+from maxmars.optim.nnx import matrix_specs_of
 
 RNGS = nnx.Rngs(0)
 

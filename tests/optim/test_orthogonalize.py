@@ -12,8 +12,8 @@ import optax
 import pytest
 from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from xla_flags import xla_flags
 
-from maxmars import hlo
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
@@ -21,9 +21,14 @@ from maxmars.optim import (
     orthogonalize,
     plan_orthogonalization,
 )
+from maxmars.plan.collectives import collectives, total_bytes
 
 # Of directions, relative to their norms; a learning rate of at most 0.02 multiplies them.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
+
+
+compiled = jax.jit(orthogonalize, static_argnums=1, static_argnames=("dtype", "scale"))
+compiled_newton_schulz = jax.jit(newton_schulz, static_argnames="dtype")
 
 
 def assert_trees_close(ours, theirs, atol=1e-13):
@@ -36,11 +41,13 @@ def assert_trees_close(ours, theirs, atol=1e-13):
 def test_each_matrix_by_itself_and_scaled():
     updates = random_matrices(3)
     plan = plan_orthogonalization(updates, specs())
-    ours = orthogonalize(updates, plan, dtype=jnp.float32)
+    ours = compiled(updates, plan, dtype=jnp.float32)
     x = updates["c_attn"].reshape(3, 16, 48)
-    expected = [np.sqrt(48 / 16) * newton_schulz(jnp.asarray(m), dtype=jnp.float32) for m in x]
+    expected = [
+        np.sqrt(48 / 16) * compiled_newton_schulz(jnp.asarray(m), dtype=jnp.float32) for m in x
+    ]
     np.testing.assert_allclose(ours["c_attn"].reshape(3, 16, 48), expected, atol=2e-6)
-    expected = newton_schulz(jnp.asarray(updates["mlp_proj"]), dtype=jnp.float32)
+    expected = compiled_newton_schulz(jnp.asarray(updates["mlp_proj"]), dtype=jnp.float32)
     np.testing.assert_allclose(ours["mlp_proj"], expected, atol=2e-6)  # out < in: factor one
 
 
@@ -48,12 +55,12 @@ def test_each_matrix_by_itself_and_scaled():
 def test_split_blocks_by_themselves(split, shape):
     updates = {"c_attn": random_matrices(2)["c_attn"]}
     plan = plan_orthogonalization(updates, {"c_attn": specs(split)["c_attn"]})
-    ours = orthogonalize(updates, plan, dtype=jnp.float32)["c_attn"]  # the factor is one
-    rms = orthogonalize(updates, plan, dtype=jnp.float32, scale="rms")["c_attn"]
+    ours = compiled(updates, plan, dtype=jnp.float32)["c_attn"]  # the factor is one
+    rms = compiled(updates, plan, dtype=jnp.float32, scale="rms")["c_attn"]
     x, heads = updates["c_attn"], 1 if split == "qkv" else 4
     blocks = x.reshape(2, 16, 3, heads, 16 // heads).transpose(0, 2, 3, 1, 4)
     assert blocks.shape[-2:] == shape
-    expected = newton_schulz(jnp.asarray(blocks), dtype=jnp.float32)
+    expected = compiled_newton_schulz(jnp.asarray(blocks), dtype=jnp.float32)
     expected = expected.transpose(0, 3, 1, 2, 4).reshape(x.shape)
     np.testing.assert_allclose(ours, expected, atol=2e-6)
     np.testing.assert_allclose(rms, 0.2 * np.sqrt(max(shape)) * expected, atol=2e-6)
@@ -64,10 +71,10 @@ def test_split_blocks_by_themselves(split, shape):
 )
 def test_scales(scale, wide, tall):
     eye = jnp.eye(4, 16)
-    one = newton_schulz(eye, dtype=jnp.float32)
+    one = compiled_newton_schulz(eye, dtype=jnp.float32)
     updates = {"wide": eye, "tall": eye.T}  # in x out
     plan = plan_orthogonalization(updates)
-    ours = orthogonalize(updates, plan, scale=scale, dtype=jnp.float32)
+    ours = compiled(updates, plan, scale=scale, dtype=jnp.float32)
     np.testing.assert_allclose(ours["wide"], wide * one, atol=1e-6)
     np.testing.assert_allclose(ours["tall"], tall * one.T, atol=1e-6)
 
@@ -79,27 +86,26 @@ def test_vectors_and_dtypes_stay_as_they_are():
         "norm": jnp.arange(6.0),
         "scalar": jnp.asarray(3.0),
     }
-    ours = orthogonalize(updates, plan_orthogonalization(updates))
+    ours = compiled(updates, plan_orthogonalization(updates))
     assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, updates)
     np.testing.assert_array_equal(ours["norm"], updates["norm"])
     np.testing.assert_array_equal(ours["scalar"], updates["scalar"])
-    assert orthogonalize({}, plan_orthogonalization({})) == {}
+    assert compiled({}, plan_orthogonalization({})) == {}
 
 
 def test_float64(x64):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 7)))
-    ours = orthogonalize(x, plan_orthogonalization(x), dtype=jnp.float64, scale=None)
+    ours = compiled(x, plan_orthogonalization(x), dtype=jnp.float64, scale=None)
     assert ours.dtype == jnp.float64
-    np.testing.assert_allclose(ours, newton_schulz(x, dtype=jnp.float64), atol=1e-15)
+    np.testing.assert_allclose(ours, compiled_newton_schulz(x, dtype=jnp.float64), atol=1e-15)
 
 
 def test_rounds_of_bounded_size_change_nothing(x64):
     updates = random_matrices(7, dtype="float64")
     whole = plan_orthogonalization(updates, specs())
     rounds = plan_orthogonalization(updates, specs(), max_batch_bytes=60_000)
-    run = jax.jit(orthogonalize, static_argnums=1, static_argnames="dtype")
-    assert " while(" in run.lower(updates, rounds, dtype="float64").compile().as_text()
-    ours, expected = (run(updates, plan, dtype="float64") for plan in (rounds, whole))
+    assert " while(" in compiled.lower(updates, rounds, dtype="float64").compile().as_text()
+    ours, expected = (compiled(updates, plan, dtype="float64") for plan in (rounds, whole))
     assert_trees_close(ours, expected)
 
 
@@ -119,7 +125,8 @@ def test_orthogonality_error(mesh_shape):
     mesh = None if mesh_shape is None else make_mesh(mesh_shape)
     plan = plan_orthogonalization(updates, specs(), mesh=mesh)
     run = jax.jit(orthogonality_error, static_argnums=1, static_argnames="scale")
-    directions = orthogonalize(updates, plan_orthogonalization(updates, specs()), scale="rms")
+    directions = compiled(updates, plan_orthogonalization(updates, specs()), scale="rms")
+    directions = jax.tree.map(np.asarray, directions)
     flat = {
         "c_attn": directions["c_attn"].reshape(3, 16, 48) / (0.2 * np.sqrt(48)),
         "attn_proj": directions["attn_proj"].reshape(3, 16, 16) / (0.2 * np.sqrt(16)),
@@ -130,7 +137,7 @@ def test_orthogonality_error(mesh_shape):
     expected = plain_orthogonality_error([o for stack in flat.values() for o in stack])
     assert 0.05 < expected < 0.5
     assert run(directions, plan, scale="rms") == pytest.approx(expected, rel=1e-5)
-    zeros = jax.tree.map(jnp.zeros_like, directions)
+    zeros = jax.tree.map(np.zeros_like, directions)
     assert run(zeros, plan, scale=None) == pytest.approx(1.0)
 
 
@@ -153,10 +160,9 @@ def test_a_mesh_changes_nothing_in_other_dtypes(dtype):
 @pytest.fixture(scope="module")
 def sixteen():
     """What `gpt2_matrices.py` finds on 16 devices, and its stderr."""
-    flags = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
     script = Path(gpt2_matrices.__file__)
     root = str(script.parents[2])
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(16), "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
     program = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert program.returncode == 0, program.stderr
     return json.loads(program.stdout) | {"stderr": program.stderr}
@@ -194,9 +200,9 @@ def test_owners_among_copies(x64):
     run = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))
     (expected,) = gpt2_matrices.unsharded(((6, "fused"),), "float64")
     assert_trees_close(run(updates), expected)
-    found = hlo.collectives(run.lower(updates).compile(), mesh)
+    found = collectives(run.lower(updates).compile(), mesh)
     assert {collective.op for collective in found} == {"all-to-all", "all-gather"}
-    assert hlo.total_bytes(found) == plan.transfer_bytes(itemsize=8)
+    assert total_bytes(found) == plan.transfer_bytes(itemsize=8)
     repeated = plan_orthogonalization(updates, specs(), mesh=mesh)
     assert sum(g.flops() for g in plan.groups) < sum(g.flops() for g in repeated.groups) / 2
 
@@ -230,14 +236,10 @@ def test_replicated_and_partly_partitioned_leaves(x64):
         return MatrixSpec(**axes, partition=partitions[name])
 
     matrix_specs = {name: spec(name) for name in updates}
-    expected = orthogonalize(
-        updates, plan_orthogonalization(updates, matrix_specs), dtype="float64"
-    )
+    expected = compiled(updates, plan_orthogonalization(updates, matrix_specs), dtype="float64")
     layout = {name: NamedSharding(mesh, p) for name, p in partitions.items()}
     plan = plan_orthogonalization(updates, matrix_specs, mesh=mesh)
-    ours = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))(
-        jax.device_put(updates, layout)
-    )
+    ours = compiled(jax.device_put(updates, layout), plan, dtype="float64")
     for name, x in ours.items():
         np.testing.assert_allclose(x, expected[name], atol=1e-13, err_msg=name)
         assert x.sharding.is_equivalent_to(layout[name], x.ndim), name

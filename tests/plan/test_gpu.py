@@ -5,8 +5,7 @@ import importlib.util
 import pytest
 from tiny import tiny_config
 
-from maxmars.config import MeshConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.config import MarsConfig, MeshConfig
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from tiny import ADAMW, tiny_config
 
-from maxmars.config import MeshConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.config import MarsConfig, MeshConfig
+from maxmars.distributed.sharding import make_mesh
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
-from maxmars.sharding import make_mesh
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,9 +114,7 @@ def test_traffic_stays_within_the_budgets(plans, request):
 
 
 CONFIG = """
-from maxmars.config import GPT2Config, TrainConfig
-from maxmars.data_config import PythonSourcesConfig
-from maxmars.optimizer_config import MarsConfig
+from maxmars.config import GPT2Config, MarsConfig, PythonSourcesConfig, TrainConfig
 
 def get_config():
     return TrainConfig(

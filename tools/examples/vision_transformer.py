@@ -24,7 +24,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxmars.optim import MatrixSpec, mars, matrix_specs_of, muon, soap, sophia, warmup_cosine
+from maxmars.optim import (
+    MatrixSpec,
+    mars,
+    muon,
+    soap,
+    sophia,
+)
+from maxmars.optim.nnx import matrix_specs_of
 
 # Learning rates to try.
 OPTIMIZERS = {
@@ -82,7 +89,7 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x).mean(axis=1))
 
 
-def make_optimizer(  # noqa: C901, a table
+def make_optimizer(
     name: str, rate: optax.Schedule, model: nnx.Module
 ) -> optax.GradientTransformation:
     """The optimizer of a name; matrices decay, tables and vectors do not."""
@@ -140,7 +147,7 @@ def make_run(name: str, data: dict[str, Any], epochs: int, **sizes: int) -> Any:
     images, labels = data["train"]
     steps_per_epoch = len(labels) // BATCH
     num_steps = steps_per_epoch * epochs
-    shape = warmup_cosine(num_steps // 10, num_steps, 0.0)
+    shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, num_steps // 10, num_steps)
 
     def run(rate: jax.Array, seed: jax.Array) -> dict[str, jax.Array]:
         init_key, order_key, label_key = jax.random.split(jax.random.key(seed), 3)

@@ -1,0 +1,429 @@
+"""Read checkpoints: what one says of itself, and its arrays, checked against their digests.
+
+`read` and `load` take the newest sound checkpoint, or the one of a given step. They change nothing
+on the disk, so that they may be used while a run writes to the same directory. `README.md` beside
+this file describes the format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+import maxmars
+from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
+from maxmars.config import GPT2Config, TrainConfig, from_dict
+from maxmars.distributed import files, processes
+
+FORMAT_VERSION = 3
+"""Formats 1 and 2 (maxmars 0.1) name some fields of the state and of the configuration differently.
+Their parameters and their model can be read; their runs cannot be continued."""
+
+Directory = str | os.PathLike[str]
+Result = TypeVar("Result")
+Skipped = tuple[tuple[int, str], ...]
+"""(step, reason) of the newer checkpoints that could not be used."""
+
+_LOGGER = logging.getLogger(__name__)
+
+# Errors that say nothing about the checkpoint: another attempt, or another machine, may not meet
+# them.
+_NOT_DAMAGE = (
+    "RESOURCE_EXHAUSTED",
+    "PERMISSION_DENIED",
+    "Permission denied",
+    "UNAUTHENTICATED",
+    "Too many open files",
+    "more bytes than we reserved",
+    "MemoryError",
+)
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint says of itself."""
+
+    path: Any
+    """`epath.Path` of its directory."""
+    step: int
+    """Optimizer steps that led to the state."""
+    data_position: int
+    """Training examples consumed."""
+    data_digest: str | None
+    """Digest of the data that the run read; None where none was recorded."""
+    config: TrainConfig | GPT2Config
+    """Of the run; of the model alone if the format is older or no run wrote the checkpoint."""
+    metrics: dict[str, float]
+    environment: dict[str, Any]
+    """Versions, devices and mesh of the run that wrote it; see `environment.environment`."""
+    types: dict[str, str]
+    """Type of each array by its path, like `float32[12,768]`."""
+    digests: dict[str, str]
+    """Digest of each array by its path; see `digest.digest`."""
+    digest: str
+    """Digest of the whole state."""
+    format_version: int
+
+    @property
+    def model(self) -> GPT2Config:
+        return self.config.model if isinstance(self.config, TrainConfig) else self.config
+
+    def run_config(self) -> TrainConfig:
+        """The configuration of the run, to continue it.
+
+        Raises:
+          ValueError: the checkpoint has an older format, or holds the parameters of an imported
+            model.
+        """
+        if self.format_version < FORMAT_VERSION:
+            version = self.environment.get("maxmars", "0.1.0 or older")
+            raise ValueError(
+                f"{self.path} was written by maxmars {version} (format {self.format_version}); "
+                f"this is maxmars {maxmars.__version__}, which continues runs of format "
+                f"{FORMAT_VERSION}. Continue it with maxmars {version}, or start a new run from "
+                f"its weights with --init-from {self.path} and another --workdir."
+            )
+        if not isinstance(self.config, TrainConfig):
+            raise ValueError(
+                f"{self.path} holds the parameters of an imported model and no run that could be "
+                "continued; start a run from them, in a directory of its own, with --init-from."
+            )
+        return self.config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Arrays that agree with their digests."""
+
+    state: Any
+    """The arrays in the containers that were asked for."""
+    checkpoint: Checkpoint
+    skipped: Skipped
+
+
+def read(directory: Directory, step: int | None = None) -> Checkpoint:
+    """What the newest readable checkpoint says of itself, or the one of `step`, without its arrays.
+
+    Raises:
+      FileNotFoundError, ValueError: see `newest_sound`.
+    """
+    return newest_sound(directory, lambda checkpoint: checkpoint, step)[0]
+
+
+def load(directory: Directory, abstract: Any, step: int | None = None) -> Loaded:
+    """Load arrays of the newest checkpoint in which they agree with their digests, or of `step`.
+
+    Every process of a run calls, and each gets the result or an error. For the arguments and errors
+    see `newest_sound` and `load_arrays`.
+    """
+
+    def use(checkpoint: Checkpoint) -> tuple[Any, Checkpoint]:
+        return load_arrays(checkpoint, abstract), checkpoint
+
+    (state, checkpoint), skipped = newest_sound(directory, use, step)
+    return Loaded(state=state, checkpoint=checkpoint, skipped=skipped)
+
+
+def newest_sound(
+    directory: Directory, use: Callable[[Checkpoint], Result], step: int | None = None
+) -> tuple[Result, Skipped]:
+    """Return what `use` makes of the newest checkpoint that it does not find damaged.
+
+    Args:
+      directory: the directory of the checkpoints, usually `<workdir>/checkpoints`.
+      use: called with one checkpoint after the other, the newest first, until it returns. It may
+        call `load_arrays` many times, and so work on a state that is larger than the memory; it
+        raises DamagedError in every process or in none.
+      step: take this checkpoint and no other.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of `step`.
+      ValueError: every one is damaged, or a newer version of maxmars wrote one.
+    """
+    root = resolve(directory)
+    # A network file system may show a new directory to one process and not yet to another.
+    steps = processes.from_primary(list_steps(root))
+    if not steps:
+        raise FileNotFoundError(f"{root} holds no checkpoint; name a directory with one.")
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
+        raise FileNotFoundError(f"{root} has no checkpoint of step {step}, but of {known}.")
+    skipped: list[tuple[int, str]] = []
+    for candidate in steps[::-1] if step is None else [step]:
+        path = root / str(candidate)
+        try:
+            return use(_read_checkpoint(path)), tuple(skipped)
+        except DamagedError as error:
+            skipped.append((candidate, str(error)))
+            if step is None:
+                _LOGGER.warning("checkpoint %s skipped: %s", path, error)
+    reasons = "; ".join(f"step {s}: {reason}" for s, reason in skipped)
+    raise ValueError(
+        f"no checkpoint in {root} could be used ({reasons}); "
+        f"{'name another step' if step is not None else 'start in another directory'}."
+    )
+
+
+def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -> Any:
+    """Load arrays of one checkpoint, and compare them with their digests.
+
+    Args:
+      checkpoint: what it says of itself.
+      abstract: tree of `jax.ShapeDtypeStruct` that names some of the arrays or all, such as
+        `{"params": ...}`, with the shardings that the result shall have, on any mesh and any number
+        of processes. An array without a sharding goes to this process's first device.
+      whole: the checkpoint must have no others.
+
+    Raises:
+      DamagedError: they cannot be read or do not agree with their digests; every process raises.
+      ValueError: the checkpoint has arrays of other names, shapes or types, or a sharding does not
+        divide its array.
+    """
+    first_device = SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or first_device),
+        abstract,
+    )
+    for leaf in jax.tree.leaves(abstract):
+        leaf.sharding.shard_shape(leaf.shape)  # one that does not divide is no damage: raise now
+    wanted, saved = leaf_types(abstract), checkpoint.types
+    names = wanted | saved if whole else wanted
+    wrong = [name for name in names if saved.get(name) != wanted.get(name)]
+    if wrong:  # not damage: the older checkpoints of the run would not fit either
+        there, here = (types.get(wrong[0], "absent") for types in (saved, wanted))
+        raise ValueError(
+            f"the checkpoint {checkpoint.path} does not fit this configuration: {len(wrong)} "
+            f"arrays differ, first {wrong[0]}, which is {there} there and {here} here. Use the "
+            "configuration it was written with, or another directory."
+        )
+
+    def read_own_part() -> Any:
+        plain = to_plain(abstract)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(plain)
+        # `load` of Orbax's v1 waits for the other processes, which may have failed, and reads in an
+        # event loop of a thread of its own.
+        handler = ocp.PyTreeCheckpointHandler(
+            restore_concurrent_gb=-(-bytes_in_flight(abstract) // 10**9)
+        )
+        with _tidy_event_loops():
+            plain = handler.restore(
+                checkpoint.path / "state",
+                args=ocp.args.PyTreeRestore(plain, restore_args, partial_restore=True),
+            )
+        # Orbax leaves an array abstract if its index, where a bit may be wrong, lacks it.
+        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plain)):
+            raise DamagedError("state cannot be read (arrays are missing)")
+        return from_plain(plain, abstract)
+
+    def compare_digests() -> None:
+        wrong = [name for name, value in found.items() if value != checkpoint.digests[name]]
+        if wrong:
+            raise DamagedError(
+                f"{len(wrong)} of {len(found)} arrays differ from their digest, first {wrong[0]}"
+            )
+
+    # A digest is a sum over the devices of all processes: each process must have its part before.
+    state = _together("state", read_own_part)
+    found = digest(state)
+    _together("state", compare_digests)
+    return state
+
+
+def list_steps(directory: Directory) -> list[int]:
+    """Steps of the checkpoints in a directory, ascending, sound or not; empty if there is no such
+    directory.
+
+    Raises:
+      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+    """
+    root = resolve(directory)
+    with files.reporting(root):
+        if not root.is_dir():
+            return []
+        return sorted(
+            int(path.name) for path in root.iterdir() if is_step(path) and is_committed(path)
+        )
+
+
+def find(path: Directory) -> tuple[Any, int | None] | None:
+    """The directory of checkpoints that a path means, and the step if the path means a single one.
+
+    Args:
+      path: a run's working directory, its directory of checkpoints, or one checkpoint in there.
+
+    Returns:
+      None if it is none of these.
+
+    Raises:
+      ValueError: it is a checkpoint whose name is not a step.
+      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+    """
+    root = resolve(path)
+    if (root / "meta" / "data.json").exists():
+        if not root.name.isdecimal():
+            raise ValueError(
+                f"{root} is a checkpoint whose name is not its step: it is damaged, or was renamed "
+                "by hand; name another one, or give it the name of its step again."
+            )
+        return root.parent, int(root.name)
+    for directory in (root / "checkpoints", root):
+        if list_steps(directory):
+            return directory, None
+    return None
+
+
+def resolve(directory: Directory) -> Any:
+    """An absolute `epath.Path`: Orbax rejects others only once a save is under way, in a thread.
+
+    Raises:
+      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+    """
+    path = epath.Path(files.resolve(directory))
+    files.require_access(path)
+    return path
+
+
+def is_step(path: Any) -> bool:
+    """Whether a path has the name of a checkpoint."""
+    return path.name.isdecimal() and path.is_dir()
+
+
+def is_committed(path: Any) -> bool:
+    """Whether a checkpoint is complete: on a disk its name says so, in a bucket the file that Orbax
+    writes last."""
+    return not files.is_remote(path) or (path / "commit_success.txt").exists()
+
+
+def checksum(meta: dict[str, Any]) -> str:
+    """SHA-256 of all fields of `meta/data.json` but `checksum` itself, in hex."""
+    fields = {k: v for k, v in meta.items() if k != "checksum"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def bytes_in_flight(tree: Any) -> int:
+    """Bytes of arrays, abstract or not, that Orbax may write or read at once in this process.
+
+    A sixteenth of its share, and more than the largest array, which Orbax would refuse.
+    """
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
+    return max([*sizes, sum(sizes) // (16 * jax.process_count()), 2**20]) + 1
+
+
+def root_cause(error: Exception) -> str:
+    """The innermost error in one line; Orbax wraps it in several others."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    first_line = next(iter(str(error).strip().splitlines()), "").split(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: {first_line[:400]}"
+
+
+def _read_checkpoint(path: Any) -> Checkpoint:
+    """Read `meta`, which Orbax wrote, but would need its own index to read.
+
+    Raises:
+      DamagedError: it is missing or not what was written.
+      ValueError: a newer version of maxmars wrote it.
+    """
+
+    def read_meta() -> dict[str, Any]:
+        if not (path / "meta").is_dir():
+            raise DamagedError("it is not complete: there is no meta in it")
+        meta = json.loads((path / "meta" / "data.json").read_text())
+        if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
+            raise DamagedError("meta does not agree with its checksum")
+        return meta
+
+    meta = _together("meta", read_meta)
+    version, config = meta["format_version"], meta["config"]
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {version} and maxmars {maxmars.__version__} reads up to "
+            f"{FORMAT_VERSION}; use the version of maxmars that wrote it, or a newer one."
+        )
+    if version < FORMAT_VERSION:  # other fields than the model's may have had other names
+        config = config.get("model", config)
+    return Checkpoint(
+        path=path,
+        step=meta["step"],
+        data_position=meta["data_position"],
+        data_digest=meta.get("data_digest"),
+        config=from_dict(config),
+        metrics=meta.get("metrics", {}),
+        environment=meta.get("environment", {}),
+        types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
+        digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
+        digest=meta["digest"],
+        format_version=version,
+    )
+
+
+def _together(part: str, read_own: Callable[[], Any]) -> Any:
+    """What `read_own` returns; DamagedError in every process if it fails in one of them.
+
+    An error that may be none of the checkpoint is raised as it is.
+    """
+    result, damage = None, None
+    try:
+        result = read_own()
+    except DamagedError as error:
+        damage = error
+    except Exception as error:  # a damaged file comes up as nearly any type
+        cause = root_cause(error)
+        if any(text in cause for text in _NOT_DAMAGE):
+            raise
+        damage = DamagedError(f"{part} cannot be read ({cause})")
+    if damage is not None:
+        processes.all_processes(False)
+        gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
+        raise damage
+    if not processes.all_processes(True):
+        raise DamagedError("another process could not read its part of it")
+    return result
+
+
+class _TidyLoop(asyncio.SelectorEventLoop):
+    """An event loop whose tasks end before it closes."""
+
+    def close(self) -> None:
+        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            # Cancelled reads would still report to the loop from their threads, when it is closed.
+            done, _ = self.run_until_complete(asyncio.wait(tasks))
+            for task in done:
+                task.cancelled() or task.exception()  # asked for, so that asyncio prints none
+        super().close()
+
+
+class _TidyPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _TidyLoop()
+
+
+@contextlib.contextmanager
+def _tidy_event_loops() -> Generator[None, None, None]:
+    """Wait for the reads that go on when one fails.
+
+    Orbax 0.12.8 closes its event loop over them, and they print stack traces that nobody can catch.
+    """
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_TidyPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)

@@ -1,0 +1,403 @@
+"""Write checkpoints: asynchronous saves with digests, and which of the old ones are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+from orbax.checkpoint import v1
+
+from maxmars.checkpoint.digest import combine, digest, leaf_types, to_plain
+from maxmars.checkpoint.environment import environment
+from maxmars.checkpoint.lock import acquire
+from maxmars.checkpoint.reader import (
+    FORMAT_VERSION,
+    Checkpoint,
+    Directory,
+    Loaded,
+    bytes_in_flight,
+    checksum,
+    is_committed,
+    is_step,
+    list_steps,
+    load_arrays,
+    newest_sound,
+    read,
+    resolve,
+    root_cause,
+)
+from maxmars.config import CheckpointConfig, GPT2Config, TrainConfig, to_dict
+from maxmars.distributed import processes
+from maxmars.distributed.files import reporting
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
+    """Writes and restores the checkpoints of one run; also a context manager that closes itself.
+
+    Every process of the run makes one and calls its methods in the same order. Until it is closed,
+    or its process dies, no other run can open the directory for writing. What interrupted saves
+    left in the directory is removed.
+
+    Args:
+      directory: where the checkpoints are, on a disk or on `gs://`; best `<workdir>/checkpoints`.
+      config: the run's configuration. It is stored in each checkpoint, and `config.checkpoint`
+        says which checkpoints are kept.
+      mesh: the run's mesh, for the description of the environment.
+      data_digest: digest of the data that the run reads, which is stored in each checkpoint.
+
+    Raises:
+      ValueError: another run has it open.
+      OSError: it cannot be written to.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        config: TrainConfig,
+        *,
+        mesh: Mesh,
+        data_digest: str | None = None,
+    ) -> None:
+        self._directory = resolve(directory)
+        self._config, self._data_digest = config, data_digest
+        self._environment = environment(mesh)
+        self._pending: v1.AsyncResponse[bool] | None = None
+        self._failed = False
+        self._on_disk: dict[int, str] = {}  # step -> digest of the state that is known to be there
+        self._retention = Retention(config.checkpoint)
+        self._timer = SaveTimer(config.checkpoint.every_minutes)
+        self._lock = acquire(self._directory)
+        try:
+            if processes.is_primary():
+                self._remove_unfinished()
+            processes.barrier("maxmars: removed unfinished checkpoints")
+            if config.checkpoint.keep_best is not None:
+                for step in list_steps(self._directory):
+                    with contextlib.suppress(ValueError):  # damaged: it is none of the best
+                        self._retention.record(step, read(self._directory, step).metrics)
+            with reporting(self._directory):
+                self._orbax = v1.training.Checkpointer(
+                    str(self._directory),
+                    preservation_policy=self._retention,
+                    lightweight_initialize=True,
+                )
+        except BaseException:
+            self._release()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint, sound or not, after the save under way; None if there is
+        none."""
+        self._finish()
+        return max(processes.from_primary(list_steps(self._directory)), default=None)
+
+    def check_owner(self) -> None:
+        """Raise OSError if another run took over the directory, which the primary process sees."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def is_due(self, step: int) -> bool:
+        """Whether `config.checkpoint.every_minutes` have passed since the last save.
+
+        Every process must ask at each step, and all get the same answer.
+        """
+        return self._timer.is_due(step)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data_position: int,
+        metrics: dict[str, Any] | None = None,
+        wait: bool = False,
+    ) -> float | None:
+        """Write a checkpoint in the background.
+
+        On return the state has been copied, and its buffers may be donated. A checkpoint of the
+        same step is replaced, unless this object wrote it from, or restored it to, the same state:
+        then nothing happens.
+
+        Args:
+          step: number of optimizer steps that led to `state`.
+          state: pytree of arrays. Containers are stored as plain dicts; `restore` gives them back.
+          data_position: number of training examples consumed.
+          metrics: numbers that are stored beside the state, and that decide which checkpoints are
+            the best.
+          wait: return only when the checkpoint is complete.
+
+        Returns:
+          Seconds for which the caller was blocked: the end of the save before, the digests and the
+          copy, but not what `wait` waits for. None if nothing had to be written.
+
+        Raises:
+          OSError: the save before could not be completed, or with `wait` this one; or another run
+            took over the directory. All that can be done then is `close`.
+          ValueError: `metrics` lacks `config.checkpoint.best_metric`.
+        """
+        started = time.perf_counter()
+        self._finish()
+        meta = _make_meta(
+            step,
+            state,
+            self._config,
+            self._environment,
+            data_position=data_position,
+            data_digest=self._data_digest,
+            metrics=metrics,
+        )
+        known = self._on_disk.get(step) == meta["digest"]
+        if known and processes.all_processes(step in list_steps(self._directory)):
+            return None
+        self._retention.record(step, meta["metrics"])
+        self._retention.outdated.discard(step)
+        with self._reporting(), _orbax_context(state):
+            self.check_owner()
+            self._pending = self._orbax.save_checkpointables_async(
+                step, {"state": to_plain(state), "meta": meta}, force=True, overwrite=True
+            )
+        self._on_disk[step] = meta["digest"]
+        self._timer.restart()
+        blocked_s = time.perf_counter() - started
+        if wait:
+            self._finish()
+        return blocked_s
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Loaded:
+        """Load the newest checkpoint whose digests agree, or the one of `step`, to go on from it.
+
+        Newer ones that were found damaged are renamed to `<step>.damaged`: since an older one could
+        be read, it is not the reading that fails. They are never deleted.
+
+        Args:
+          abstract_state: the whole state; see `load_arrays`.
+          step: take this checkpoint and no other.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint, or none of `step`.
+          ValueError: every checkpoint (or the one of `step`) is damaged; or the newest sound one
+            has arrays of other names, shapes or types than `abstract_state`, or was written in an
+            older format.
+        """
+        self._finish()
+
+        def use(found: Checkpoint) -> tuple[Any, Checkpoint]:
+            found.run_config()  # refuses older formats
+            return load_arrays(found, abstract_state, whole=True), found
+
+        (state, found), skipped = newest_sound(self._directory, use, step)
+        if skipped:
+            if processes.is_primary():
+                for damaged, _ in skipped:
+                    self._set_aside(damaged)
+            processes.barrier("maxmars: set aside damaged checkpoints")
+            self._orbax.reload()
+        self._on_disk = {found.step: found.digest}
+        # A run that goes on from here writes the newer steps anew; until then retention must not
+        # count them, or it would delete the new checkpoints in favour of them.
+        self._retention.outdated = {s for s in list_steps(self._directory) if s > found.step}
+        return Loaded(state=state, checkpoint=found, skipped=skipped)
+
+    def close(self) -> None:
+        """Wait for the save under way, and let other runs have the directory.
+
+        Raises:
+          OSError: it could not be completed.
+        """
+        try:
+            self._finish()
+            if not self._failed:  # after a failure Orbax would raise the same again
+                self._orbax.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what the saves of killed runs left; Orbax ignores but keeps it."""
+        for path in self._directory.iterdir():
+            if ".orbax-checkpoint-tmp" in path.name or (is_step(path) and not is_committed(path)):
+                # What cannot be removed costs space and nothing else; the next start tries again.
+                with contextlib.suppress(OSError), reporting(path):
+                    path.rmtree(missing_ok=True)
+
+    def _set_aside(self, step: int) -> None:
+        """Rename a damaged checkpoint, so that it counts no more; in a bucket this copies files."""
+        names = [f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000))]
+        target = next(p for p in map(self._directory.joinpath, names) if not p.exists())
+        (self._directory / str(step)).rename(target)
+        _LOGGER.warning("damaged checkpoint %d is now %s; delete it if you wish", step, target)
+
+    def _finish(self) -> None:
+        """Wait for the save under way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._reporting():
+                pending.result()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            raise OSError(
+                f"a checkpoint could not be written to {self._directory} ({type(error).__name__}: "
+                f"{error}); the complete ones are untouched: start again to go on from the newest."
+            ) from error
+
+
+def save_params(directory: Directory, config: GPT2Config, params: Any, *, mesh: Mesh) -> None:
+    """Write parameters on a mesh, which no run of maxmars trained, as the checkpoint of step 0.
+
+    Raises:
+      OSError: the directory cannot be written to, or has a checkpoint of step 0.
+    """
+    state = {"params": params}
+    meta = _make_meta(0, state, config, environment(mesh))
+    path = resolve(directory) / "0"
+    try:
+        with _orbax_context(state):
+            v1.save_checkpointables(str(path), {"state": to_plain(state), "meta": meta})
+    except Exception as error:  # a full disk comes up as nearly any type
+        raise OSError(f"{path} could not be written: {root_cause(error)}.") from error
+
+
+def _orbax_context(state: Any) -> v1.Context:
+    """Options of Orbax for writing a state: `meta` is JSON, and arrays are not compressed."""
+    registry = v1.handlers.local_registry()
+    registry.add(v1.handlers.JsonHandler, checkpointable_name="meta")  # else strings become arrays
+    context = v1.Context()
+    context.checkpointables.registry = registry
+    # Weights shrink by a tenth at most, and compression takes as long as writing and as much memory
+    # again.
+    context.array.saving.use_compression = False
+    # Without it, Orbax copies all arrays at once.
+    context.memory.write_concurrent_bytes = bytes_in_flight(state)
+    return context
+
+
+class Retention:
+    """Keeps the newest checkpoints, the best, and some for good, as a `CheckpointConfig` says.
+
+    `outdated` holds steps that the run will write anew: they count as nothing, but are not deleted
+    while they are newer than the oldest that `keep_last` keeps.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._metric: dict[int, float] = {}
+        self.outdated: set[int] = set()
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember the metrics of the checkpoint of a step.
+
+        Raises:
+          ValueError: there are some, but not the one that decides which checkpoint is best.
+        """
+        name = self._config.best_metric
+        self._metric.pop(step, None)
+        if self._config.keep_best is None or not metrics:
+            return
+        if name not in metrics:
+            raise ValueError(
+                f"checkpoint.best_metric={name!r} is not stored with checkpoints; "
+                f"{', '.join(metrics)} is."
+            )
+        if math.isfinite(metrics[name]):
+            self._metric[step] = metrics[name]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether to keep each checkpoint (Orbax's PreservationPolicy)."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        valid = sorted(set(steps) - self.outdated)
+        newest = valid[-self._config.keep_last :]
+        if not newest:
+            return [True] * len(steps)
+        kept = set(newest)
+        if self._config.keep_best is not None:
+            scored = [step for step in valid if step in self._metric]
+            scored.sort(key=lambda step: (self._metric[step], -step))
+            kept |= set(scored[: self._config.keep_best])
+        if self._config.keep_every is not None:
+            # The first at or after each multiple: by minutes, steps are no round numbers.
+            windows = {step // self._config.keep_every: step for step in reversed(valid)}
+            kept |= {step for window, step in windows.items() if window > 0}
+        return [step in kept or step > newest[0] for step in steps]
+
+
+class SaveTimer:
+    """Says when `every_minutes` have passed since the last save, at the same step in every process.
+
+    The primary process's clock decides. Asking the others costs an exchange between processes, so
+    the clock is only looked at after half of the steps that fit into the time left, then half of
+    the rest, and so on. With None no save is ever due.
+    """
+
+    def __init__(
+        self, every_minutes: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = None if every_minutes is None else 60 * every_minutes
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the time anew: a checkpoint was written."""
+        self._since = self._clock()
+        self._first_step: int | None = None
+        self._next_look = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the time is over; every process must ask at each step."""
+        if self._interval_s is None or step < self._next_look:
+            return False
+        if self._first_step is None:
+            self._first_step = step
+        elapsed = self._clock() - self._since
+        steps_left = (self._interval_s - elapsed) * (step - self._first_step) / max(elapsed, 1e-9)
+        ahead = max(1, min(int(steps_left / 2), 10**6))
+        due, ahead = processes.from_primary([int(elapsed >= self._interval_s), ahead])
+        self._next_look = step + ahead
+        return bool(due)
+
+
+def _make_meta(
+    step: int,
+    state: Any,
+    config: TrainConfig | GPT2Config,
+    environment: dict[str, Any],
+    *,
+    data_position: int = 0,
+    data_digest: str | None = None,
+    metrics: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """The contents of `meta/data.json`, JSON-ready; every process must call."""
+    seed = config.seed if isinstance(config, TrainConfig) else None
+    derivation = "every random number is a function of config.seed, the step and its place in it"
+    digests, types = digest(state), leaf_types(state)
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "data_position": data_position,
+        "data_digest": data_digest,
+        "rng": {"seed": seed, "step": step, "derivation": derivation},
+        "metrics": metrics or {},
+        "config": to_dict(config),
+        "environment": environment,
+        "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
+        "digest": combine(digests),
+    }
+    return meta | {"checksum": checksum(meta)}

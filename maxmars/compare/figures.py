@@ -1,0 +1,189 @@
+"""Figures as PNG, drawn with matplotlib (extra `report`) without its global state.
+
+Lines differ in dashes and markers as well as in colour, so that they can be told apart in black and
+white.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxmars.compare.curves import Line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, from dark to light.
+_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)))
+_MARKERS = "osD^vPX*<"  # nine markers for eight colours: the ninth line differs from the first
+_SIZE = (6.4, 4.2)  # inches
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "savefig.dpi": 150,
+}
+_WARM_UP = 0.12  # losses in this first share of the horizontal axis may lie above the figure
+_MAX_TICKS = 8
+
+
+def require_matplotlib() -> None:
+    """Check that figures can be drawn.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            "figures need matplotlib; install the extra `report`: pip install 'maxmars[report]'."
+        )
+
+
+def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
+    """Draw mean losses against tokens or time, with bands from the lowest to the highest seed.
+
+    Args:
+      lines: one for each contender or run.
+      path: of the PNG; its directory is made.
+      against: `tokens`, or `time`, which leaves out lines without timed steps.
+
+    Returns:
+      Whether there was anything to draw.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    drawn = []
+    for number, line in enumerate(lines):
+        factor = 1.0 if against == "tokens" else line.seconds_per_token
+        if factor is not None:
+            tokens, losses = line.points
+            drawn.append((number, line.name, tokens * factor, losses))
+    if not drawn:
+        return False
+    largest = max(float(x[-1]) for _, _, x, _ in drawn)
+    divisor, unit = _unit(largest, against)
+    with _figure(path) as axes:
+        settled: list[float] = []
+        for number, name, positions, losses in drawn:
+            x, means, style = positions / divisor, losses.mean(axis=0), _style(number)
+            axes.plot(x, means, label=name, markevery=max(1, len(x) // 10), **style)
+            if len(losses) > 1:
+                low, high = losses.min(axis=0), losses.max(axis=0)
+                axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+            late = losses[:, positions >= _WARM_UP * largest]
+            settled += late[np.isfinite(late)].tolist()
+        if settled and max(settled) > min(settled):
+            margin = 0.05 * (max(settled) - min(settled))
+            axes.set_ylim(min(settled) - margin, max(settled) + margin)
+        names = {curve.loss_of for line in lines for curve in line.curves}
+        axes.set_ylabel(f"{names.pop() if len(names) == 1 else 'loss'}, nats a token")
+        axes.set_xlabel(f"{'tokens' if against == 'tokens' else 'time of the steps'}{unit}")
+    return True
+
+
+def draw_rates(grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path) -> bool:
+    """Draw final losses against learning rates: a small mark a run, a line through the means, and
+    an x on the upper edge where a run diverged.
+
+    Args:
+      grids: contender -> learning rate, increasing -> final losses of its runs in nats a token;
+        infinite where a run diverged.
+      path: of the PNG; its directory is made.
+
+    Returns:
+      Whether there was anything to draw.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    every = [loss for grid in grids.values() for losses in grid.values() for loss in losses]
+    finite = [loss for loss in every if math.isfinite(loss)]
+    if not finite:
+        return False
+    bottom, middle = min(finite), float(np.median(finite))
+    # A run far above the others would flatten their lines.
+    top = min(max(finite), middle + 4 * (middle - bottom) + 0.05)
+    margin = 0.06 * (top - bottom) or 0.01
+    with _figure(path) as axes:
+        for number, (name, grid) in enumerate(grids.items()):
+            style = _style(number)
+            means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
+            means = [mean if math.isfinite(mean) else math.nan for mean in means]
+            axes.plot(list(grid), means, label=name, **style)
+            for rate, losses in grid.items():
+                sound = [loss for loss in losses if math.isfinite(loss)]
+                mark = {key: style[key] for key in ("color", "marker")}
+                if len(sound) > 1:
+                    axes.plot([rate] * len(sound), sound, ls="", alpha=0.5, ms=3, **mark)
+                if len(sound) < len(losses):
+                    axes.plot(rate, top + margin, "x", color=style["color"], clip_on=False)
+        axes.set_xscale("log")
+        axes.set_xticks(_ticks(sorted({rate for grid in grids.values() for rate in grid})))
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
+        axes.tick_params(axis="x", labelrotation=30)
+        axes.set_ylim(bottom - margin, top + margin)
+        axes.set_xlabel("peak learning rate")
+        axes.set_ylabel("final validation loss, nats a token")
+    return True
+
+
+@contextlib.contextmanager
+def _figure(path: Path) -> Iterator[Axes]:
+    """Empty axes in maxmars's style; at the end they get a legend and are saved."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        yield axes
+        axes.legend()
+        # Without matplotlib's version, the same figure is the same file.
+        figure.savefig(path, metadata={"Software": None})
+
+
+def _style(number: int) -> dict[str, Any]:
+    color = _COLORS[number % len(_COLORS)]
+    return {
+        "color": color,
+        "linestyle": _DASHES[number % len(_DASHES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markerfacecolor": "white" if number % 2 else color,
+    }
+
+
+def _unit(largest: float, against: str) -> tuple[float, str]:
+    """The number to divide an axis by, and the unit to name."""
+    if against == "time":
+        units = [(3600.0, ", hours"), (60.0, ", minutes")]
+        return next((u for u in units if largest >= 2 * u[0]), (1.0, ", seconds"))
+    units = [(1e9, ", billions"), (1e6, ", millions"), (1e3, ", thousands")]
+    return next((u for u in units if largest >= u[0]), (1.0, ""))
+
+
+def _ticks(rates: Sequence[float]) -> list[float]:
+    """All rates if their labels have room, else some of them, far enough apart."""
+    kept: list[float] = []
+    for rate in rates:
+        step = (rates[-1] / rates[0]) ** (1 / _MAX_TICKS)
+        if len(rates) <= _MAX_TICKS or not kept or rate / kept[-1] > step:
+            kept.append(rate)
+    return kept

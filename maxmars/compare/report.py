@@ -1,0 +1,408 @@
+"""The reports of comparisons and of single runs.
+
+A report is `report.md`, `report.json` with the same numbers, and `figures/*.png`; a comparison also
+prints a table in 80 columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from maxmars.compare.curves import Line
+from maxmars.compare.figures import draw_losses, draw_rates
+from maxmars.compare.statistics import CONFIDENCE, Interval
+from maxmars.compare.summary import TOLERANCE, Best, Outcome, Summary, summarize
+from maxmars.config import to_dict
+from maxmars.config.numbers import duration, short
+from maxmars.distributed.files import json_number, write_json, write_text
+from maxmars.train.metrics import ACTIVITIES, Session, run_seconds, shares
+
+_NONE = "–"
+
+
+def write_report(workdir: Path) -> Summary:
+    """Write the report of a comparison, complete or not, into its directory.
+
+    Raises:
+      ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
+      ImportError: matplotlib is not installed.
+    """
+    summary = summarize(workdir)
+    one_device = {o.cost["num_devices"] for o in summary.outcomes if o.cost} == {1}
+    blocks = [
+        f"# Comparison of {', '.join(o.contender.name for o in summary.outcomes)}",
+        "## Result",
+        _setting(summary),
+        _result_table(summary),
+        *_notes(summary),
+        "## Cost of a step",
+        _cost_table(summary),
+        "One device moves nothing; `maxmars plan` says what a step moves between several."
+        if one_device
+        else "State and collectives are bytes of one device.",
+        "## Learning rates",
+        _rate_table(summary),
+        "The first seed scans the grid; the other seeds run at the best rate, and at a neighbour "
+        "where the scan cannot tell the two apart.",
+        "## Figures",
+        *_comparison_figures(summary, workdir),
+    ]
+    _write(workdir, blocks, _summary_json(summary))
+    return summary
+
+
+def write_run_report(
+    lines: Sequence[Line], out: Path, sessions: Mapping[str, list[Session]]
+) -> None:
+    """Write the report of any runs into a directory.
+
+    Args:
+      lines: the runs' curves.
+      out: the directory.
+      sessions: line's name -> the sessions of its run, whose time is shown in a table.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    seconds = {name: run_seconds(found) for name, found in sessions.items() if found}
+    blocks = [f"# Runs: {', '.join(line.name for line in lines)}", "## Runs", _run_table(lines)]
+    if seconds:
+        blocks += ["## Where the time went", _time_table(seconds)]
+    bands = "Bands reach from the lowest to the highest seed."
+    blocks += ["## Figures", *_loss_figures(lines, out, "Loss", bands)]
+    data = [
+        {"name": line.name, "seconds": seconds.get(line.name), "curves": _curves_json(line)}
+        for line in lines
+    ]
+    _write(out, blocks, data)
+
+
+def print_summary(summary: Summary, workdir: Path) -> None:
+    """Print what a comparison found, in 80 columns, and where its report is."""
+    rows = [_result(outcome, summary) for outcome in summary.outcomes]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(no_wrap=True)  # a long name is cut, a number is not
+    columns = {
+        "rate": "rate",
+        "loss": "loss",
+        "difference": "- baseline",
+        "p": "p",
+        "tokens_share": "tokens",
+        "seconds_share": "time",
+        "step_ms": "ms",
+    }
+    for key, title in columns.items():
+        width = max(len(text) for text in (title, *(row[key].replace(" ", "") for row in rows)))
+        table.add_column(title, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(row["name"], *(row[key].replace(" ", "") for key in columns))
+    rich.print(table)
+    baseline = summary.comparison.baseline
+    texts = [
+        f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
+    ]
+    if summary.num_missing:
+        texts.append(f"unfinished: at least {summary.num_missing} cells are missing")
+    texts += [*_grid_notes(summary), f"report: {workdir / 'report.md'}"]
+    print(*texts, sep="\n")
+
+
+def best_lines(summary: Summary) -> list[Line]:
+    """The curves of each contender at its best rate."""
+    return [o.best.line for o in summary.outcomes if o.best is not None]
+
+
+def _write(directory: Path, blocks: Sequence[str], data: object) -> None:
+    write_json(directory / "report.json", data)
+    write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns after the first hold numbers."""
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(x.replace('|', '&#124;') for x in line)} |" for line in lines)
+
+
+def _setting(summary: Summary) -> str:
+    config = summary.outcomes[0].contender.config
+    cost, environment = summary.outcomes[0].cost, summary.environment
+    model = f"{short(cost['num_parameters'])} parameters, " if cost else ""
+    where = ""
+    if environment:
+        kinds = " and ".join(environment["device_kinds"])
+        where = f" on {environment['num_devices']} x {kinds}, JAX {environment['jax']}"
+    seeds = len(summary.comparison.seeds)
+    digests = "; ".join(
+        f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
+        for seed, (weights, tokens) in sorted(summary.digests.items())
+    )
+    return (
+        f"{model}{config.num_steps:,} steps of {config.tokens_per_step:,} tokens "
+        f"({short(config.num_steps * config.tokens_per_step)} a run), "
+        f"{seeds} seed{'s' if seeds > 1 else ''}{where}. With the same seed all contenders start "
+        "from the same weights and read the same tokens in the same order. Digests of the initial "
+        f"weights, and of the batches of the first and the last step: {digests}."
+    )
+
+
+def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
+    """The cells of a contender in the two tables of results; empty where there is nothing."""
+    best, name, step_s = outcome.best, outcome.contender.name, outcome.step_time_s
+    cells = {
+        "name": name,
+        "rate": "",
+        "loss": "diverged",
+        "difference": "",
+        "p": "",
+        "tokens": "",
+        "tokens_share": "",
+        "seconds": "",
+        "seconds_share": "",
+        "step_ms": "" if step_s is None else f"{1000 * step_s:.1f}",
+    }
+    if best is None:
+        return cells
+    cells |= {"rate": f"{best.best_rate:g}", "loss": _interval(best.loss, "{:.4f}")}
+    if best.test is not None:
+        cells["difference"] = _interval(best.test.difference, "{:+.4f}")
+        cells["p"] = f"{summary.p_adjusted[name]:.2g}"
+    # Where a curve comes down to the baseline's loss, the baseline's own does as well.
+    base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
+    for key, field, show in (
+        ("tokens", "tokens_to_baseline", short),
+        ("seconds", "seconds_to_baseline", duration),
+    ):
+        value, whole = getattr(best, field), getattr(base, field, None)
+        if value is not None and whole:
+            cells |= {key: show(value), f"{key}_share": f"{value / whole:.0%}"}
+    return cells
+
+
+def _result_table(summary: Summary) -> str:
+    baseline = summary.comparison.baseline
+    columns = (
+        "optimizer",
+        "best rate",
+        f"validation loss ({CONFIDENCE:.0%})",
+        f"minus {baseline} ({CONFIDENCE:.0%})",
+        "p",
+        f"tokens to {baseline}'s loss",
+        "time to it",
+        "diverged",
+    )
+    rows = []
+    for outcome in summary.outcomes:
+        best, cells = outcome.best, _result(outcome, summary)
+        diverged = f"{outcome.num_diverged} of {outcome.num_cells}"
+        if best is None:
+            rows.append((cells["name"], *[_NONE] * 6, diverged))
+            continue
+        reached = [
+            f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else "not reached"
+            for key in ("tokens", "seconds")
+        ]
+        at_edge = best.best_rate_at_edge is not None and len(outcome.losses) > 1
+        rate = f"{cells['rate']}{' (edge)' if at_edge else ''}"
+        tested = (cells["difference"] or _NONE, cells["p"] or _NONE)
+        rows.append((cells["name"], rate, cells["loss"], *tested, *reached, diverged))
+    return _table(columns, rows)
+
+
+def _notes(summary: Summary) -> Iterator[str]:
+    if summary.num_missing:
+        yield (
+            f"UNFINISHED: at least {summary.num_missing} cells are missing; the same "
+            "`maxmars compare` command continues."
+        )
+    yield from _grid_notes(summary)
+    for outcome in summary.outcomes:
+        if outcome.best is None and outcome.num_diverged:
+            yield f"{outcome.contender.name} diverged at every rate: give it lower rates."
+        found = outcome.basin
+        if found is not None:
+            low = f"{'at most ' if found.open_low else ''}{found.low:.2g}"
+            high = f"{'at least ' if found.open_high else ''}{found.high:.2g}"
+            least = "at least " if found.open_low or found.open_high else ""
+            yield (
+                f"{outcome.contender.name} is within {TOLERANCE} nats of its best loss for rates "
+                f"from {low} to {high}, a factor of {least}{found.factor:.1f}."
+            )
+    if len(summary.comparison.seeds) > 1:
+        yield (
+            f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
+            "Student's t test, paired by seed, with p adjusted by Holm's method: calling "
+            "differences with p below alpha significant controls the family-wise error rate at "
+            "alpha. The best rate is chosen by the same losses, which favours all contenders alike."
+        )
+    yield (
+        "Tokens and time to the baseline's loss are read off the mean curve of a run whose "
+        "learning rate decays to the end; a run planned to be that short would be a little better."
+    )
+    for field, values in summary.comparison.own_fields.items():
+        each = ", ".join(f"{value} ({name})" for name, value in values.items())
+        yield f"The configs also differ in {field}: {each}."
+
+
+def _grid_notes(summary: Summary) -> Iterator[str]:
+    """Contenders whose best rate is an end of their grid, so that a better one may lie beyond."""
+    for outcome in summary.outcomes:
+        best, name = outcome.best, outcome.contender.name
+        if best is None or best.best_rate_at_edge is None:
+            continue
+        if len(outcome.losses) == 1:
+            yield f"{name} was run at one rate only, so it is not tuned."
+            continue
+        end = {"low": "lowest", "high": "highest"}[best.best_rate_at_edge]
+        yield (
+            f"Extend the grid: the best rate of {name}, {best.best_rate:g}, is the {end} of "
+            f"its grid. The same command with --learning-rates "
+            f"{name}={best.next_rate:g} adds a rate to the finished ones."
+        )
+
+
+def _cost_table(summary: Summary) -> str:
+    columns = (
+        "optimizer",
+        "step",
+        "tokens/s",
+        "optimizer state",
+        "bytes a parameter",
+        "collectives a step",
+    )
+    rows = []
+    for outcome in summary.outcomes:
+        step, cost = outcome.step_time_s, outcome.cost
+        speed, memory = [_NONE] * 2, [_NONE] * 3
+        if step is not None:
+            tokens_per_step = outcome.contender.config.tokens_per_step
+            speed = [f"{1000 * step:.1f} ms", f"{tokens_per_step / step:,.0f}"]
+        if cost:
+            state = cost["optimizer_state_bytes"]
+            ratio = f"{state / cost['num_parameters']:.2f}"
+            # On several devices the state's bytes are one device's share of it.
+            ratio = ratio if cost["num_devices"] == 1 else _NONE
+            memory = [f"{short(state)}B", ratio, f"{short(cost['collective_bytes'])}B"]
+        rows.append((outcome.contender.name, *speed, *memory))
+    return _table(columns, rows)
+
+
+def _rate_table(summary: Summary) -> str:
+    rows = []
+    for outcome in summary.outcomes:
+        best = outcome.best and outcome.best.best_rate
+        for rate, losses in outcome.losses.items():
+            texts = ["diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses]
+            mark = " (best)" if rate == best else ""
+            row = (outcome.contender.name, f"{rate:g}{mark}", ", ".join(texts) or _NONE)
+            rows.append(row)
+    return _table(("optimizer", "learning rate", "loss by seed"), rows)
+
+
+def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
+    seeds = len(summary.comparison.seeds)
+    bands = f"Bands reach from the lowest to the highest of {seeds} seeds." if seeds > 1 else ""
+    what = "Validation loss at the best learning rate"
+    yield from _loss_figures(best_lines(summary), workdir, what, bands)
+    path = workdir / "figures" / "learning_rates.png"
+    if draw_rates({o.contender.name: o.losses for o in summary.outcomes}, path):
+        caption = (
+            "Final validation loss against learning rate. Small marks are single seeds; an x at "
+            "the upper edge is a run that diverged."
+        )
+        yield _image(path, caption)
+
+
+def _loss_figures(lines: Sequence[Line], out: Path, what: str, bands: str) -> Iterator[str]:
+    time = "time of the steps (their number times their median)"
+    for against, axis in (("tokens", "tokens"), ("time", time)):
+        path = out / "figures" / f"loss_{against}.png"
+        if draw_losses(lines, path, against=against):
+            yield _image(path, f"{what} against {axis}. {bands}".rstrip())
+
+
+def _image(path: Path, caption: str) -> str:
+    return f"![{path.stem.replace('_', ' ')}]({path.parent.name}/{path.name})\n\n{caption}"
+
+
+def _run_table(lines: Sequence[Line]) -> str:
+    rows = []
+    for line in lines:
+        tokens, losses = line.points
+        means, curve = losses.mean(axis=0), line.curves[0]
+        step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f} ms"
+        final, lowest = f"{means[-1]:.4f}", f"{means.min():.4f}"
+        rows.append((line.name, curve.loss_of, f"{tokens[-1]:,}", final, lowest, step))
+    return _table(("run", "loss of", "tokens", "final loss", "lowest loss", "step"), rows)
+
+
+def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """Shares of wall-clock time, a column a run."""
+    found = {name: shares(spent) for name, spent in seconds.items()}
+    rows = [("time", *(duration(sum(spent.values())) for spent in seconds.values()))]
+    rows += [
+        (text, *(f"{of[activity]:.1%}" for of in found.values()))
+        for activity, text in ACTIVITIES.items()
+        if any(of[activity] for of in found.values())
+    ]
+    return _table(("share of the time", *found), rows)
+
+
+def _summary_json(summary: Summary) -> dict[str, Any]:
+    return {
+        "baseline": summary.comparison.baseline,
+        "seeds": list(summary.comparison.seeds),
+        "num_missing": summary.num_missing,
+        "digests": {
+            seed: {"initial_weights": weights, "tokens": tokens}
+            for seed, (weights, tokens) in summary.digests.items()
+        },
+        "environment": summary.environment,
+        "outcomes": [_outcome_json(o, summary) for o in summary.outcomes],
+    }
+
+
+def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
+    best: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Best))
+    if o.best is not None:
+        best |= dataclasses.asdict(o.best)
+    if best["test"] is not None:
+        best["test"] |= {"p_adjusted": summary.p_adjusted[o.contender.name]}
+    del best["line"]
+    return {
+        "name": o.contender.name,
+        "config": to_dict(o.contender.config),
+        **best,
+        "step_time_s": o.step_time_s,
+        "num_cells": o.num_cells,
+        "num_diverged": o.num_diverged,
+        "basin": o.basin and dataclasses.asdict(o.basin) | {"tolerance": TOLERANCE},
+        "rates": [
+            {"learning_rate": rate, "losses": list(map(json_number, losses))}
+            for rate, losses in o.losses.items()
+        ],
+        "cost": o.cost,
+        "curves": [] if o.best is None else _curves_json(o.best.line),
+    }
+
+
+def _curves_json(line: Line) -> list[dict[str, Any]]:
+    return [
+        vars(curve) | {"losses": [json_number(loss) for loss in curve.losses]}
+        for curve in line.curves
+    ]
+
+
+def _interval(found: Interval, form: str) -> str:
+    """The mean, and half the width of its interval if there is one."""
+    mean = form.format(found.mean)
+    if found.low is None or found.high is None:
+        return mean
+    return f"{mean} ± {(found.high - found.low) / 2:.4f}"

@@ -1,0 +1,230 @@
+"""Run the cells of a comparison that are missing, each by `maxmars.train`, then write the report.
+
+A comparison is fair when its contenders differ only in how they train. Their configs are compared
+before the first cell runs, and before each cell the digests of its initial weights and of its first
+and last batch are compared with those of the other cells of its seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxmars.checkpoint.digest import combine, digest
+from maxmars.checkpoint.lock import acquire
+from maxmars.compare.cells import (
+    Cell,
+    CellResult,
+    Comparison,
+    check_comparable,
+    open_comparison,
+    read_results,
+    write_result,
+)
+from maxmars.compare.curves import median_step_time, read_curve
+from maxmars.compare.figures import require_matplotlib
+from maxmars.compare.report import write_report
+from maxmars.compare.search import Results, next_cells
+from maxmars.config import TrainConfig
+from maxmars.config.mesh import check_mesh
+from maxmars.config.numbers import duration
+from maxmars.data.batches import TrainBatches, open_data
+from maxmars.distributed import sharding
+from maxmars.distributed.failures import StopRequests
+from maxmars.distributed.files import write_json
+from maxmars.model.gpt2 import num_parameters
+from maxmars.plan.collectives import collectives
+from maxmars.train import train
+from maxmars.train.auto import choose_precision
+from maxmars.train.metrics import read_metrics
+from maxmars.train.reporter import DivergedError
+from maxmars.train.runtime import keep_compiled_programs
+from maxmars.train.step import make_initializer, make_train_step
+
+RISE = 0.5
+"""A run diverged if its validation loss ends more than this many nats above its lowest value."""
+
+Digests = tuple[str, str]
+"""Digests of the weights that a run starts from, and of the batches of its first and last step."""
+
+
+def compare(comparison: Comparison, workdir: Path) -> bool:
+    """Run the cells that a comparison lacks, on all devices, and write `report.*` and `figures/`.
+
+    Args:
+      comparison: what is compared; every config evaluates (`eval.every` is not None).
+      workdir: directory of the comparison, on a disk of this machine.
+
+    Returns:
+      Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the cell
+      that is running; the next call continues it.
+
+    Raises:
+      ValueError: the contenders are not comparable or do not fit the mesh and the data, or
+        `workdir` holds another comparison or is in use.
+      ImportError: matplotlib is not installed.
+      FileNotFoundError: there is no data.
+    """
+    require_matplotlib()  # now rather than after hours
+    check_comparable(comparison.contenders)
+    keep_compiled_programs(workdir, jax.devices()[0].platform)  # one directory for all cells
+    with contextlib.ExitStack() as stack:
+        lock = acquire(workdir / "cells")
+        assert lock is not None, "a comparison is one process"
+        stack.callback(lock.release)
+        comparison = open_comparison(_with_precision(comparison), workdir)
+        contenders = {c.name: c for c in comparison.contenders}
+        results = read_results(comparison, workdir)
+        print(f"cells and their logs: {workdir / 'cells'}", flush=True)
+        if results:
+            print(f"{len(results)} cells are finished and kept", flush=True)
+        starts: dict[tuple[str, int], Digests] = {}
+        stops = stack.enter_context(StopRequests())
+        while pending := next_cells(comparison.contenders, comparison.seeds, results):
+            if stops.due(0):
+                break
+            cell, contender = pending[0], contenders[pending[0].contender]
+            cost = workdir / "cells" / cell.contender / "cost.json"
+            if not cost.is_file():
+                write_json(cost, step_cost(contender.config))
+            config, key = cell.config(contender), (cell.contender, cell.seed)
+            if key not in starts:
+                starts[key] = _find_start(config)
+            _check_same_start(cell, starts[key], results.values())
+            result = _run_cell(cell, config, workdir, starts[key])
+            if result is None:
+                break
+            write_result(result, workdir)
+            # A finished cell is never continued, and the states of a whole grid fill a disk.
+            shutil.rmtree(cell.directory(workdir) / "checkpoints", ignore_errors=True)
+            results[cell] = result
+            print(_progress(result, comparison, results), flush=True)
+        if pending:
+            print(f"stopped with {len(results)} finished cells; the same command continues")
+            return False
+    write_report(workdir)
+    return True
+
+
+def _with_precision(comparison: Comparison) -> Comparison:
+    """The comparison with `model.compute_dtype` `auto` replaced, so that all cells share one type,
+    also those that run after the comparison moved to another machine."""
+    contenders = tuple(
+        dataclasses.replace(c, config=choose_precision(c.config, sharding.make_mesh(c.config.mesh)))
+        for c in comparison.contenders
+    )
+    return dataclasses.replace(comparison, contenders=contenders)
+
+
+def _find_start(config: TrainConfig) -> Digests:
+    """What a run starts from and reads: every batch between the first and the last step follows
+    from the same data and seed, by the same rule."""
+    mesh = sharding.make_mesh(config.mesh)
+    check_mesh(config, mesh.shape)
+    data = open_data(config.data, "train", model=config.model)
+    sha = hashlib.sha256()
+    for step in (0, config.num_steps - 1):
+        position = step * config.global_batch_size
+        batches = TrainBatches(data, config, mesh, position=position, prefetch_steps=0)
+        for _, array in sorted(next(batches).items()):
+            sha.update(np.asarray(array).tobytes())
+        batches.close()
+    weights = make_initializer(config, mesh)(np.uint32(config.seed))["params"]
+    return combine(digest(weights)), sha.hexdigest()
+
+
+def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult]) -> None:
+    for other in results:
+        theirs = (other.initial_weights, other.tokens)
+        if other.cell.seed == cell.seed and start != theirs:
+            what = "weights" if start[0] != theirs[0] else "tokens"
+            raise ValueError(
+                f"{cell.contender} and {other.cell.contender} have other {what} with seed "
+                f"{cell.seed}, so their losses cannot be paired. Did the data or the code change "
+                "since the comparison began? Choose another --workdir."
+            )
+
+
+def _run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
+    """Train a cell, or continue it; None if a signal stopped it before its end."""
+    directory, began = cell.directory(workdir), time.monotonic()
+    loss, diverged = math.inf, None
+    try:
+        if not train(config, directory, quiet=True).done:
+            return None
+    except DivergedError as error:
+        diverged = error.reason
+    if diverged is None:
+        curve = read_curve(directory, config)
+        loss, lowest = curve.losses[-1], min(curve.losses)
+        if not loss <= lowest + RISE:  # also where the loss is not a number
+            diverged = f"the validation loss ended at {loss:.4g}, but had been {lowest:.4g}."
+            loss = math.inf
+    return CellResult(
+        cell=cell,
+        loss=loss,
+        diverged=diverged,
+        step_time_s=median_step_time(read_metrics(directory)),
+        seconds=time.monotonic() - began,
+        initial_weights=start[0],
+        tokens=start[1],
+    )
+
+
+def _progress(result: CellResult, comparison: Comparison, results: Results) -> str:
+    """How a cell ended, the number of cells and the time that is left."""
+    cell = result.cell
+    pending = next_cells(comparison.contenders, comparison.seeds, results)
+    width = max(len(contender.name) for contender in comparison.contenders)
+    text = f"[{len(results):>3}/{len(results) + len(pending)}+] {cell.contender:<{width}}  "
+    text += f"rate {cell.learning_rate:<8g} seed {cell.seed}  "
+    text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
+    text += f"  {duration(result.seconds)}"
+    if pending:
+        left = _seconds_left(pending, comparison, results)
+        text += f"  at least {duration(left)} left"
+    return text if result.diverged is None else f"{text}\n        {result.diverged}"
+
+
+def _seconds_left(pending: Sequence[Cell], comparison: Comparison, results: Results) -> float:
+    """Time of the pending cells, and of the further seeds that follow a scan, at the mean time of
+    each contender's finished cells."""
+    finished = [r for r in results.values() if r.diverged is None]
+    means = {}
+    for contender in comparison.contenders:
+        own = [r.seconds for r in finished if r.cell.contender == contender.name]
+        means[contender.name] = float(np.mean(own or [r.seconds for r in finished] or [0.0]))
+    seconds = sum(means[cell.contender] for cell in pending)
+    if any(cell.seed == comparison.seeds[0] for cell in pending):
+        seconds += (len(comparison.seeds) - 1) * sum(means.values())
+    return seconds
+
+
+def step_cost(config: TrainConfig) -> dict[str, int]:
+    """What a contender's train step keeps and moves, in bytes of one device.
+
+    Compiles the step where there are several devices: its collectives are read from the program.
+    """
+    mesh = sharding.make_mesh(config.mesh)
+    step = make_train_step(config, mesh)
+    state = step.abstract_state
+    moved = 0
+    if mesh.size > 1:
+        compiled: jax.stages.Compiled = step.lower().compile()
+        moved = sum(c.bytes for c in collectives(compiled, mesh))
+    return {
+        "num_parameters": num_parameters(config.model),
+        "num_devices": mesh.size,
+        "parameter_bytes": sharding.bytes_on_chip(state.params),
+        "optimizer_state_bytes": sharding.bytes_on_chip((state.opt_state, state.prev_params)),
+        "collective_bytes": moved,
+    }

@@ -1,0 +1,191 @@
+"""Where the tokens of a run come from: directories of tokens, data of the user's own, a mixture."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxmars.config.checks import CheckedConfig, NotNegative, Positive, require
+from maxmars.config.user_code import split_source, with_tuples
+
+Order = Literal["shuffled", "sequential", "random_windows"]
+Packing = Literal["none", "split", "best_fit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The options of every kind of data."""
+
+    order: Order = "shuffled"
+    """`shuffled` visits every window once an epoch, in a new random order each time; `sequential`
+    in the order of the text; `random_windows` starts each window at a random token, with
+    replacement, as nanoGPT and the official MARS code do."""
+    verify: bool = True
+    """Compare the files with their checksums: on a disk while training starts, each file once a
+    working directory; in a bucket by the checksums that the bucket keeps, before the first step."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays of a batch (see `data.batches.DeviceBatch`), as far as the config
+        says: data of the user's own may have more."""
+        return ("tokens",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions(DataOptions):
+    """The options of directories of tokens."""
+
+    packing: Packing = "none"
+    """How documents share a window. `none`: the window is a piece of the stream of all documents,
+    and attention crosses their borders, as in nanoGPT; `split`: the same windows, but attention
+    stays within each document, in which positions count from 0; `best_fit`: so, too, and each
+    window is made of whole documents, as `maxmars data prepare --pack best_fit --pack-length
+    MAX_SEQ_LEN` planned; only documents longer than a window are cut."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.packing != "best_fit" or self.order != "random_windows",
+            "data.order=random_windows has no meaning with data.packing=best_fit, whose windows "
+            "are planned; choose shuffled or sequential.",
+        )
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        segments = ("segment_ids", "positions") if self.packing != "none" else ()
+        return ("tokens", *segments, *(("mask",) if self.packing == "best_fit" else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShardsConfig(TokenOptions):
+    """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
+    directory of nanoGPT, llm.c or TFDS as it is, on a disk."""
+
+    path: str
+    """Directory of tokens, on a disk or `gs://`; its format is recognised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonSourcesConfig(TokenOptions):
+    """The running interpreter's standard library as text, one token a byte. Needs no download:
+    it is prepared once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.packing != "best_fit",
+            "data.packing=best_fit needs a plan; `maxmars data prepare python DIR --pack best_fit "
+            "--pack-length MAX_SEQ_LEN` makes one, and quickstart:data=DIR reads it.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrainSource(CheckedConfig):
+    """A function of the user's own that returns a Grain dataset of training windows."""
+
+    source: str
+    """`FILE.py:NAME`, relative to the config file: the function is called as
+    `windows(split=..., length=..., **options)` and returns a finite `grain.MapDataset`. Elements
+    are integer arrays of `length` + 1 tokens, or dicts of such arrays: `tokens`, and any of `mask`
+    (which tokens count as targets), `segment_ids` and `positions`. Leave out shuffle and repeat,
+    which the run does."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the function, JSON values."""
+    tokenizer: str = "unknown"
+    """Name of the tokenizer of the tokens, `byte` or `gpt2`, for `maxmars generate` and
+    HellaSwag."""
+    num_workers: NotNegative[int] = 0
+    """Processes that read batches ahead, for functions that take much CPU time; 0 reads in a
+    thread."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split_source(self.source)
+        require("type" not in self.options, "no option of a source may be called 'type'.")
+        # So that a run that continues finds them unchanged.
+        object.__setattr__(self, "options", with_tuples(self.options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrainConfig(DataOptions, GrainSource):
+    """Training windows from a function of the user's own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.order != "random_windows",
+            "data.order=random_windows starts windows anywhere in a stream of tokens, and a source "
+            "has windows of its own; choose shuffled or sequential.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePart(CheckedConfig):
+    """A directory of tokens as a part of a mixture."""
+
+    path: str
+    """Directory of tokens, on a disk or `gs://`; its format is recognised."""
+    weight: NotNegative[float]
+    """Share of the examples, relative to the other parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrainPart(GrainSource):
+    """A function of the user's own as a part of a mixture."""
+
+    weight: NotNegative[float]
+    """Share of the examples, relative to the other parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureChange(CheckedConfig):
+    """Other weights of a mixture from some example on."""
+
+    at_example: Positive[int]
+    """The first example with these weights. Step s, from 0 on, begins with example
+    s * global_batch_size."""
+    weights: tuple[float, ...]
+    """Share of each part, in the order of `parts`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(TokenOptions):
+    """Several sources of tokens, interleaved by weight: in any range of examples the count of each
+    part differs from its share by a few at most. Each part has epochs of its own.
+
+    The validation windows of the parts are interleaved by the same rule, so that the validation
+    loss is the loss of the mixture; the weights there are always those of `parts`."""
+
+    parts: tuple[MixturePart | GrainPart, ...]
+    """Sources and weights; all must have the same tokenizer. A part of weight 0 is for a change."""
+    changes: tuple[MixtureChange, ...] = ()
+    """Changes of the weights, in the order of their examples."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.parts), "a MixtureConfig needs at least one part.")
+        begins = [change.at_example for change in self.changes]
+        require(
+            begins == sorted(set(begins)),
+            f"the changes of a mixture must be in the order of at_example, which is {begins}.",
+        )
+        stages = [tuple(part.weight for part in self.parts), *(c.weights for c in self.changes)]
+        for weights in stages:
+            require(
+                len(weights) == len(self.parts)
+                and all(0 <= weight < math.inf for weight in weights)
+                and sum(weights) > 0,
+                f"the weights {weights} of a mixture must be {len(self.parts)} finite numbers, "
+                "none negative and one above zero.",
+            )
+        for part, weights in zip(self.parts, zip(*stages, strict=True), strict=True):
+            require(any(weights), f"{part} never has a weight above 0; leave it out.")
+        require(
+            self.order != "random_windows"
+            or not any(isinstance(part, GrainPart) for part in self.parts),
+            "data.order=random_windows starts windows anywhere in a stream of tokens, and a "
+            "GrainPart has windows of its own; choose shuffled or sequential.",
+        )
+
+
+DataConfig = TokenShardsConfig | PythonSourcesConfig | GrainConfig | MixtureConfig

@@ -1,0 +1,78 @@
+"""Whether a mesh fits the devices, the model and the batch; without JAX, as a launch asks too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from maxmars.config import GPT2Config, MeshConfig, TrainConfig
+
+Shape = Mapping[str, int]
+"""Sizes of the axes `data`, `fsdp` and `tensor`."""
+
+
+def mesh_shape(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
+    """Sizes of the axes over so many devices.
+
+    Raises:
+      ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
+        of the number of slices.
+    """
+    rest = config.fsdp * config.tensor
+    data = config.data if config.data is not None else num_devices // rest
+    if data * rest != num_devices:
+        sizes = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+        wanted = f"a multiple of {rest}" if config.data is None else str(data * rest)
+        raise ValueError(
+            f"the mesh data={config.data or '(rest)'} fsdp={config.fsdp} tensor={config.tensor} "
+            f"needs {wanted} devices, but there are {num_devices}. Each of mesh.data, mesh.fsdp "
+            f"and mesh.tensor must be one of {sizes}, and their product must be {num_devices}."
+        )
+    if data % num_slices:
+        raise ValueError(
+            f"mesh.data={data} must be a multiple of the {num_slices} slices that the "
+            f"{num_devices} devices lie in: only `data` may cross the network between slices. With "
+            f"mesh.data={num_slices}, mesh.fsdp x mesh.tensor is {num_devices // num_slices}."
+        )
+    return {"data": data, "fsdp": config.fsdp, "tensor": config.tensor}
+
+
+def check_mesh(config: TrainConfig, shape: Shape) -> None:
+    """Check that the mesh divides the model and the batch.
+
+    Raises:
+      ValueError: it does not; the message names the sizes that work.
+    """
+    check_mesh_divides_model(config.model, shape)
+    shards = shape["data"] * shape["fsdp"]
+    if config.microbatch_size % shards:
+        raise ValueError(
+            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
+            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
+            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
+        )
+
+
+def check_mesh_divides_model(model: GPT2Config, shape: Shape) -> None:
+    """Check that the mesh divides the axes of the parameters that are split over it.
+
+    Raises:
+      ValueError: it does not; the message names the sizes that work.
+    """
+    for axis, name, size in (
+        ("tensor", "model.num_heads", model.num_heads),
+        ("fsdp", "model.embed_dim", model.embed_dim),
+    ):
+        if size % shape[axis]:
+            largest = min(size, math.prod(shape.values()))
+            fits = ", ".join(str(n) for n in range(1, largest + 1) if size % n == 0)
+            raise ValueError(
+                f"mesh.{axis}={shape[axis]} does not divide {name}={size}; mesh.{axis} may be "
+                f"{fits}."
+            )
+    if model.padded_vocab_size % shape["tensor"]:
+        raise ValueError(
+            f"mesh.tensor={shape['tensor']} does not divide the vocabulary of "
+            f"{model.padded_vocab_size}; set model.vocab_pad_multiple to a multiple of "
+            f"{shape['tensor']}."
+        )

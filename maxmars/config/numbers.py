@@ -1,0 +1,22 @@
+"""How numbers are written for people."""
+
+from __future__ import annotations
+
+
+def short(number: int | float) -> str:
+    """Three digits of a number and its magnitude: 987, 12.3k, 1.23M."""
+    for divisor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= divisor * 0.9995:
+            scaled = number / divisor
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A duration: 0:07, 12:34, 1:02:03 or 2d 03h."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,282 @@
+"""One config class for each optimizer; `train/optimizer.py` makes optax optimizers of them.
+
+Fields named `vector_*` concern norms and biases; embeddings follow the class's docstring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, require
+from maxmars.config.user_code import split_source, with_tuples
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(CheckedConfig):
+    """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
+
+    learning_rate: Positive[float] = 6e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.9
+    """Decay of the first moment."""
+    b2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarsConfig(CheckedConfig):
+    """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings are matrices in the
+    variants adamw and lion, and AdamW's (with the vectors' betas) in shampoo and m."""
+
+    variant: Literal["adamw", "lion", "shampoo", "m"] = "adamw"
+    """MARS-AdamW, MARS-Lion, MARS-Shampoo or MARS-M (arXiv 2510.21800)."""
+    learning_rate: Positive[float] = 6e-3
+    """Peak learning rate of matrices; the schedule multiplies it."""
+    b1: Fraction = 0.95
+    """Decay of the first moment."""
+    b2: Fraction = 0.99
+    """Decay of the second moment (variant adamw)."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of the second moment."""
+    gamma: NotNegative[float] = 0.025
+    """Strength of the variance-reduction correction; 0 turns it off."""
+    clip_threshold: Positive[float] | None = 1.0
+    """Bound on the norm of each matrix's corrected gradient; None does not clip."""
+    exact: bool = False
+    """Compare each gradient with the gradient of the same batch at the previous parameters. Each
+    step then computes two gradients."""
+    memory_efficient: bool = False
+    """Keep one buffer in place of momentum and last gradient. Needs clip_threshold None and a
+    variant other than adamw."""
+    weight_decay: NotNegative[float] = 1e-2
+    """Decoupled weight decay of the linear layers' matrices."""
+    decay_embeddings: bool = False
+    """Decay embeddings too, as the official MARS-M does."""
+    amsgrad: bool = False
+    """Divide by the running maximum of the second moment (variant adamw)."""
+    last_grad_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of the stored gradient; bfloat16 saves 2 bytes a parameter. None stores it in the type
+    of the parameters."""
+    optimize_vectors: bool = False
+    """Give norms and biases the MARS rule too, with the matrices' hyperparameters and no decay."""
+    vector_learning_rate_scale: Positive[float] = 0.5
+    """Learning rate of norms and biases as a fraction of `learning_rate`."""
+    vector_b1: Fraction = 0.9
+    """Decay of the first moment of norms and biases."""
+    vector_b2: Fraction = 0.95
+    """Decay of the second moment of norms and biases."""
+    vector_weight_decay: NotNegative[float] = 0.1
+    """Weight decay of norms and biases. The official code decays LayerNorm gains by 0.1."""
+    embeddings: Literal["adamw", "orthogonalize"] = "adamw"
+    """Rule of the embeddings in the variants shampoo and m; the official MARS-Shampoo
+    orthogonalises them."""
+    qkv: Literal["fused", "qkv", "heads"] = "fused"
+    """Which parts of the attention's input projection are orthogonalised separately: none, so the
+    whole matrix at once (official), queries, keys and values, or every head."""
+    ns_steps: Positive[int] = 5
+    """Newton-Schulz iterations."""
+    ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
+    """Newton-Schulz coefficients; keller's are the official ones."""
+    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of the operands of Newton-Schulz and of its traffic."""
+    own_over_data: bool = False
+    """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
+    Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
+    are gathered over `data`: faster where `data` is a fast network, slower between slices or
+    nodes."""
+    orthogonality_every: Positive[int] | None = None
+    """Steps between measurements of train/orthogonality_error, the distance of the results of
+    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
+    more. None never measures."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        efficient = self.memory_efficient
+        require(
+            not efficient or (self.variant != "adamw" and self.clip_threshold is None),
+            "optimizer.memory_efficient=True needs optimizer.clip_threshold=None and a variant "
+            f"other than adamw, but they are {self.clip_threshold} and {self.variant}.",
+        )
+        require(
+            not (efficient and self.exact),
+            "optimizer.memory_efficient=True and optimizer.exact=True exclude each other; exact "
+            "MARS stores no gradient to begin with.",
+        )
+        require(
+            self.variant == "adamw" or not self.amsgrad,
+            f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
+        )
+        require(
+            self.variant in ("shampoo", "m") or self.orthogonality_every is None,
+            f"optimizer.orthogonality_every={self.orthogonality_every} needs optimizer.variant "
+            f"shampoo or m, which orthogonalise, but it is {self.variant}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(CheckedConfig):
+    """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
+    AdamW on embeddings, norms and biases. With `ns_scale=rms` and one rate for all it is Moonlight
+    (arXiv 2502.16982)."""
+
+    learning_rate: Positive[float] = 2e-2
+    """Peak learning rate of matrices; the schedule multiplies it."""
+    momentum: float = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Look one step ahead."""
+    weight_decay: NotNegative[float] = 0.0
+    """Decoupled weight decay of the linear layers' matrices."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    vector_learning_rate_scale: Positive[float] = 0.15
+    """Learning rate of embeddings, norms and biases as a fraction of `learning_rate`."""
+    vector_b1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+    vector_b2: Fraction = 0.95
+    """AdamW's decay of the second moment."""
+    vector_weight_decay: NotNegative[float] = 0.0
+    """Weight decay of norms and biases."""
+    qkv: Literal["fused", "qkv", "heads"] = "fused"
+    """Which parts of the attention's input projection are orthogonalised separately: none, so the
+    whole matrix at once, queries, keys and values, or every head."""
+    ns_scale: Literal["spectral", "rms"] = "spectral"
+    """Factor after Newton-Schulz: sqrt(max(1, out/in)) or 0.2 sqrt(max(in, out))."""
+    ns_steps: Positive[int] = 5
+    """Newton-Schulz iterations."""
+    ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
+    """Newton-Schulz coefficients."""
+    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of the operands of Newton-Schulz and of its traffic."""
+    own_over_data: bool = False
+    """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
+    Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
+    are gathered over `data`: faster where `data` is a fast network, slower between slices or
+    nodes."""
+    orthogonality_every: Positive[int] | None = None
+    """Steps between measurements of train/orthogonality_error, the distance of the results of
+    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
+    more. None never measures."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 < self.momentum < 1,
+            f"MuonConfig.momentum={self.momentum} must lie between 0 and 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(CheckedConfig):
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum, for every parameter."""
+
+    learning_rate: Positive[float] = 1e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.95
+    """Share of the momentum in the update."""
+    b2: Fraction = 0.98
+    """Decay of the momentum."""
+    weight_decay: NotNegative[float] = 1.0
+    """Decoupled weight decay of the linear layers' matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptConfig(CheckedConfig):
+    """ADOPT (arXiv 2411.02853): Adam that normalises by the second moment of the step before."""
+
+    learning_rate: Positive[float] = 6e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.9
+    """Decay of the first moment."""
+    b2: Fraction = 0.9999
+    """Decay of the second moment."""
+    eps: Positive[float] = 1e-6
+    """Lower bound of the root of the second moment."""
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SophiaConfig(CheckedConfig):
+    """Sophia-G (arXiv 2305.14342): momentum over a diagonal Gauss-Newton estimate, clipped. Each
+    estimate costs one more gradient, on labels sampled from the model."""
+
+    learning_rate: Positive[float] = 6e-4
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.965
+    """Decay of the momentum."""
+    b2: Fraction = 0.99
+    """Decay of the Gauss-Newton estimate."""
+    rho: Positive[float] = 0.05
+    """Scale of the estimate: smaller clips more of the update."""
+    weight_decay: NotNegative[float] = 0.2
+    """Decoupled weight decay of the linear layers' matrices."""
+    update_hessian_every: Positive[int] = 10
+    """Updates between estimates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig(CheckedConfig):
+    """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner on the linear
+    layers' matrices, AdamW on embeddings, norms and biases."""
+
+    learning_rate: Positive[float] = 3e-3
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.95
+    """Decay of the first moment."""
+    b2: Fraction = 0.95
+    """Decay of the second moment and of the preconditioner."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative[float] = 0.01
+    """Decoupled weight decay of the linear layers' matrices."""
+    precondition_frequency: Positive[int] = 10
+    """Updates between new eigenbases."""
+    max_precondition_dim: Positive[int] = 2048
+    """A side of a matrix longer than this is not rotated: its basis stays the identity."""
+    vector_learning_rate_scale: Positive[float] = 1.0
+    """Learning rate of embeddings, norms and biases as a fraction of `learning_rate`."""
+    vector_b1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+    vector_b2: Fraction = 0.95
+    """AdamW's decay of the second moment."""
+    vector_weight_decay: NotNegative[float] = 0.0
+    """Weight decay of embeddings, norms and biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptaxConfig(CheckedConfig):
+    """Any optax optimizer, made by a function of the user's own."""
+
+    make: str
+    """`FILE.py:NAME`, relative to the config file: the function is called as
+    `make(learning_rate, matrix_specs=..., mesh=..., **options)` and returns an optax
+    transformation. `learning_rate` is the rate of the present step, a traced number;
+    `matrix_specs` says which axes of a parameter form a matrix, and `mesh` is the device mesh."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the function, JSON values."""
+    learning_rate: Positive[float]
+    """Peak learning rate; the schedule multiplies it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split_source(self.make)
+        require("type" not in self.options, "no option of an optimizer may be called 'type'.")
+        object.__setattr__(self, "options", with_tuples(self.options))
+
+
+OptimizerConfig = (
+    AdamWConfig
+    | MarsConfig
+    | MuonConfig
+    | LionConfig
+    | AdoptConfig
+    | SophiaConfig
+    | SoapConfig
+    | OptaxConfig
+)

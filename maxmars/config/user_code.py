@@ -1,0 +1,63 @@
+"""Python files of the user: config files, and functions that a config names as `FILE.py:NAME`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def import_file(path: Path) -> types.ModuleType:
+    """Run a Python file as a module."""
+    # A name of its own, so that a config called gpt2.py hides no module; registered because
+    # dataclasses of the file look their module up.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    module = types.ModuleType(f"maxmars_user_{digest}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    # Compiled here rather than by importlib, which would trust a .pyc of the same second.
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    return module
+
+
+def split_source(source: str) -> tuple[Path, str]:
+    """The file and the function of `FILE.py:NAME`.
+
+    Raises:
+      ValueError: it is not written so.
+    """
+    file, colon, name = source.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(
+            f"source={source!r} must name a file and a function in it, as my_data.py:windows."
+        )
+    return Path(file), name
+
+
+def load_function(source: str) -> Callable[..., Any]:
+    """The function that `FILE.py:NAME` names; its file is run.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it has no such function. Any other exception was raised by the file's own code.
+    """
+    path, name = split_source(source)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"source={source!r}: there is no file {path}; a path in a config file is relative to "
+            "the config file."
+        )
+    function = getattr(import_file(path), name, None)
+    if not callable(function):
+        raise ValueError(f"source={source!r}: {path} has no function {name!r}.")
+    return function
+
+
+def with_tuples(options: Any) -> Any:
+    """Options of the user's code as they come back from config.json: with tuples for lists."""
+    if isinstance(options, dict):
+        return {name: with_tuples(item) for name, item in options.items()}
+    return tuple(map(with_tuples, options)) if isinstance(options, list | tuple) else options

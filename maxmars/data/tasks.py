@@ -1,0 +1,304 @@
+"""One task of a preparation: a fixed run of documents, tokenised into shards of its own.
+
+The corpus alone decides what the tasks are, and a task always writes the same bytes. So tasks may
+run in any order, on any machine, and twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from maxmars.data.corpus import Corpus, Document, Run
+from maxmars.data.sources import Shard
+from maxmars.data.tokenizer import Tokenizer
+from maxmars.distributed.files import Workdir, is_remote, reporting
+
+SPLITS = ("train", "val")
+MIN_TEXTS_TO_HASH = 100
+"""With fewer text files, validation takes the end of each rather than whole ones."""
+_TASKS_WANTED = 256
+_TASK_BYTES = (8_000_000, 256_000_000)
+_PIECE_CHARACTERS = 1 << 19
+_BUFFERED_TOKENS = 1 << 20
+
+Placing = Callable[[Document], Iterable[tuple[str, Document]]]
+"""Names the split of a document, or of each of its parts."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What becomes shards of its own."""
+
+    runs: tuple[Run, ...]
+    num_bytes: int | None
+    """Of text, about; None where nobody knows."""
+
+
+def divide(
+    corpus: Corpus,
+    *,
+    task_bytes: int | None,
+    validation_fraction: float,
+    cut_after: re.Pattern[str] | None,
+) -> list[Task]:
+    """The tasks of a corpus: files, parts of large ones, and runs of small ones.
+
+    Args:
+      corpus: the documents; none is read.
+      task_bytes: text of a task, about; None chooses by the size of the corpus.
+      validation_fraction: how much of each text is for validation where there are few.
+      cut_after: where a text can be cut; see `Tokenizer.cut_after`.
+    """
+    if task_bytes is None:
+        total = sum(size or 0 for size in corpus.num_bytes)
+        task_bytes = min(max(total // _TASKS_WANTED, _TASK_BYTES[0]), _TASK_BYTES[1])
+    shares = [(0.0, 1.0)]
+    all_texts = all(map(corpus.is_text, range(len(corpus.files))))
+    if validation_fraction and all_texts and len(corpus.files) < MIN_TEXTS_TO_HASH:
+        shares = [(0.0, 1 - validation_fraction), (1 - validation_fraction, 1.0)]
+    tasks, runs, size = [], [], 0
+    for file, file_bytes in enumerate(corpus.num_bytes):
+        has_parts = corpus.has_parts(file) or (corpus.is_text(file) and cut_after is not None)
+        for share in shares:
+            num_bytes = (file_bytes or 0) * (share[1] - share[0])
+            parts = max(math.ceil(num_bytes / task_bytes), 1) if has_parts else 1
+            for part in range(parts):
+                if runs and (file_bytes is None or size + num_bytes / parts > task_bytes):
+                    tasks.append(Task(tuple(runs), int(size)))
+                    runs, size = [], 0
+                runs.append(Run(file, part, parts, share, cut_after))
+                size += num_bytes / parts
+                if file_bytes is None:
+                    tasks.append(Task(tuple(runs), None))
+                    runs, size = [], 0
+    return [*tasks, Task(tuple(runs), int(size))] if runs else tasks
+
+
+def _hash_of(document: Document) -> int:
+    """64 bits that decide where a document goes."""
+    digest = hashlib.sha256(document.name.encode("utf-8", "backslashreplace")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def by_hash(fraction: float) -> Placing:
+    """Holds out a document if its hash lies in that fraction of all hashes."""
+
+    def place(document: Document) -> Iterable[tuple[str, Document]]:
+        return [(SPLITS[_hash_of(document) < fraction * 2**64], document)]
+
+    return place
+
+
+def only(name: str) -> Placing:
+    """Holds out the documents of one name."""
+
+    def place(document: Document) -> Iterable[tuple[str, Document]]:
+        return [(SPLITS[document.name == name], document)]
+
+    return place
+
+
+def end_of_each(fraction: float) -> Placing:
+    """Holds out the end of each document, from a line break on if there is one."""
+
+    def place(document: Document) -> Iterable[tuple[str, Document]]:
+        text = "".join(document.blocks)
+        cut = int(len(text) * (1 - fraction))
+        cut = text.find("\n", max(cut - 1, 0), len(text) - 1) + 1 or cut
+        parts = text[:cut], text[cut:]
+        return [(s, replace(document, blocks=(p,))) for s, p in zip(SPLITS, parts, strict=True)]
+
+    return place
+
+
+def write_task(
+    directory: Workdir,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    number: int,
+    task: Task,
+    *,
+    shard_tokens: int,
+    place: Placing,
+    check: Callable[[], None],
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """Write the shards of a task under temporary names, and rename them at the end.
+
+    Args:
+      directory: where the shards go, on a disk or in a bucket.
+      corpus: the documents.
+      tokenizer: text to tokens.
+      number: of the task.
+      task: what to do.
+      shard_tokens: tokens a file at most.
+      place: decides the split of a document, unless the share of its file does.
+      check: called before any file gets its name; may raise.
+      report: called now and then with the bytes of text that have been tokenised since.
+
+    Returns:
+      `num_documents` with tokens that began in the task, the `lowest` hash of those with the name
+      of its document, and for each split `num_tokens`, `num_documents` that end there, `shards`,
+      and the places in its tokens where documents start (`starts`, an array).
+    """
+    count, lowest = 0, None
+
+    def add(document: Document, writer: _SplitWriter) -> None:
+        """Tokenise a document or a part of one; without tokens, it is left out."""
+        nonlocal count, lowest
+        found = not document.first
+        for text in _pieces(document.blocks, tokenizer.cut_after):
+            tokens = tokenizer.encode(text)
+            if len(tokens) and not found:
+                found, count = True, count + 1
+                writer.starts.append(writer.num_tokens)
+                hashed = _hash_of(document), document.name
+                lowest = min(lowest or hashed, hashed)
+            writer.append(tokens)
+            report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
+        if document.last and found:
+            writer.append(np.array([tokenizer.eot], token_dtype(tokenizer)))
+            writer.num_documents += 1
+
+    with contextlib.ExitStack() as stack:
+        scratch = os.fspath(directory)
+        if is_remote(directory):
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        writers = {
+            split: stack.enter_context(
+                _SplitWriter(
+                    Path(scratch), f"{split}_{number:05d}", token_dtype(tokenizer), shard_tokens
+                )
+            )
+            for split in SPLITS
+        }
+        for run in task.runs:
+            for document in corpus.read(run):
+                if run.share != (0.0, 1.0):
+                    add(document, writers[SPLITS[run.share[0] > 0]])
+                    continue
+                for split, part in place(document):
+                    add(part, writers[split])
+        for writer in writers.values():
+            writer.complete()
+        check()
+        splits = {split: writer.name_shards(directory) for split, writer in writers.items()}
+    return {"num_documents": count, "lowest": lowest, "splits": splits}
+
+
+def token_dtype(tokenizer: Tokenizer) -> str:
+    """The type of a tokenizer's tokens on disk."""
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def _pieces(blocks: Iterable[str], cut_after: re.Pattern[str] | None) -> Iterator[str]:
+    """The text in pieces of bounded length, cut where that does not change the tokens."""
+    waiting, searched = "", _PIECE_CHARACTERS
+    for block in blocks:
+        waiting += block
+        start = 0
+        while cut_after is not None and len(waiting) > start + searched:
+            match = cut_after.search(waiting, start + searched)
+            if match is None or match.end() == len(waiting):
+                searched = len(waiting) - start - 1  # what cannot be cut is not searched again
+                break
+            yield waiting[start : match.end()]
+            start, searched = match.end(), _PIECE_CHARACTERS
+        waiting = waiting[start:]
+    if waiting:
+        yield waiting
+
+
+class _SplitWriter:
+    """Writes what a task has for one split; a context that removes files without a final name."""
+
+    def __init__(self, directory: Path, name: str, dtype: str, shard_tokens: int) -> None:
+        self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = self.num_documents = 0
+        self.starts: list[int] = []
+        self._buffer: list[np.ndarray] = []
+        self._buffered = 0
+        self._shards: dict[Path, Shard] = {}
+        self._file: Any = None
+        self._sha, self._in_shard = hashlib.sha256(), 0
+
+    def __enter__(self) -> _SplitWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            Path(self._file.name).unlink(missing_ok=True)
+        for path in self._shards:
+            path.unlink(missing_ok=True)
+
+    def append(self, tokens: np.ndarray) -> None:
+        self._buffer.append(tokens)
+        self._buffered += len(tokens)
+        self.num_tokens += len(tokens)
+        if self._buffered >= _BUFFERED_TOKENS:
+            self._flush()
+
+    def complete(self) -> None:
+        """Complete the last shard."""
+        self._flush()
+        self._complete_shard()
+
+    def name_shards(self, target: Workdir) -> dict[str, Any]:
+        """Give all shards their names, and describe them."""
+        for path, shard in self._shards.items():
+            if not is_remote(target):
+                path.replace(Path(target) / shard.file)
+                continue
+            with reporting(target):
+                store, name = fsspec.core.url_to_fs(os.fspath(target / shard.file))
+                store.put_file(str(path), name)
+        return {
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "shards": [asdict(shard) for shard in self._shards.values()],
+            "starts": np.array(self.starts, "<u8"),
+        }
+
+    def _flush(self) -> None:
+        tokens = np.concatenate([np.empty(0, self._dtype), *self._buffer])
+        tokens = tokens.astype(self._dtype, copy=False)
+        self._buffer, self._buffered = [], 0
+        while len(tokens):
+            if self._file is None:
+                name = f".{self._name}.{secrets.token_hex(4)}.tmp"
+                self._file = (self._directory / name).open("wb")
+            part = tokens[: self._shard_tokens - self._in_shard]
+            data = part.tobytes()
+            self._file.write(data)
+            self._sha.update(data)
+            self._in_shard += len(part)
+            tokens = tokens[len(part) :]
+            if self._in_shard == self._shard_tokens:
+                self._complete_shard()
+
+    def _complete_shard(self) -> None:
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())  # a name that survives a power cut must not lack its bytes
+        self._file.close()
+        suffix = f"_{len(self._shards)}" if self._shards else ""
+        file, sha256 = f"{self._name}{suffix}.bin", self._sha.hexdigest()
+        shard = Shard(file=file, num_tokens=self._in_shard, sha256=sha256)
+        self._shards[Path(self._file.name)] = shard
+        self._file, self._sha, self._in_shard = None, hashlib.sha256(), 0

@@ -1,0 +1,355 @@
+"""Streams of tokens: what any source of tokens can do, and the streams over files of raw tokens.
+
+A split is one stream, whatever its format: see `TokenStream`. Files on a disk are mapped; of files
+in a bucket, only the ranges that a batch needs are read. `formats` tells the formats apart; TFDS
+datasets, whose records are read and not mapped, are in `tfds_stream`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+from maxmars.data.bucket import read_ranges
+from maxmars.data.sources import AGAIN, Metadata, read_metadata
+from maxmars.distributed.files import Workdir, is_remote, resolve
+
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """One file of a directory of tokens."""
+
+    path: Workdir
+    num_bytes: int
+    """Size that it must have."""
+    header_bytes: int = 0
+    """Bytes before the first token."""
+    sha256: str | None = None
+    """Checksum of the whole file, where one is recorded."""
+
+
+@runtime_checkable
+class TokenStream(Protocol):
+    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
+
+    directory: Workdir
+    """Where it is."""
+    split: str
+    """Name of the split there."""
+    tokenizer: str
+    """Name of the tokenizer."""
+    tokenizer_digest: str | None
+    """SHA-256 over its vocabulary; None where the format does not say."""
+    vocab_size: int
+    """Every token lies in [0, vocab_size)."""
+    files: Sequence[TokenFile]
+    """The files of tokens in the directory, of all splits."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split."""
+        ...
+
+    def read_windows(
+        self, starts: Int64[np.ndarray, " windows"], length: int
+    ) -> Int32[np.ndarray, "windows length"]:
+        """The tokens [start, start + length) of each of `starts`, read at once.
+
+        Raises:
+          ValueError: some of them lie outside the stream, or outside the vocabulary; or a file is
+            damaged.
+          OSError: a bucket does not answer.
+        """
+        ...
+
+    def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
+        """The tokens [start, start + length); see `read_windows`."""
+        ...
+
+    def locate(self, token: int) -> dict[str, str | int]:
+        """Where a token is on disk, JSON-ready: the file or record, and the place in it."""
+        ...
+
+
+def digest_of(stream: TokenStream) -> str:
+    """SHA-256 over the tokenizer and the files of a stream's directory, of all splits, in hex.
+
+    A file counts with its name, size and recorded checksum. Of a file without one, samples of its
+    bytes count, which tell other data but not every damage.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    told = {
+        "tokenizer": [stream.tokenizer, stream.tokenizer_digest, stream.vocab_size],
+        "files": [[f.path.name, f.num_bytes, f.sha256 or _sampled(f)] for f in stream.files],
+    }
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _sampled(file: TokenFile) -> str:
+    """SHA-256 over evenly spaced pieces of a file, the first and the last among them, in hex."""
+    sha = hashlib.sha256()
+    with file.path.open("rb") as opened:
+        for place in np.linspace(0, max(file.num_bytes - _SAMPLE_BYTES, 0), _SAMPLES, dtype=int):
+            opened.seek(int(place))
+            sha.update(opened.read(_SAMPLE_BYTES))
+    return sha.hexdigest()
+
+
+def check_range(
+    stream: TokenStream,
+    starts: Integer[np.ndarray, " windows"],
+    lengths: int | Integer[np.ndarray, " windows"],
+) -> None:
+    """Check that [start, start + length) lies in a stream for each of `starts`.
+
+    Raises:
+      ValueError: one does not.
+    """
+    lengths = np.broadcast_to(lengths, starts.shape)
+    outside = (starts < 0) | (lengths < 0) | (starts + lengths > stream.num_tokens)
+    if outside.any():
+        start, length = int(starts[outside][0]), int(lengths[outside][0])
+        raise ValueError(
+            f"tokens [{start}, {start + length}) lie outside the {stream.num_tokens} tokens "
+            f"of split {stream.split!r} in {stream.directory}."
+        )
+
+
+def check_ids(stream: TokenStream, tokens: np.ndarray) -> None:
+    """Check that tokens lie in the vocabulary of the stream that they were read from.
+
+    Raises:
+      ValueError: one does not.
+    """
+    largest = tokens.view(_UNSIGNED[tokens.itemsize]).max(initial=0)  # a negative one becomes large
+    if largest >= stream.vocab_size:
+        raise ValueError(
+            f"{stream.directory} holds the token id {largest}, but the vocabulary of "
+            f"{stream.tokenizer!r} has {stream.vocab_size} ids: it is damaged or of another "
+            "tokenizer (files without meta.json are taken to be GPT-2's); prepare the text again."
+        )
+
+
+def check_size(file: TokenFile) -> None:
+    """Check that a file on a disk is there and has its size.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: it has another size.
+    """
+    path = Path(file.path)
+    if not path.is_file():
+        raise FileNotFoundError(f"the token shard {file.path} is missing; {AGAIN}.")
+    found = path.stat().st_size
+    if found != file.num_bytes:
+        says = "its header" if file.header_bytes else "meta.json"
+        raise ValueError(
+            f"the token shard {file.path} has {found} bytes, but {says} says {file.num_bytes}: it "
+            f"was cut short or written over; {AGAIN}."
+        )
+
+
+class TokenFiles:
+    """A `TokenStream` over files of raw little-endian tokens, one after the other.
+
+    Construction reads nothing. A file on a disk is mapped when it is first read, and its size is
+    checked then, so that an object travels to another process as its paths.
+
+    Args:
+      directory: where the files are.
+      split: name of the split.
+      splits: the files of every split, in order.
+      dtype: type of a token, `uint16` or `uint32`.
+      tokenizer: name of the tokenizer.
+      tokenizer_digest: SHA-256 over its vocabulary, if known.
+      vocab_size: number of its ids.
+
+    Raises:
+      ValueError: there is no such split.
+    """
+
+    def __init__(
+        self,
+        directory: Workdir,
+        split: str,
+        splits: Mapping[str, Sequence[TokenFile]],
+        *,
+        dtype: str,
+        tokenizer: str,
+        tokenizer_digest: str | None,
+        vocab_size: int,
+    ) -> None:
+        if split not in splits:
+            raise ValueError(
+                f"the token directory {directory} has no split {split!r}, only "
+                f"{', '.join(splits) or 'none'}; prepare it again with a validation fraction "
+                "greater than 0, or name another directory."
+            )
+        self.directory: Workdir = directory
+        self.split = split
+        self.tokenizer, self.tokenizer_digest = tokenizer, tokenizer_digest
+        self.vocab_size = vocab_size
+        self.files: Sequence[TokenFile] = [file for files in splits.values() for file in files]
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        counts = [(f.num_bytes - f.header_bytes) // self._dtype.itemsize for f in splits[split]]
+        self._files = [file for file, count in zip(splits[split], counts, strict=True) if count]
+        self._starts = [0, *itertools.accumulate(filter(None, counts))]
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the mapped files."""
+        return {**self.__dict__, "_maps": {}}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.directory)!r}, {self.split!r})"
+
+    @property
+    def num_tokens(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
+        return self.read_windows(np.array([start]), length)[0]
+
+    def read_windows(
+        self, starts: Int64[np.ndarray, " windows"], length: int
+    ) -> Int32[np.ndarray, "windows length"]:
+        return self.read_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read_pieces(
+        self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
+    ) -> Int32[np.ndarray, " tokens"]:
+        """The tokens [start, start + length) of each piece, one piece after the other.
+
+        From a bucket, all pieces are read at the same time, and tokens that several pieces share
+        are read once. The memory is that of the bytes and of the result.
+
+        Raises:
+          FileNotFoundError: a file is missing.
+          ValueError: some tokens lie outside the stream or the vocabulary, or a file was cut short.
+          OSError: a bucket does not answer; see `bucket.read_ranges`.
+        """
+        check_range(self, starts, lengths)
+        tokens = np.empty(lengths.sum(), np.int32)
+        parts = self._parts(starts, lengths)
+        if is_remote(self.directory):
+            self._fill_from_bucket(tokens, list(parts))
+        else:
+            for at, index, first, count in parts:
+                tokens[at : at + count] = self._map(index)[first : first + count]
+        check_ids(self, tokens)
+        return tokens
+
+    def _parts(
+        self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of pieces that lie in one file: place of the first token in the result, number
+        of the file, first token in there, and the number of tokens."""
+        at = 0
+        files = np.searchsorted(self._starts, starts, "right") - 1
+        for start, length, index in zip(
+            *map(np.ndarray.tolist, (starts, lengths, files)), strict=True
+        ):
+            end = start + length
+            while start < end:
+                count = min(end, self._starts[index + 1]) - start
+                yield at, index, start - self._starts[index], count
+                at, start, index = at + count, start + count, index + 1
+
+    def _map(self, index: int) -> np.ndarray:
+        tokens = self._maps.get(index)
+        if tokens is None:
+            file = self._files[index]
+            check_size(file)
+            # A plain array on the map: slicing np.memmap itself costs several microseconds.
+            mapped = np.memmap(file.path, self._dtype, "r", file.header_bytes)
+            tokens = self._maps[index] = mapped.view(np.ndarray)
+        return tokens
+
+    def _fill_from_bucket(
+        self, tokens: np.ndarray, parts: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        size = self._dtype.itemsize
+        bytes_of = [
+            (index, self._files[index].header_bytes + first * size, count * size)
+            for _, index, first, count in parts
+        ]
+        merged = merge_ranges((index, byte, byte + length) for index, byte, length in bytes_of)
+        contents = read_ranges([(self._files[i].path, start, end) for i, start, end in merged])
+        for (at, _, _, count), (index, byte, _) in zip(parts, bytes_of, strict=True):
+            found = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
+            content, offset = contents[found], byte - merged[found][1]
+            tokens[at : at + count] = np.frombuffer(content, self._dtype, count, offset)
+
+    def locate(self, token: int) -> dict[str, str | int]:
+        """The file that holds a token, and its first byte in there."""
+        index = bisect.bisect_right(self._starts, token) - 1
+        file, number = self._files[index], token - self._starts[index]
+        byte = file.header_bytes + number * self._dtype.itemsize
+        return {"file": str(file.path), "byte_in_file": byte}
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Ranges (file, start, end) in order, those joined that overlap or touch."""
+    merged: list[tuple[int, int, int]] = []
+    for file, start, end in sorted(ranges):
+        if merged and merged[-1][0] == file and start <= merged[-1][2]:
+            merged[-1] = (file, merged[-1][1], max(end, merged[-1][2]))
+        else:
+            merged.append((file, start, end))
+    return merged
+
+
+class TokenShards(TokenFiles):
+    """One split of a directory that `maxmars data prepare` wrote.
+
+    Args:
+      directory: on a disk or in a bucket.
+      split: `train` or `val`.
+      metadata: what `meta.json` says; read from the directory if it is None.
+
+    Raises:
+      FileNotFoundError: there is no directory, or no `meta.json` in it.
+      ValueError: `meta.json` is damaged, or has no such split.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], split: str, metadata: Metadata | None = None
+    ) -> None:
+        directory = resolve(directory)
+        self.metadata = read_metadata(directory) if metadata is None else metadata
+        super().__init__(
+            directory,
+            split,
+            shards_of(directory, self.metadata),
+            dtype=self.metadata.dtype,
+            tokenizer=self.metadata.tokenizer,
+            tokenizer_digest=self.metadata.tokenizer_digest,
+            vocab_size=self.metadata.vocab_size,
+        )
+
+
+def shards_of(directory: Workdir, metadata: Metadata) -> dict[str, list[TokenFile]]:
+    """The shards of every split of a directory that `maxmars data prepare` wrote."""
+    itemsize = np.dtype(metadata.dtype).itemsize
+    return {
+        name: [
+            TokenFile(path=directory / s.file, num_bytes=s.num_tokens * itemsize, sha256=s.sha256)
+            for s in split.shards
+        ]
+        for name, split in metadata.splits.items()
+    }

@@ -1,0 +1,133 @@
+"""Comparing the files of a run's data with their checksums while the run trains.
+
+Token ids that are all zero, or those of another shard, train without an error. So each file on a
+disk is hashed once a working directory, in a thread, and again when its size or time has changed;
+the processes of a run divide the files. (Of files in a bucket, the bucket's own checksums are
+compared before the first step: see `formats.examine`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxmars.data.token_files import TokenFile
+from maxmars.distributed import processes
+from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_lines, sha256_of
+
+_LOGGER = logging.getLogger(__name__)
+_FIELDS = {"file": str, "size": int, "mtime_ns": int, "sha256": str}
+
+
+class Verification(contextlib.AbstractContextManager["Verification"]):
+    """A thread that hashes this process's share of files; see `start` and `check`."""
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        record: Workdir,
+        *,
+        share: tuple[int, int],
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Divide the files; read none.
+
+        Args:
+          files: of the run's data; those in a bucket are left out.
+          record: file of JSON lines in the working directory, of this process alone: the files that
+            were hashed, with size, time and SHA-256.
+          share: number of this process, and number of processes.
+          may_write: raises OSError when the working directory belongs to another run by now.
+        """
+        index, count = share
+        on_disk = {file.path: file for file in files if not is_remote(file.path)}  # each once
+        self._files = list(on_disk.values())[index::count]
+        self._record, self._may_write = record, may_write
+        self._thread = threading.Thread(target=self._run, name="maxmars-verify", daemon=True)
+        self._closing = threading.Event()
+        self._on_damage: Callable[[], None] = lambda: None
+        self._damage = ""
+
+    def start(self, on_damage: Callable[[], None]) -> None:
+        """Start the thread, which calls `on_damage` when it finds a damaged file."""
+        if self._files:
+            self._on_damage = on_damage
+            self._thread.start()
+
+    def check(self, patience_s: float = 0.0) -> None:
+        """Stop the run if a file was found damaged so far; all processes must call.
+
+        Args:
+          patience_s: seconds to wait for files that are still to be hashed.
+
+        Raises:
+          ValueError: a process found a damaged file; every process raises.
+        """
+        if self._thread.is_alive():
+            self._thread.join(patience_s)
+        for damage in processes.texts_of_all(self._damage):
+            if damage:
+                raise ValueError(damage)
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            known = {line["file"]: line for line in read_json_lines(self._record, _is_line)}
+            with contextlib.closing(LineFile(self._record, self._may_write)) as lines:
+                for file in self._files:
+                    before = known.get(str(file.path))
+                    line = self._verify(file, before)
+                    if line is None:
+                        return
+                    if line != before:
+                        lines.write(json.dumps(line))
+        except OSError as error:  # of the working directory: the next start hashes again
+            _LOGGER.warning("the files that were verified cannot be recorded: %s", error)
+        except ValueError as error:
+            self._damage = str(error)
+            self._on_damage()
+
+    def _verify(self, file: TokenFile, known: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The line to record of a file; None if the run ends before the file is read.
+
+        Raises:
+          ValueError: it is damaged, or cannot be read.
+        """
+
+        def pause(num_bytes: int) -> None:
+            if self._closing.is_set():
+                raise InterruptedError
+
+        expected, says = file.sha256, "meta.json says"
+        if expected is None and known is not None:
+            expected, says = known["sha256"], "when this run first read it, it was"
+        try:
+            status = Path(file.path).stat()
+            line = {"file": str(file.path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+            if known == {**line, "sha256": expected}:
+                return known
+            found = sha256_of(Path(file.path), pause)
+        except InterruptedError:
+            return None
+        except OSError as error:
+            raise ValueError(f"the token shard {file.path} cannot be read: {error}.") from error
+        if expected is not None and found != expected:
+            raise ValueError(
+                f"the token shard {file.path} does not match its checksum: its SHA-256 is {found}, "
+                f"but {says} {expected}. Training has stopped, and the checkpoints stay as they "
+                "are: copy the file anew or prepare the text again, then start the run again."
+            )
+        return {**line, "sha256": found}
+
+
+def _is_line(line: dict[str, Any]) -> bool:
+    return all(isinstance(line.get(name), kind) for name, kind in _FIELDS.items())

@@ -1,0 +1,116 @@
+"""Numbered work in processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import maxmars
+
+_UPDATE_S = 0.5
+_PACKAGE = Path(maxmars.__file__).parent
+
+Work = Callable[[int, Callable[[int], None]], None]
+"""Does the work of a number; calls the function that it is given with the bytes done since."""
+
+
+class _StoppedError(Exception):
+    """Another process has failed."""
+
+
+def work_through(
+    numbers: Sequence[int], work: Work, *, workers: int, progress: Callable[[int, int], None]
+) -> None:
+    """Do the work of all numbers, in any order.
+
+    Args:
+      numbers: of the work.
+      work: what to do; travels to the processes by pickle.
+      workers: processes to start, by `spawn`; 0 works here.
+      progress: called now and then with the numbers done and the bytes done.
+
+    Raises:
+      ChildProcessError: a process has died.
+    """
+    if workers == 0:
+        num_done = num_bytes = 0
+
+        def report(num_new: int) -> None:
+            nonlocal num_bytes
+            num_bytes += num_new
+            progress(num_done, num_bytes)
+
+        for number in numbers:
+            work(number, report)
+            num_done += 1
+        return
+    if not numbers:
+        return
+    context = get_context("spawn")
+    count, stop = context.Value("q"), context.Event()
+    workers = min(workers, len(numbers))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(work, count, stop)
+    )
+    try:
+        waiting = {pool.submit(_work, number) for number in numbers}
+        while waiting:
+            done, waiting = wait(waiting, _UPDATE_S, FIRST_COMPLETED)
+            for future in done:
+                if (error := future.result()) is not None:
+                    raise error
+            progress(len(numbers) - len(waiting), count.value)
+    except BrokenProcessPool as error:
+        raise ChildProcessError(
+            f"one of the {workers} tokenising processes has died: it was killed, or memory ran "
+            "out. Run the same command again to continue, with fewer --workers if memory is short."
+        ) from error
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[Work, Any, Any]
+
+
+def _start_worker(work: Work, count: Any, stop: Any) -> None:
+    global _worker
+    _worker = work, count, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A worker waits for work on a pipe that its siblings hold open too; it would outlive us.
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(number: int) -> Exception | None:
+    """Do the work of a number; an error that we report ourselves is returned, a bug is raised."""
+    work, count, stop = _worker
+
+    def report(num_bytes: int) -> None:
+        with count.get_lock():
+            count.value += num_bytes
+        if stop.is_set():
+            raise _StoppedError
+
+    try:
+        work(number, report)
+    except (ValueError, OSError, ImportError) as error:
+        if _PACKAGE in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
+            return error
+        raise
+    return None

@@ -1,0 +1,371 @@
+"""Files on a disk or in a bucket (`gs://`): whole replacement, lines, JSON, digests, locks.
+
+A file is replaced whole or not at all. On a disk that takes a rename, in a bucket one request. An
+object in a bucket cannot grow: there a file of lines is kept in memory and uploaded whole, before
+each checkpoint, at the end, and meanwhile every `_UPLOAD_EVERY_S`. A kill loses later lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import IO, Any
+
+from etils import epath
+
+_LOGGER = logging.getLogger(__name__)
+
+Workdir = Path | epath.Path
+"""`pathlib.Path` on a disk, `epath.Path` in a bucket."""
+
+_BLOCK_BYTES = 1 << 20
+_UPLOAD_EVERY_S = 30.0
+_PROBE_S = 30.0
+_REQUEST_S = 60.0  # gcsfs waits for ever
+_WAYS_OUT = (
+    (
+        r"\b40[13]\b|UNAUTHENTICATED|PERMISSION_DENIED|Forbidden|credential",
+        "log in (`gcloud auth application-default login`), or give the machine's service account "
+        "the roles Storage Object User and Storage Legacy Bucket Reader",
+    ),
+    (r"\b404\b|NOT_?FOUND|does not exist|Invalid GCS", "make the bucket, or check its name"),
+    ("Project was not passed", "set GOOGLE_CLOUD_PROJECT"),
+    ("", "check the network"),
+)
+
+
+def is_remote(path: Any) -> bool:
+    """Whether a path is an object store's, like `gs://bucket/name`."""
+    return "://" in os.fspath(path)
+
+
+def resolve(path: str | os.PathLike[str]) -> Workdir:
+    """An absolute path.
+
+    Raises:
+      ValueError: it is in an object store other than `gs://`, or names no bucket.
+    """
+    text = os.fspath(path)
+    if not re.match(r"(gs|s3|az|hf):/", text):
+        return Path(path).expanduser().absolute()
+    if not re.match(r"gs://[^/]+(/|$)", text):
+        raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
+    return epath.Path(text)
+
+
+def require_access(path: Any) -> None:
+    """Check at the first use of a bucket that it answers, before libraries retry for minutes.
+
+    Raises:
+      ImportError: the library for it (extra `gcs`) is not installed.
+      OSError: it does not answer, or refuses.
+    """
+    if is_remote(path):
+        _require_bucket("gs://" + os.fspath(path).removeprefix("gs://").partition("/")[0])
+
+
+@functools.cache
+def _require_bucket(name: str) -> None:
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ImportError(f"{name} needs the library gcsfs: `pip install 'maxmars[gcs]'`.")
+    import aiohttp  # comes with gcsfs
+    import fsspec
+
+    options = fsspec.config.conf.setdefault("gcs", {})
+    # Others write here as well: TensorStore, and the run's other processes.
+    options.setdefault("use_listings_cache", False)
+    options.setdefault("requests_timeout", aiohttp.ClientTimeout(total=_REQUEST_S))
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs it also raises
+    with reporting(name):
+        open_store(name).read("maxmars").result(timeout=_PROBE_S)
+
+
+def open_store(directory: Any) -> Any:
+    """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds."""
+    import tensorstore  # comes with Orbax
+
+    bucket, _, path = os.fspath(directory).removeprefix("gs://").partition("/")
+    retries = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
+    spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}
+    return tensorstore.KvStore.open(spec | {"context": {"gcs_request_retries": retries}}).result()
+
+
+@contextlib.contextmanager
+def reporting(path: Any) -> Generator[None, None, None]:
+    """Raise as OSError, in one line, what libraries raise over a bucket, which is of any type.
+
+    Over a path on a disk nothing is changed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_remote(path):
+            raise
+        text = next(iter(str(error).strip().splitlines()), "")
+        reason = text.partition(" [")[0][:300]  # TensorStore's details follow
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        way_out = next(words for pattern, words in _WAYS_OUT if re.search(pattern, text, re.I))
+        raise OSError(f"{path} cannot be used ({reason}); {way_out}.") from error
+
+
+def make_directory(path: Workdir) -> None:
+    """Make a directory and its parents; in a bucket there are none."""
+    if not is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def write_bytes(path: Workdir, content: bytes) -> None:
+    """Write a file, which no one sees in part, and its directory if there is none.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if is_remote(path):
+        with reporting(path):
+            path.write_bytes(content)
+        return
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path, None, None]:
+    """A path to write to; at the end of the block it replaces the file `path` on a disk.
+
+    An error in the block leaves the file as it was. Its directory is made if there is none.
+    """
+    make_directory(path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not survive a power cut without the contents
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Workdir, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def read_text(path: Workdir) -> str | None:
+    """The text of a file; None if there is none.
+
+    Raises:
+      OSError: it cannot be read.
+      UnicodeDecodeError: it is not UTF-8.
+    """
+    content = _read_bytes(path)
+    return None if content is None else content.decode()
+
+
+def _read_bytes(path: Workdir) -> bytes | None:
+    with reporting(path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+def append_line(path: Workdir, line: str) -> None:
+    """Add a line to a file, which is made if there is none."""
+    if is_remote(path):
+        write_text(path, f"{read_text(path) or ''}{line}\n")
+    else:
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+
+class LineFile:
+    """A file that grows by lines, after those that it has.
+
+    On a disk a line is there at once, and survives a crash of the process. In a bucket a thread
+    uploads the lines every `every_s` seconds, and `sync` and `close` do so at once. An upload that
+    fails is a warning: a run need not end for it.
+    """
+
+    def __init__(
+        self,
+        path: Workdir,
+        may_write: Callable[[], None] = lambda: None,
+        every_s: float = _UPLOAD_EVERY_S,
+    ) -> None:
+        """`may_write` raises OSError when the directory belongs to another run by now.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        self._path, self._may_write, self._every_s = path, may_write, every_s
+        self._file: IO[str] | None = None
+        if not is_remote(path):
+            make_directory(path.parent)
+            self._file = path.open("a")
+            return
+        self._lines = [(_read_bytes(path) or b"").decode(errors="replace")]
+        self._uploaded = 1
+        self._uploading = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._upload_until_closed, daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Append a line."""
+        if self._file is not None:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        else:
+            self._lines.append(f"{line}\n")
+
+    def sync(self) -> None:
+        """Have all lines where a kill does not reach them."""
+        if self._file is not None:
+            return
+        with self._uploading:
+            count = len(self._lines)
+            if count == self._uploaded:
+                return
+            try:
+                self._may_write()
+                write_text(self._path, "".join(self._lines[:count]))
+                self._uploaded = count
+            except OSError as error:
+                _LOGGER.warning("new lines of %s are not there yet: %s", self._path, error)
+
+    def close(self) -> None:
+        """Close the file; `write` must not be called after it."""
+        if self._file is not None:
+            self._file.close()
+            return
+        self._closing.set()
+        self._thread.join()
+        self.sync()
+
+    def _upload_until_closed(self) -> None:
+        pause_s = self._every_s
+        while not self._closing.wait(pause_s):
+            started = time.monotonic()
+            self.sync()
+            pause_s = max(self._every_s, 10 * (time.monotonic() - started))
+
+
+def read_json_lines(
+    path: Workdir, is_sound: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines for which `is_sound` holds; none if there is no file.
+
+    Other lines are skipped with one warning: damaged bookkeeping must not stop a run. A last line
+    without an end was being written when the process was killed, and is skipped silently.
+    """
+    *lines, _ = (_read_bytes(path) or b"").split(b"\n")
+    found, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and is_sound(value):
+            found.append(value)
+        elif line.strip():
+            damaged.append(number)
+    if damaged:
+        which = f"lines {damaged[0]} to {damaged[-1]}" if damaged[1:] else f"line {damaged[0]}"
+        _LOGGER.warning(
+            "%s: %d damaged of %d lines skipped (%s)", path, len(damaged), len(lines), which
+        )
+    return found
+
+
+def read_json(path: Workdir) -> Any:
+    """The value in a JSON file; None if there is no file, or if it is not JSON."""
+    try:
+        return json.loads(read_text(path) or "null")
+    except ValueError:
+        return None
+
+
+def read_json_object(path: Workdir) -> dict[str, Any]:
+    """The fields of a JSON object in a file of the user's.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it does not hold a JSON object.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path.parent} has no {path.name}; copy it there.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no valid JSON: {error}; copy or download it again.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds {type(fields).__name__}.")
+    return fields
+
+
+def write_json(path: Workdir, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def json_number(value: Any) -> int | float | str:
+    """A number for JSON, which has no non-finite ones: these as strings."""
+    number = value if isinstance(value, int) else float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def sha256_of(path: Workdir, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """SHA-256 of a file, in hex; `progress` gets the bytes of each block that is read."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            sha.update(block)
+            progress(len(block))
+    return sha.hexdigest()
+
+
+def cache_directory() -> Path:
+    """Where downloads and prepared data are kept: MAXMARS_CACHE, by default ~/.cache/maxmars."""
+    return Path(os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars").expanduser()
+
+
+def try_lock(file: IO[Any], path: Workdir, patience_s: float = 0.0) -> bool:
+    """Take the kernel's advisory lock on an open file of a disk, which ends with the process.
+
+    Waits `patience_s` for its owner. Returns whether the lock is ours; on file systems without
+    locks True, with a warning.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        _LOGGER.warning(
+            "%s: this file system has no locks (%s): make sure yourself that nobody else writes "
+            "there",
+            path.parent,
+            error.strerror,
+        )
+    return True

@@ -1,0 +1,164 @@
+"""Several processes as one: joining them, the primary process, barriers, agreement.
+
+In a run of one process every function here returns at once, so callers need not ask how many
+processes there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
+_SHUTDOWN_TIMEOUT_S = 60  # between the first process that ends and the last
+_FLAGS = "--coordinator, --num-processes and --process-id"
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = 300.0,
+) -> None:
+    """Join the processes of one run; call it before anything else asks JAX for its devices.
+
+    With no arguments JAX asks the cluster: TPU pods and slices, SLURM, Open MPI, and Kubernetes
+    where JAX's extra `k8s` is installed. Without a cluster, and with `num_processes=1` alone, the
+    run is this process alone. JAX aborts a process (exit code 134) whose peers do not come in time.
+
+    Args:
+      coordinator: `host:port` of process 0, reachable from every process.
+      num_processes: number of processes of the run.
+      process_id: number of this process, in [0, num_processes).
+      timeout_s: seconds to wait for all processes.
+
+    Raises:
+      ValueError: some arguments are given and others are not, or one is out of range.
+      OSError: the processes cannot meet, for example because the port is taken.
+    """
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    present = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    if present == "num_processes=1":
+        return
+    if present:
+        if coordinator is None or num_processes is None or process_id is None:
+            raise ValueError(
+                f"{present} is not enough: a run of several processes needs {_FLAGS}, and a run of "
+                "one process needs none of them."
+            )
+        if not re.fullmatch(r".+:\d{1,5}", coordinator):
+            raise ValueError(f"coordinator={coordinator} must be HOST:PORT of process 0.")
+        if not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"process_id={process_id} must lie in [0, {num_processes}): "
+                f"the {num_processes} processes are numbered from 0."
+            )
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            local_device_ids=_local_device_ids(),
+            cluster_detection_method="deactivate" if present else None,
+            initialization_timeout=max(int(timeout_s), 1),
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+        )
+    except ValueError as error:
+        # JAX has found no cluster, and has no way to say so but this error.
+        if present or str(error) != "coordinator_address should be defined.":
+            raise
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise OSError(
+            f"the processes of the run cannot meet ({reason}); give {_FLAGS}, or "
+            "--num-processes 1 to train on this host alone."
+        ) from error
+
+
+def _local_device_ids() -> list[int] | None:
+    """`[]` for all devices that the process sees; None for JAX's own choice."""
+    # In SLURM JAX gives each process one device, that of its number on the node. That is right for
+    # several processes on a node that all see its devices. It is wrong for a process that is alone
+    # on its node, and where SLURM has given each process devices of its own.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")  # such as 8(x2),4
+    if tasks is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    alone = all(int(count) == 1 for count in re.findall(r"(?:^|,)(\d+)", tasks))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [] if alone or (visible and "," not in visible) else None
+
+
+def shutdown() -> None:
+    """Leave the run that `initialize` joined, if it joined one; all processes must call."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def is_primary() -> bool:
+    """Whether this is process 0, which alone prints, and writes and tidies the shared files."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Wait until every process has come to the barrier of this name."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def all_processes(ok: bool) -> bool:
+    """Whether `ok` holds in every process; all must ask, and all get the same answer."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
+
+
+def from_primary(value: Any) -> Any:
+    """The primary process's value, which must be JSON; all processes must call."""
+    if jax.process_count() == 1:
+        return value
+    text = json.dumps(value).encode()
+    text = text.ljust(64 * -(-len(text) // 64))  # few lengths, each of which compiles a broadcast
+    length = multihost_utils.broadcast_one_to_all(np.array(len(text), np.int32))
+    padded = np.zeros(int(length), np.uint8)
+    if is_primary():
+        padded[:] = np.frombuffer(text, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+
+
+def text_from_primary(read: Callable[[], str | None]) -> str | None:
+    """What `read` returns in the primary process, which alone calls it; all processes must call.
+
+    Raises:
+      ValueError: `read` failed; the primary process raises the error itself.
+    """
+    text, failure = None, None
+    if is_primary():
+        try:
+            text = read()
+        except (ValueError, OSError, ImportError) as error:
+            failure = error
+    text, reason = from_primary([text, None if failure is None else str(failure)])
+    if reason is not None:
+        raise failure or ValueError(f"process 0 cannot go on: {reason}")
+    return text
+
+
+def texts_of_all(text: str) -> list[str]:
+    """The texts of all processes, in their order; all processes must call. For short texts."""
+    if jax.process_count() == 1:
+        return [text]
+    content = text.encode()
+    sizes = multihost_utils.process_allgather(np.array(len(content), np.int32))
+    padded = np.zeros(max(*sizes.tolist(), 1), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,199 @@
+"""Mesh, sharding rules and the rows of a batch that a process holds.
+
+The mesh has three axes. `data` replicates the parameters, `fsdp` splits parameters, gradients and
+optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and
+`fsdp`. Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where
+they go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from maxmars.config import MeshConfig
+from maxmars.config.mesh import mesh_shape
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Which mesh axes each logical axis is split over; `None` is not split."""
+
+    batch: tuple[str, ...] | None = ("data", "fsdp")
+    length: str | None = None
+    layers: str | None = None
+    embed: str | None = "fsdp"
+    qkv: str | None = None
+    heads: str | None = "tensor"
+    head_dim: str | None = None
+    mlp: str | None = "tensor"
+    vocab: str | None = "tensor"
+    positions: str | None = None
+    norm: str | None = None  # a few thousand numbers: gathering them costs more than keeping them
+
+    def spec(self, *logical_axes: str | None) -> PartitionSpec:
+        """PartitionSpec of an array whose axes have these logical names (None: not split)."""
+        return PartitionSpec(*(None if a is None else getattr(self, a) for a in logical_axes))
+
+
+RULES = ShardingRules()
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
+
+    On several TPU slices only `data` crosses the network between them: its first factor is the
+    slices, so that everything over `fsdp` and `tensor` stays within one.
+
+    Raises:
+      ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
+        of the number of slices.
+    """
+    devices = jax.devices() if devices is None else devices
+    slices = num_slices(devices)
+    data, *inner = shape = tuple(mesh_shape(config, len(devices), slices).values())
+    types = (AxisType.Auto,) * len(AXES)
+    # JAX lays the axes of a mesh along whole axes of a TPU's torus first. Where no product of these
+    # is the size of an axis of the mesh, it raises, and parts of the torus's axes are taken.
+    if slices > 1:
+        arrange = mesh_utils.create_hybrid_device_mesh
+        inside, across = (data // slices, *inner), (slices, 1, 1)
+        try:
+            grid = arrange(inside, across, devices)
+        except NotImplementedError:
+            grid = arrange(inside, across, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=types)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=types)
+
+
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """Number of TPU slices that devices lie in; 1 on platforms without slices."""
+    if devices[0].platform != "tpu":
+        return 1  # GPUs number their hosts so, over which `fsdp` may well go
+    return len({getattr(device, "slice_index", None) for device in devices})
+
+
+def tree_shardings(mesh: Mesh, logical_axes: Any) -> Any:
+    """NamedShardings for a tree whose leaves are tuples of logical axis names."""
+    return jax.tree.map(
+        lambda axes: NamedSharding(mesh, RULES.spec(*axes)),
+        logical_axes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Constrain an activation to the ambient mesh (`jax.set_mesh`), if there is one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
+
+
+def ambient_platform() -> str | None:
+    """Platform of the devices of the ambient mesh (`jax.set_mesh`); None where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh.abstract_device.platform
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a batch of shape [microbatches, rows, tokens]."""
+    return NamedSharding(mesh, RULES.spec(None, "batch", None))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Number of parts into which the rows of a microbatch are split."""
+    return int(np.prod([mesh.shape[a] for a in RULES.batch or ()]))
+
+
+def local_rows(
+    mesh: Mesh, shape: tuple[int, int], devices: Collection[jax.Device] | None = None
+) -> np.ndarray:
+    """Rows of a [microbatches, rows] batch that this process's devices hold.
+
+    Args:
+      mesh: over whose `data` and `fsdp` the rows are split.
+      shape: microbatches, and rows of each.
+      devices: hold these devices instead, for example those of another process.
+
+    Returns:
+      int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending.
+      Processes between which only `tensor` is split hold the same rows.
+    """
+    microbatches, rows = shape
+    devices = mesh.local_devices if devices is None else devices
+    held = np.zeros(rows, bool)
+    indices = NamedSharding(mesh, RULES.spec("batch")).devices_indices_map((rows,))
+    for device, index in indices.items():
+        held[index] |= device in devices
+    return np.arange(microbatches)[:, None] * rows + np.flatnonzero(held)
+
+
+def to_device(mesh: Mesh, local: np.ndarray, rows: int) -> jax.Array:
+    """Global [microbatches, rows, ...] array of each process's rows; see `local_rows`."""
+    shape = (local.shape[0], rows, *local.shape[2:])
+    sharding = NamedSharding(mesh, RULES.spec(None, "batch", *[None] * (local.ndim - 2)))
+    return jax.make_array_from_process_local_data(sharding, local, shape)
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of `abstract` that carry `shardings`."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, abstract or concrete, over all devices."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def bytes_on_chip(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays with shardings, abstract or concrete."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def like_params(tree: Any, params: Any) -> Any:
+    """NamedShardings of a tree, such as an abstract optimizer state, by the parameters' shardings.
+
+    A leaf takes the sharding of a parameter if its path ends with the parameter's path and their
+    shapes agree; the other leaves are replicated.
+
+    Args:
+      tree: arrays, abstract or concrete.
+      params: abstract parameters that carry NamedShardings.
+    """
+
+    def names(path: tuple[Any, ...]) -> tuple[str, ...]:
+        return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+    by_path = {names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    no_split = replicated(jax.tree.leaves(params)[0].sharding.mesh)
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            param = by_path.get(names(path[start:]))
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return no_split
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)

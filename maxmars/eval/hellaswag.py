@@ -1,0 +1,450 @@
+"""HellaSwag: 10,042 beginnings of a text, each with four endings of which one is true.
+
+Two protocols are in use, and they score the same model differently (GPT-2 small has an `acc_norm`
+of 31.14 % under the first and 29.55 % under the second):
+
+* `lm_eval` is lm-evaluation-harness's, which the MARS paper reports. The activity's label stands
+  before the context, texts are cleaned, and `acc_norm` divides each ending's log-likelihood by its
+  number of characters.
+* `completion` is that of nanoGPT and llm.c: the raw context and the raw endings are encoded apart,
+  and `acc_norm` takes the ending whose tokens have the least mean loss.
+
+Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?", arXiv 1905.07830.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float64, Int
+
+from maxmars.config import GPT2Config, TrainConfig
+from maxmars.data.batches import SplitTokens
+from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
+from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
+from maxmars.eval.loglikelihood import (
+    Choices,
+    LogLikelihoods,
+    encode_choices,
+    encode_context,
+    pack_choices,
+)
+
+Protocol = Literal["lm_eval", "completion"]
+
+_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+_NUM_BYTES = 12_246_618
+_TIMEOUT_S = 20.0
+_PIECE_BYTES = 1 << 18
+_NUM_ENDINGS = 4
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A context and four endings, of which `endings[label]` is the true one."""
+
+    index: int
+    """Its number in the data set (`ind`)."""
+    activity: str
+    """The subject of the text (`activity_label`)."""
+    context: str
+    """The whole context (`ctx`)."""
+    context_a: str
+    """The context's whole sentences (`ctx_a`)."""
+    context_b: str
+    """The beginning of the sentence that the endings complete; may be empty (`ctx_b`)."""
+    endings: tuple[str, ...]
+    label: int
+
+
+def load_questions(
+    path: str | Path | None = None,
+    *,
+    num_questions: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Question]:
+    """Read questions from a file in HellaSwag's own format.
+
+    Args:
+      path: the file, one JSON object a line. None takes the validation set (10,042 questions) from
+        the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars), and downloads it there first
+        where it is missing.
+      num_questions: read the first so many questions; None reads all.
+      progress: called during a download with the number of bytes so far, and of the whole file.
+
+    Raises:
+      FileNotFoundError: there is no such file, or it cannot be downloaded.
+      ValueError: a line is no question, or the downloaded file has the wrong checksum.
+    """
+    if num_questions is not None and num_questions < 1:
+        raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
+    file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"there is no file {file}; give the path of HellaSwag's hellaswag_val.jsonl, or none "
+            "to have it downloaded."
+        )
+    questions = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                questions.append(_parse(line, f"line {number} of {file}"))
+            if len(questions) == num_questions:
+                break
+    if not questions:
+        raise ValueError(f"{file} has no questions; it must have one JSON object a line.")
+    return questions
+
+
+def _parse(line: bytes, where: str) -> Question:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}); get the file anew.") from error
+    for name in ("ctx", "ctx_a", "ctx_b", "activity_label", "endings"):
+        kind = list if name == "endings" else str
+        if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):
+            raise ValueError(
+                f"{where} is not a HellaSwag question: {name!r} is missing or no "
+                f"{'list' if kind is list else 'text'}; the file must have HellaSwag's own format."
+            )
+    endings = tuple(fields["endings"])
+    if len(endings) != _NUM_ENDINGS or not all(isinstance(e, str) for e in endings):
+        raise ValueError(f"{where}: endings must be {_NUM_ENDINGS} strings, not {endings!r}.")
+    for name, end in (("ind", math.inf), ("label", _NUM_ENDINGS)):
+        value = fields.get(name)
+        if isinstance(value, str) and value.isdecimal():  # some copies of the data have text here
+            value = fields[name] = int(value)
+        if type(value) is not int or not 0 <= value < end:
+            hint = " (the test set has no labels; use the validation set)" * (name == "label")
+            raise ValueError(f"{where}: {name}={value!r} must be an integer in [0, {end}){hint}.")
+    return Question(
+        index=fields["ind"],
+        activity=fields["activity_label"],
+        context=fields["ctx"],
+        context_a=fields["ctx_a"],
+        context_b=fields["ctx_b"],
+        endings=endings,
+        label=fields["label"],
+    )
+
+
+def _cached_validation_set(progress: Callable[[int, int], None] | None) -> Path:
+    path = cache_directory() / _URL.rpartition("/")[2]
+    if not path.is_file():
+        try:
+            download(_URL, path, sha256=_SHA256, num_bytes=_NUM_BYTES, progress=progress)
+        except (OSError, http.client.HTTPException) as error:  # of the network or the disk
+            raise FileNotFoundError(
+                f"HellaSwag's validation set is not at {path} and could not be downloaded "
+                f"({type(error).__name__}: {error}). Without network, download {_URL} on another "
+                "machine and copy it to that place; or copy it anywhere and name the file: "
+                "--hellaswag.path with `maxmars eval`, eval.hellaswag_path in a config."
+            ) from error
+    return path
+
+
+def download(
+    url: str,
+    path: Path,
+    *,
+    sha256: str,
+    num_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Download a file, compare its checksum, and only then give it its name by one rename.
+
+    Raises:
+      OSError: the network or the disk fails.
+      ValueError: the content has another checksum.
+    """
+    with replacing(path) as temporary:
+        with (
+            urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response,
+            temporary.open("wb") as file,
+        ):
+            while piece := response.read(_PIECE_BYTES):
+                file.write(piece)
+                if progress is not None:
+                    progress(file.tell(), num_bytes)
+        found = sha256_of(temporary)
+        if found != sha256:
+            raise ValueError(
+                f"{url} did not answer with the file that it should: {temporary.stat().st_size} "
+                f"bytes with SHA-256 {found} came, not {num_bytes} with {sha256}. Try again, or "
+                "get the file elsewhere and name its path."
+            )
+
+
+# --- protocols ------------------------------------------------------------------------------------
+
+
+def _encode_lm_eval(question: Question, tokenizer: Tokenizer) -> tuple[Choices, list[int]]:
+    """Encode as lm-evaluation-harness 0.4 does (task `hellaswag`, version 1.0)."""
+    sentence = f"{question.context_a} {question.context_b.capitalize()}"
+    context = _clean(f"{question.activity}: {sentence}")
+    endings = [_clean(ending) for ending in question.endings]
+    choices = encode_choices(context, [f" {ending}" for ending in endings], tokenizer)
+    return choices, [len(ending) for ending in endings]
+
+
+def _clean(text: str) -> str:
+    # The WikiHow half of the data set has markers such as [title] and [step].
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _encode_completion(question: Question, tokenizer: Tokenizer) -> tuple[Choices, list[int]]:
+    """Encode as nanoGPT's and llm.c's scripts do: context and ending apart."""
+    endings = [tokenizer.encode(f" {ending}") for ending in question.endings]
+    context = encode_context(question.context, tokenizer)
+    return Choices(context=context, continuations=endings), [len(ending) for ending in endings]
+
+
+PROTOCOLS: Mapping[Protocol, Callable[[Question, Tokenizer], tuple[Choices, list[int]]]] = {
+    "lm_eval": _encode_lm_eval,
+    "completion": _encode_completion,
+}
+"""Functions that encode a question. The second result are the numbers of characters or tokens by
+which `acc_norm` divides the log-likelihood of each ending."""
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The scores of questions under one protocol."""
+
+    log_likelihoods: Float64[np.ndarray, "questions endings"]
+    """Log-likelihood of each ending given its context, in nats."""
+    lengths: Int[np.ndarray, "questions endings"]
+    """Length of each ending, in characters (`lm_eval`) or tokens (`completion`)."""
+    labels: Int[np.ndarray, " questions"]
+    """Number of the true ending."""
+
+    @cached_property
+    def choices(self) -> Int[np.ndarray, " questions"]:
+        """The likeliest ending."""
+        return self.log_likelihoods.argmax(axis=1)
+
+    @cached_property
+    def choices_norm(self) -> Int[np.ndarray, " questions"]:
+        """The ending that is likeliest for its length."""
+        with np.errstate(divide="ignore"):  # cleaning can empty an ending, which then gets -inf
+            return (self.log_likelihoods / self.lengths).argmax(axis=1)
+
+    @property
+    def correct(self) -> dict[str, Bool[np.ndarray, " questions"]]:
+        """Whether the model answers each question rightly, by metric: `acc` and `acc_norm`."""
+        return {"acc": self.choices == self.labels, "acc_norm": self.choices_norm == self.labels}
+
+    def summary(self) -> dict[str, float | int]:
+        """`acc`, `acc_norm`, a standard error of each (`acc_stderr`), and `num_questions`."""
+        count = len(self.labels)
+        values: dict[str, float | int] = {}
+        for metric, correct in self.correct.items():
+            share = float(correct.mean())
+            values[metric] = share
+            values[f"{metric}_stderr"] = (share * (1 - share) / max(count - 1, 1)) ** 0.5
+        return values | {"num_questions": count}
+
+
+class HellaSwag:
+    """Scores a fixed list of questions under any parameters of a model; encodes them once.
+
+    Args:
+      config: the model.
+      mesh: the mesh of the parameters.
+      tokenizer: the model's tokenizer.
+      questions: see `load_questions`.
+      protocols: the protocols to score by.
+      batch_size: see `LogLikelihoods`; a question is one row for each protocol.
+
+    Raises:
+      ValueError: the tokenizer has more tokens than the model, or an ending does not fit into the
+        model's context.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        questions: Sequence[Question],
+        *,
+        protocols: Sequence[Protocol] = tuple(PROTOCOLS),
+        batch_size: int | None = None,
+    ) -> None:
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more than the "
+                f"model's vocab_size={config.vocab_size}; give the one that the model was trained "
+                "with."
+            )
+        self._labels = np.array([question.label for question in questions])
+        self._lengths: dict[Protocol, Int[np.ndarray, "questions endings"]] = {}
+        choices = []
+        for protocol in protocols:
+            encoded = [PROTOCOLS[protocol](question, tokenizer) for question in questions]
+            for question, (found, _) in zip(questions, encoded, strict=True):
+                for tokens in found.continuations:
+                    if not 0 < len(tokens) <= config.max_seq_len:
+                        raise ValueError(
+                            f"HellaSwag question {question.index} has an ending of {len(tokens)} "
+                            f"tokens ({tokenizer.name}, protocol {protocol}); there must be 1 to "
+                            f"model.max_seq_len={config.max_seq_len}. A model with a longer "
+                            "context, or whose tokens are longer, can be scored."
+                        )
+            choices += [found for found, _ in encoded]
+            self._lengths[protocol] = np.array([lengths for _, lengths in encoded])
+        self._packed = pack_choices(choices, config.max_seq_len)
+        self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
+
+    def __call__(
+        self, params: Any, progress: Callable[[int, int], None] | None = None
+    ) -> dict[Protocol, Scores]:
+        """Score parameters; every process calls and gets all scores, by protocol.
+
+        Args:
+          params: the parameters, in the mesh's shardings.
+          progress: called with the number of rows scored so far, and of all.
+        """
+        found = np.stack(self._score(params, self._packed, progress).log_likelihoods)
+        parts = np.split(found, len(self._lengths))
+        return {
+            protocol: Scores(log_likelihoods=part, lengths=lengths, labels=self._labels)
+            for (protocol, lengths), part in zip(self._lengths.items(), parts, strict=True)
+        }
+
+
+def write_scores(
+    path: Path, questions: Sequence[Question], scores: Mapping[Protocol, Scores]
+) -> None:
+    """Write the scores of each question, one JSON object a line.
+
+    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, and the endings that
+    `acc` and `acc_norm` choose (`choice`, `choice_norm`).
+    """
+    lines = []
+    for i, question in enumerate(questions):
+        fields: dict[str, Any] = {"ind": question.index, "label": question.label}
+        for protocol, found in scores.items():
+            fields[protocol] = {
+                "log_likelihoods": found.log_likelihoods[i].tolist(),
+                "lengths": found.lengths[i].tolist(),
+                "choice": int(found.choices[i]),
+                "choice_norm": int(found.choices_norm[i]),
+            }
+        lines.append(json.dumps(fields) + "\n")
+    write_text(path, "".join(lines))
+
+
+# --- two models -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """The difference of two models' accuracies on the same questions."""
+
+    difference: float
+    """First minus second."""
+    interval_95: tuple[float, float]
+    """95 % confidence interval of the difference, by Student's t over the questions."""
+    mcnemar_p: float
+    """p-value of McNemar's exact two-sided test that both models are equally good."""
+    only_first: int
+    """Questions that only the first model answers rightly."""
+    only_second: int
+    """Questions that only the second model answers rightly."""
+
+
+def paired_difference(
+    first: Bool[np.ndarray, " questions"], second: Bool[np.ndarray, " other"]
+) -> PairedDifference:
+    """Compare two models by whether each answers each question rightly.
+
+    Raises:
+      ValueError: the two are not of the same length, or empty.
+    """
+    count = len(first)
+    if len(second) != count or not count:
+        raise ValueError(
+            f"{count} and {len(second)} questions cannot be paired; score both models on the same."
+        )
+    import scipy.stats  # takes a second, which each start of a training need not wait
+
+    only_first = int((first & ~second).sum())
+    only_second = int((second & ~first).sum())
+    uneven = only_first + only_second
+    difference = (only_first - only_second) / count
+    low = high = difference
+    if uneven and count > 1:
+        interval = scipy.stats.ttest_rel(first * 1.0, second * 1.0).confidence_interval(0.95)
+        low, high = float(interval.low), float(interval.high)
+    return PairedDifference(
+        difference=difference,
+        interval_95=(low, high),
+        mcnemar_p=float(scipy.stats.binomtest(only_first, uneven).pvalue) if uneven else 1.0,
+        only_first=only_first,
+        only_second=only_second,
+    )
+
+
+# --- while a model trains -------------------------------------------------------------------------
+
+
+class HellaSwagInLoop:
+    """Scores the questions of `eval.hellaswag_path` under the parameters of a run.
+
+    The tokenizer of the tokens that it trains on encodes them.
+
+    Raises:
+      FileNotFoundError, ValueError, ImportError: there are no questions, or no tokenizer, or they
+        do not fit the model; see `load_questions` and `HellaSwag`.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> None:
+        questions = load_questions(
+            config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
+        )
+        tokenizer = tokenizer_of_tokens(tokens.first.directory, tokens.tokenizer)
+        self._score = HellaSwag(config.model, mesh, tokenizer, questions)
+
+    def __call__(self, params: Any) -> tuple[dict[str, float], str]:
+        """Score parameters in the mesh's shardings; every process calls.
+
+        Returns:
+          The metrics `eval/hellaswag_acc` and `eval/hellaswag_acc_norm` (protocol `lm_eval`), the
+          same with `hellaswag_completion`, and `perf/hellaswag_time` in seconds; and a line about
+          them for people.
+        """
+        started = time.monotonic()
+        scores = self._score(params)
+        seconds = time.monotonic() - started
+        metrics = {"perf/hellaswag_time": seconds}
+        parts, count = [], 0
+        for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
+            summary = scores[protocol].summary()
+            for metric in ("acc", "acc_norm"):
+                metrics[f"eval/{prefix}_{metric}"] = summary[metric]
+            parts.append(f"{summary['acc_norm']:.2%} ({protocol})")
+            count = summary["num_questions"]
+        text = f"HellaSwag acc_norm {', '.join(parts)} of {count:,} questions in {seconds:.1f} s"
+        return metrics, text

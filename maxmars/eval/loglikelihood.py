@@ -1,0 +1,352 @@
+"""Log-likelihoods of the continuations of a context, which is computed once for all of them.
+
+A row holds a context, followed by all its continuations. Each continuation has the positions that
+follow the context, and a mask (`continuation_ids` of `GPT2.hidden`) hides the other continuations
+from it, so its score is that of a separate row. Logits are computed only where a token is scored,
+in chunks of a few positions; the loop over chunks ends at the last chunk that a batch needs.
+
+Rows are sorted by length, longest first, and a batch is padded to the next of the lengths 32, 48,
+64, 80, 96, 112, 144, 176, 208, ... (multiples of 16, about 15 % apart). One program is compiled for
+each length that occurs, about ten for HellaSwag. The length decides how many rows a batch has; the
+last batch is filled up with empty rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Float64, Int, Int32, Integer
+
+from maxmars.config import GPT2Config
+from maxmars.data.tokenizer import Tokenizer
+from maxmars.distributed import sharding
+from maxmars.distributed.sharding import constrain
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """A context and the continuations to compare, as token ids."""
+
+    context: Integer[np.ndarray, " context"]
+    """At least one token; cut on the left where it does not fit into the model's context together
+    with a continuation."""
+    continuations: Sequence[Integer[np.ndarray, " _"]]
+    """At least one token each."""
+
+
+def encode_context(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " context"]:
+    """Token ids of a text; an empty text is one end-of-text token."""
+    return tokenizer.encode(text) if text else np.array([tokenizer.eot])
+
+
+def encode_choices(context: str, continuations: Sequence[str], tokenizer: Tokenizer) -> Choices:
+    """Encode a context together with each continuation, as lm-evaluation-harness does.
+
+    The tokens after as many as the context alone has are the continuation's. White space at the end
+    of the context goes to the continuations.
+    """
+    stripped = context.rstrip()
+    num_context = len(tokenizer.encode(stripped))
+    wholes = [tokenizer.encode(context + continuation) for continuation in continuations]
+    return Choices(
+        context=encode_context(stripped, tokenizer),
+        continuations=[whole[num_context:] for whole in wholes],
+    )
+
+
+class _Row(NamedTuple):
+    """A context and one or more continuations in one row of the model's input.
+
+    T input tokens, of which S predict a token (a target) of a continuation.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    positions: Int32[np.ndarray, " T"]
+    continuation_ids: Int32[np.ndarray, " T"]
+    sources: Int32[np.ndarray, " S"]
+    """For each target, the place in the row of the token that predicts it."""
+    targets: Int32[np.ndarray, " S"]
+    owners: Int32[np.ndarray, " S"]
+    """For each target, the number of its continuation, counted over all choices."""
+
+    @property
+    def size(self) -> int:
+        return max(len(self.tokens), len(self.targets))
+
+
+_EMPTY = _Row(*[np.zeros(0, np.int32)] * 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedChoices:
+    """Choices packed into rows; see `pack_choices`."""
+
+    rows: list[_Row]
+    """Longest first."""
+    first_equal: Int[np.ndarray, " continuations"]
+    """For each continuation, the number of the first continuation of the same context that has the
+    same tokens."""
+    counts: list[int]
+    """Number of continuations of each of the choices."""
+
+
+def pack_choices(choices: Sequence[Choices], max_seq_len: int) -> PackedChoices:
+    """Pack choices into rows for a model whose context is `max_seq_len` tokens.
+
+    Equal continuations of a context are scored once, so that they tie on every device.
+
+    Raises:
+      ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.
+    """
+    rows: list[_Row] = []
+    first_equal: list[int] = []
+    for number, item in enumerate(choices):
+        different: dict[tuple[int, ...], int] = {}
+        for continuation in item.continuations:
+            key = tuple(continuation.tolist())
+            if not 0 < len(key) <= max_seq_len or not len(item.context):
+                raise ValueError(
+                    f"item {number} has a context of {len(item.context)} tokens and a continuation "
+                    f"of {len(key)}; the first needs one token at least, the second between 1 and "
+                    f"model.max_seq_len={max_seq_len}."
+                )
+            first_equal.append(different.setdefault(key, len(first_equal)))
+        longest = max(map(len, different), default=0)
+        if len(item.context) + longest <= max_seq_len + 1:  # the last token predicts nothing
+            rows.append(_row(item.context, different))
+        else:  # a row for each continuation, since they cut the context differently
+            for key, owner in different.items():
+                rows.append(_row(item.context[-(max_seq_len + 1 - len(key)) :], {key: owner}))
+    return PackedChoices(
+        rows=sorted(rows, key=lambda row: (row.size, len(row.targets)), reverse=True),
+        first_equal=np.array(first_equal, np.int64),
+        counts=[len(item.continuations) for item in choices],
+    )
+
+
+def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _Row:
+    """A row of a context and its continuations; their numbers over all choices are the values."""
+    end = len(context)
+    tokens, positions, continuation_ids = [context], [np.arange(end)], [np.zeros(end)]
+    sources, targets, owners = [], [], []
+    start = end
+    for number, (continuation, owner) in enumerate(continuations.items(), 1):
+        inputs = len(continuation) - 1
+        tokens.append(np.array(continuation[:-1]))
+        positions.append(end + np.arange(inputs))
+        continuation_ids.append(np.full(inputs, number))
+        sources += [[end - 1], start + np.arange(inputs)]
+        targets.append(np.array(continuation))
+        owners.append(np.full(inputs + 1, owner))
+        start += inputs
+    parts = (tokens, positions, continuation_ids, sources, targets, owners)
+    return _Row(*(np.concatenate(part).astype(np.int32) for part in parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredChoices:
+    """The scores of choices: for each context an array with one value a continuation."""
+
+    log_likelihoods: list[Float64[np.ndarray, " _"]]
+    """Log-likelihood given the context, in nats."""
+    is_greedy: list[Bool[np.ndarray, " _"]]
+    """Whether greedy decoding gives the continuation: each token is the likeliest at its place."""
+
+
+class LogLikelihoods:
+    """Scores packed choices under a model.
+
+    Args:
+      config: the model.
+      mesh: the mesh of the parameters; rows are split over its `data` and `fsdp` axes.
+      batch_size: rows scored at once, over all devices; None takes as many as suit the device. Up
+        to rounding, the scores do not depend on it.
+
+    Raises:
+      ValueError: `batch_size` is less than 1.
+    """
+
+    def __init__(self, config: GPT2Config, mesh: Mesh, *, batch_size: int | None = None) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1.")
+        self._mesh = mesh
+        self._shards = sharding.batch_shards(mesh)
+        self._batch_size = batch_size
+        # Tokens of a batch and positions of a chunk, on each device. A CPU is fastest while
+        # activations and logits stay in its caches.
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._tokens, self._head_positions = (2048, 128) if on_cpu else (16384, 2048)
+        self._score_batch = self._make_score_batch(config)
+
+    def __call__(
+        self,
+        params: Any,
+        packed: PackedChoices,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ScoredChoices:
+        """Score all continuations; every process calls with the same choices and gets all scores.
+
+        Args:
+          params: the parameters, in the mesh's shardings.
+          packed: the choices.
+          progress: called after each batch with the number of rows scored so far, and of all.
+        """
+        sums = np.zeros(len(packed.first_equal))
+        is_greedy = np.ones(len(packed.first_equal), bool)
+
+        def add(shards: list[list[_Row]], scores: tuple[jax.Array, jax.Array]) -> None:
+            for shard, nats, likeliest in zip(shards, *jax.device_get(scores), strict=True):
+                owners = np.concatenate([row.owners for row in shard])
+                np.subtract.at(sums, owners, nats[: len(owners)].astype(np.float64))
+                np.logical_and.at(is_greedy, owners, likeliest[: len(owners)])
+
+        rows, done, running = packed.rows, 0, None
+        while done < len(rows):
+            length = padded_length(rows[done].size)
+            count = self._batch_size or max(1, self._tokens // length) * self._shards
+            height = -(-min(count, len(rows)) // self._shards)
+            while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
+                height = -(-height // 2)  # for the last rows: few programs and few empty rows
+            batch = rows[done : done + height * self._shards]
+            shards = [batch[i :: self._shards] for i in range(self._shards)]  # equal work
+            shards = [[*shard, *[_EMPTY] * (height - len(shard))] for shard in shards]
+            targets = max(sum(len(row.targets) for row in shard) for shard in shards)
+            num_chunks = np.int32(-(-targets // self._chunk(height * length)))
+            arrays = self._place(shards, length)
+            # One at a time: collectives of several programs that run at once on the fake devices of
+            # a CPU can wait for each other forever. The next batch is packed meanwhile.
+            if running is not None:
+                add(*running)
+                if progress is not None:
+                    progress(done, len(rows))
+            with jax.set_mesh(self._mesh):
+                running = shards, self._score_batch(params, arrays, num_chunks)
+            done += len(batch)
+        if running is not None:
+            add(*running)
+        if progress is not None:
+            progress(len(rows), len(rows))
+        ends = np.cumsum(packed.counts)[:-1]
+        return ScoredChoices(
+            log_likelihoods=np.split(sums[packed.first_equal], ends),
+            is_greedy=np.split(is_greedy[packed.first_equal], ends),
+        )
+
+    def _place(self, shards: list[list[_Row]], length: int) -> tuple[jax.Array, ...]:
+        """The first five fields of rows of a batch, with those of this process on its devices.
+
+        int32 [1, rows, length], and [1, shards, S] for sources and targets; sources count from the
+        beginning of a shard.
+        """
+        height = len(shards[0])
+        chunk = self._chunk(height * length)
+        width = -(-height * length // chunk) * chunk
+        mine = [shards[i] for i in sharding.local_rows(self._mesh, (1, self._shards))[0]]
+        filled = [row for shard in mine for row in shard]
+        columns = list(zip(*filled, strict=True))[:3]
+        inputs = [(_stack(column, length), height * self._shards) for column in columns]
+        sources = [
+            np.concatenate([i * length + row.sources for i, row in enumerate(shard)])
+            for shard in mine
+        ]
+        targets = [np.concatenate([row.targets for row in shard]) for shard in mine]
+        outputs = [(_stack(arrays, width), self._shards) for arrays in (sources, targets)]
+        return tuple(
+            sharding.to_device(self._mesh, array[None], rows) for array, rows in inputs + outputs
+        )
+
+    def _chunk(self, tokens: int) -> int:
+        """How many positions of a shard of so many tokens get their logits at once."""
+        return min(self._head_positions, tokens)
+
+    def _make_score_batch(self, config: GPT2Config) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """A jitted function of (params, batch, chunks): see `_score_targets`, [shards, S] each."""
+        graph, _ = graph_and_abstract_params(config)
+
+        def score_batch(
+            params: Any, batch: tuple[jax.Array, ...], num_chunks: Int[Array, ""]
+        ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"]]:
+            model = nnx.merge(graph, params)
+            tokens, positions, continuation_ids, sources, targets = (array[0] for array in batch)
+            hidden = model.hidden(tokens, positions=positions, continuation_ids=continuation_ids)
+            hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
+            hidden = constrain(hidden, "batch", None, None)
+            # Gathered over fsdp here, once, and not in the loop.
+            embedding = model.output_embedding(hidden.dtype)
+            size = self._chunk(hidden.shape[1])
+
+            def chunk(i: Int[Array, ""], found: tuple[Any, ...]) -> tuple[Any, ...]:
+                def part(x: jax.Array) -> jax.Array:
+                    return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+
+                x = jnp.take_along_axis(hidden, part(sources)[..., None], axis=1)
+                new = _score_targets(config, embedding, x, part(targets))
+                return jax.tree.map(
+                    lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
+                    found,
+                    new,
+                )
+
+            nats = jnp.zeros(targets.shape, jnp.promote_types(hidden.dtype, jnp.float32))
+            nothing = (nats, jnp.zeros(targets.shape, bool))
+            return jax.lax.fori_loop(0, num_chunks, chunk, nothing)
+
+        return jax.jit(
+            score_batch,
+            in_shardings=(
+                sharding.tree_shardings(self._mesh, logical_axes(config)),
+                sharding.batch_sharding(self._mesh),
+                sharding.replicated(self._mesh),
+            ),
+            out_shardings=sharding.replicated(self._mesh),
+        )
+
+
+def _score_targets(
+    config: GPT2Config,
+    embedding: Float[Array, "V D"],
+    x: Float[Array, "B S D"],
+    targets: Int[Array, "B S"],
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """The loss of each target in nats, and whether it is the likeliest token.
+
+    The loss is `cross_entropy(GPT2.logits(x), targets)`, with logits [V, B S] in place of
+    [B, S, V], which halves the time on a CPU. The target's logit is computed apart: picking it
+    among all logits would be a gather over an axis that `tensor` may split.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    flat = x.reshape(-1, x.shape[-1])
+    logits = jnp.einsum("vd,nd->vn", embedding, flat, preferred_element_type=wide)
+    logits = constrain(logits, "vocab", "batch")
+    if config.padded_vocab_size > config.vocab_size:
+        is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
+        logits = jnp.where(is_token[:, None], logits, jnp.finfo(wide).min)
+    normalizer = jax.nn.logsumexp(logits, axis=0).reshape(targets.shape)
+    picked = jnp.einsum("bsd,bsd->bs", x, embedding[targets], preferred_element_type=wide)
+    # `logsumexp` needs the maximum anyway; an argmax would take a CPU ten times as long. `picked`
+    # is rounded in another order than the logits, so logits as close as that count as equal.
+    top = logits.max(axis=0).reshape(targets.shape)
+    return normalizer - picked, picked >= top - 1e-5 * (1 + jnp.abs(top))
+
+
+def _stack(arrays: Sequence[np.ndarray], width: int) -> Int32[np.ndarray, "rows width"]:
+    stacked = np.zeros((len(arrays), width), np.int32)
+    for row, array in zip(stacked, arrays, strict=True):
+        row[: len(array)] = array
+    return stacked
+
+
+def padded_length(size: int) -> int:
+    """The next of the lengths that programs are compiled for; see above."""
+    length = 32
+    while length < size:
+        length = -(-length * 23 // 320) * 16
+    return length

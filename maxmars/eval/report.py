@@ -1,0 +1,279 @@
+"""Scores of one model, or of two on the same data: what `maxmars eval` prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.table import Table
+
+from maxmars.checkpoint import read
+from maxmars.checkpoint.environment import environment
+from maxmars.config import DataConfig, EvalConfig, GPT2Config, TokenShardsConfig, TrainConfig
+from maxmars.config.checks import require
+from maxmars.data.batches import ValidationBatches, open_data
+from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
+from maxmars.distributed import processes, sharding
+from maxmars.distributed.files import Workdir, write_json
+from maxmars.distributed.progress import Progress
+from maxmars.eval.hellaswag import (
+    HellaSwag,
+    Protocol,
+    Question,
+    Scores,
+    load_questions,
+    paired_difference,
+    write_scores,
+)
+from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_target, load
+from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
+from maxmars.model import huggingface
+
+_LOSS_TOKENS = 4096  # a batch on each device: 0.8 GB of logits with GPT-2's vocabulary
+_SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Scores of one model, or of two on the same data."""
+
+    fields: dict[str, Any]
+    """For JSON: `target` and `name`; `loss` (nats a token), `loss_tokens` and `hellaswag` (see
+    `Scores.summary`, by protocol) if they were asked for; `environment`; and for two models
+    `against`, with the fields of the second, and `difference`, first minus second."""
+    questions: Sequence[Question]
+    scores: Sequence[Mapping[Protocol, Scores]]
+    """HellaSwag's, of each model."""
+
+    def write(self, path: Path) -> None:
+        """Write the JSON and, beside it, `<stem>[.against].hellaswag.jsonl` with each question.
+
+        Only the primary process writes.
+        """
+        if not processes.is_primary():
+            return
+        write_json(path, self.fields)
+        for scores, part in zip(self.scores, ("", ".against"), strict=False):
+            if scores:
+                file = path.with_name(f"{path.stem}{part}.hellaswag.jsonl")
+                write_scores(file, self.questions, scores)
+
+    def table(self) -> Table:
+        """The scores and, for two models, their differences."""
+        first, second = self.fields, self.fields.get("against")
+        difference = first.get("difference", {})
+        models = [first] if second is None else [first, second]
+        table = Table("")
+        for name in [model["name"] for model in models]:
+            table.add_column(name, justify="right")
+        if second is not None:
+            for name in ("difference", "95 % interval", "McNemar's p"):
+                table.add_column(name, justify="right")
+        if "loss" in first:
+            row = [f"loss, nats a token ({first['loss_tokens']:,} tokens)"]
+            row += [f"{model['loss']:.4f}" for model in models]
+            table.add_row(*row, *([f"{difference['loss']:+.4f}"] if second is not None else []))
+        for protocol in first.get("hellaswag", {}):
+            for metric in ("acc", "acc_norm"):
+                row = [f"hellaswag {metric} ({protocol}), %"]
+                for model in models:
+                    scores = model["hellaswag"][protocol]
+                    error = 100 * scores[f"{metric}_stderr"]
+                    row.append(f"{100 * scores[metric]:.2f} ± {error:.2f}")
+                if second is not None:
+                    paired = difference["hellaswag"][protocol][metric]
+                    low, high = paired["interval_95"]
+                    row += [
+                        f"{100 * paired['difference']:+.2f}",
+                        f"{100 * low:+.2f} to {100 * high:+.2f}",
+                        f"{paired['mcnemar_p']:.2g}",
+                    ]
+                table.add_row(*row)
+        return table
+
+
+def score_models(
+    targets: Sequence[str | Path],
+    mesh: Mesh,
+    *,
+    tasks: Collection[str] | None = None,
+    data_path: str | None = None,
+    num_windows: int | None = None,
+    hellaswag_path: Path | None = None,
+    num_questions: int | None = None,
+    batch_size: int | None = None,
+) -> Report:
+    """Score one model, or two on the same data.
+
+    For two models, the windows of the validation loss are as long as the shorter context.
+
+    Args:
+      targets: one or two; see `load`. The second is scored on the data of the first.
+      mesh: the models are loaded here, one after the other; every process calls.
+      tasks: `loss`, `hellaswag` or both; None scores HellaSwag and, if there is validation data,
+        the loss.
+      data_path: directory of tokens, whose validation split is scored; None takes the data of the
+        first target's run.
+      num_windows: number of windows to score; None takes as many as the run does, or 512.
+      hellaswag_path: see `load_questions`, as `num_questions`.
+      num_questions: score the first so many questions.
+      batch_size: rows scored at once, over all devices; None takes as many as suit the device.
+
+    Raises:
+      FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
+    """
+    for name, value in (("num_windows", num_windows), ("batch_size", batch_size)):
+        require(value is None or value > 0, f"{name}={value} must be positive.")
+    found = [find_target(target) for target in targets]
+    windows, questions, models, scores = None, [], [], []
+    with Progress(stderr=True) as status:
+
+        def shows(task: str) -> Callable[[int, int], None]:
+            return lambda done, total: status.update(f"{task} {done:,}/{total:,}", done, total)
+
+        if tasks is None or "loss" in tasks:
+            windows = _open_windows(found, data_path, num_windows, mesh, batch_size)
+            if windows is None and tasks is not None:
+                raise ValueError(
+                    f"{targets[0]} does not say on which data it was trained, as a run does; name "
+                    "a directory of tokens (--data.path DIR), or leave the loss out (--tasks "
+                    "hellaswag)."
+                )
+        if tasks is None or "hellaswag" in tasks:
+            questions = load_questions(
+                hellaswag_path, num_questions=num_questions, progress=shows("downloading HellaSwag")
+            )
+        for target in targets:
+            model = load(target, mesh=mesh)
+            models.append({"target": str(target), "name": model.name})
+            scores.append({})
+            if windows is not None:
+                loss = _loss(model, windows, shows(f"loss of {model.name}"))
+                models[-1] |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
+            if questions:
+                score = HellaSwag(
+                    model.config, mesh, model.tokenizer, questions, batch_size=batch_size
+                )
+                scores[-1] = score(model.params, shows(f"HellaSwag of {model.name}"))
+                summaries = {protocol: s.summary() for protocol, s in scores[-1].items()}
+                models[-1]["hellaswag"] = summaries
+            del model  # its parameters make room for those of the next
+    fields = models[0]
+    if len(models) == 2:
+        fields |= {"against": models[1], "difference": _difference(models, scores)}
+    fields["environment"] = environment(mesh)
+    return Report(fields=fields, questions=questions, scores=scores)
+
+
+def _difference(
+    models: Sequence[dict[str, Any]], scores: Sequence[Mapping[Protocol, Scores]]
+) -> dict[str, Any]:
+    """First minus second: the loss in nats a token, HellaSwag by protocol and metric."""
+    difference = {}
+    if "loss" in models[0]:
+        difference["loss"] = models[0]["loss"] - models[1]["loss"]
+    if scores[0]:
+        difference["hellaswag"] = {
+            protocol: {
+                metric: dataclasses.asdict(
+                    paired_difference(correct, scores[1][protocol].correct[metric])
+                )
+                for metric, correct in first.correct.items()
+            }
+            for protocol, first in scores[0].items()
+        }
+    return difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Windows:
+    """Validation windows, and the tokenizer that wrote them."""
+
+    batches: ValidationBatches
+    tokenizer: Tokenizer
+    directory: Workdir
+
+
+def _open_windows(
+    targets: Sequence[RunTarget | HFTarget],
+    data_path: str | None,
+    num_windows: int | None,
+    mesh: Mesh,
+    batch_size: int | None,
+) -> _Windows | None:
+    """The windows that the loss is measured on; None where nothing says which."""
+    first = targets[0]
+    if data_path is not None:
+        data: DataConfig = TokenShardsConfig(path=data_path)
+    elif isinstance(first, RunTarget):
+        run = read(first.checkpoints, first.step).config
+        if not isinstance(run, TrainConfig):
+            return None
+        data, num_windows = run.data, num_windows or run.eval.num_windows
+    else:
+        return None
+    configs = [_model_config(target) for target in targets]
+    try:
+        tokens, *_ = [open_data(data, "val", model=config) for config in configs]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error} The loss is measured there; name the directory by --data.path, or leave the "
+            "loss out (--tasks hellaswag)."
+        ) from error
+    length = min(config.max_seq_len for config in configs)
+    stream = tokens.first
+    batches = ValidationBatches(
+        tokens,
+        mesh,
+        length=length,
+        num_windows=num_windows or EvalConfig.num_windows,
+        batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
+    )
+    tokenizer = tokenizer_of_tokens(stream.directory, stream.tokenizer)
+    return _Windows(batches=batches, tokenizer=tokenizer, directory=stream.directory)
+
+
+def _model_config(target: RunTarget | HFTarget) -> GPT2Config:
+    if isinstance(target, RunTarget):
+        return read(target.checkpoints, target.step).model
+    return huggingface.read_config(target.directory)
+
+
+def _loss(
+    model: TrainedModel, windows: _Windows, progress: Callable[[int, int], None]
+) -> ValidationLoss:
+    ours, theirs = (t.encode(_SAMPLE).tolist() for t in (model.tokenizer, windows.tokenizer))
+    if ours != theirs:
+        raise ValueError(
+            f"the tokens in {windows.directory} are those of another tokenizer: they were made by "
+            f"{windows.tokenizer.name}, and {model.name} reads tokens of {model.tokenizer.name}; "
+            "name such tokens by --data.path, or leave the loss out (--tasks hellaswag)."
+        )
+
+    def batches() -> Iterator[dict[str, jax.Array]]:
+        for number, batch in enumerate(windows.batches, 1):
+            yield batch
+            progress(number, len(windows.batches))
+
+    step = make_eval_step(model.config, model.mesh)
+    return validation_loss(step, model.mesh, model.params, batches())
+
+
+def harness_table(name: str, found: Mapping[str, Any]) -> Table:
+    """The result of `run_lm_eval` for a model of this name."""
+    table = Table("task", "few-shot", "metric", name)
+    table.columns[-1].justify = "right"
+    for task, metrics in found["results"].items():
+        for metric, value in metrics.items():
+            if "_stderr" in metric:
+                continue
+            metric_name, comma, its_filter = metric.partition(",")
+            error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
+            text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+            table.add_row(task, str(found["num_fewshot"].get(task, "")), metric, text)
+    return table

@@ -1,0 +1,376 @@
+"""A trained model, wherever it is: a run, one checkpoint, or a Hugging Face directory.
+
+`load` reads it, `export_model` writes it as a Hugging Face directory, and `import_model` makes a
+checkpoint of a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
+from maxmars.config import GPT2Config, MeshConfig
+from maxmars.config.mesh import check_mesh_divides_model
+from maxmars.data.tokenizer import (
+    Tokenizer,
+    load_hf_tokenizer,
+    load_saved_tokenizer,
+    save_tokenizer,
+    write_hf_tokenizer,
+)
+from maxmars.distributed import processes, sharding
+from maxmars.distributed.files import Workdir, require_access, resolve
+from maxmars.distributed.progress import Progress
+from maxmars.model import huggingface
+from maxmars.model.gpt2 import GPT2, graph_and_abstract_params, logical_axes
+
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
+
+_OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model that `load` read."""
+
+    config: GPT2Config
+    params: Any
+    """Nested dict of arrays, on the mesh, in the shardings of training."""
+    tokenizer: Tokenizer
+    mesh: Mesh
+    name: str
+    """For people: `quickstart, step 500`, or the name of a Hugging Face directory."""
+    source: str = ""
+    """Path of the checkpoint or Hugging Face directory that was read."""
+
+    @property
+    def model(self) -> GPT2:
+        """The Flax module with these parameters: int32 tokens [B, T] to logits [B, T, V]."""
+        return nnx.merge(graph_and_abstract_params(self.config)[0], self.params)
+
+
+def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
+    """Read a trained model: its parameters, configuration and tokenizer.
+
+    Args:
+      path: working directory of a run (its newest sound checkpoint is read), its `checkpoints`
+        directory, one step in there, all of them also on `gs://`; or a Hugging Face GPT-2 directory
+        with safetensors.
+      mesh: the parameters go here, in the shardings of training. It may be of any size and of any
+        number of processes, all of which call. None is the first device of this process.
+
+    Raises:
+      FileNotFoundError: there is no model at this path, or no tokenizer.
+      ValueError: the model is damaged or no GPT-2, or the mesh does not divide it.
+      ImportError: the tokenizer's library (extra `hf`) is not installed.
+    """
+    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+    def abstract_params(config: GPT2Config) -> Any:
+        check_mesh_divides_model(config, mesh.shape)
+        shardings = sharding.tree_shardings(mesh, logical_axes(config))
+        return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
+
+    target = find_target(path)
+    if isinstance(target, HFTarget):
+        directory = target.directory
+        config = huggingface.read_config(directory)
+        # `tensor` must divide the vocabulary, so pad it; padding changes no result.
+        multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
+        config = dataclasses.replace(config, vocab_pad_multiple=multiple)
+        huggingface.open_weights(directory, config)  # find errors before anything is loaded
+        tokenizer, name, source = target.tokenizer(config), directory.name, directory
+        params = huggingface.load_params(directory, config, abstract_params(config))
+    else:
+        tokenizer = target.tokenizer()
+
+        def read(stored: Checkpoint) -> tuple[Any, Checkpoint]:
+            wanted = {"params": abstract_params(stored.model)}
+            return load_arrays(stored, wanted)["params"], stored
+
+        (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
+        # It may run on other devices than it was trained on.
+        config = dataclasses.replace(stored.model, attention="auto")
+        name, source = target.name(stored.step), stored.path
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.vocab_size} "
+                f"tokens, but the model only {config.vocab_size}; it belongs to another run."
+            )
+    return TrainedModel(
+        config=config, params=params, tokenizer=tokenizer, mesh=mesh, name=name, source=str(source)
+    )
+
+
+# --- what a path means ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTarget:
+    """A run, or one of its checkpoints."""
+
+    checkpoints: Workdir
+    step: int | None
+    """None is the newest sound checkpoint."""
+
+    @property
+    def workdir(self) -> Workdir:
+        return self.checkpoints.parent
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the run was trained with.
+
+        Raises:
+          FileNotFoundError: the run's directory has none.
+          ValueError, ImportError: see `load_saved_tokenizer`.
+        """
+        directory = self.workdir / TOKENIZER
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"{directory} is missing: a run keeps its tokenizer beside its checkpoints, and "
+                "text cannot be read without it; copy it from where the run was trained."
+            )
+        return load_saved_tokenizer(directory)
+
+    def name(self, step: int) -> str:
+        """Name of the model at a step, for people."""
+        return f"{self.workdir.name}, step {step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFTarget:
+    """A Hugging Face directory."""
+
+    directory: Path
+
+    def tokenizer(self, config: GPT2Config) -> Tokenizer:
+        """The directory's own tokenizer.
+
+        Where there is none, and the vocabulary has the size of GPT-2's, it is GPT-2's; a note on
+        stderr says so.
+
+        Raises:
+          FileNotFoundError, ImportError, ValueError: see `load_hf_tokenizer`.
+        """
+        tokenizer, is_its_own = load_hf_tokenizer(self.directory, config.vocab_size)
+        if not is_its_own and processes.is_primary():
+            print(
+                f"{self.directory} has no tokenizer files; GPT-2's tokenizer is used, since the "
+                "vocabulary has its size.",
+                file=sys.stderr,
+            )
+        return tokenizer
+
+
+def find_target(path: str | Path) -> RunTarget | HFTarget:
+    """Find out whether a path is a run, a checkpoint or a Hugging Face directory.
+
+    Raises:
+      FileNotFoundError: there is nothing, or a run that has not saved a checkpoint.
+      ValueError: there is something else.
+      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+    """
+    place = resolve(path)
+    require_access(place)
+    if not place.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; name the working directory of a run, such as "
+            "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
+        )
+    found = find(place)
+    if found is not None:
+        directory, step = found
+        return RunTarget(checkpoints=resolve(directory), step=step)
+    if isinstance(place, Path) and huggingface.is_hf_directory(place):
+        return HFTarget(directory=place)
+    if (place / CHECKPOINTS).is_dir() or place.name == CHECKPOINTS:
+        raise FileNotFoundError(
+            f"{path} holds no checkpoint yet; a run writes the first after checkpoint.every steps "
+            "and one at its end."
+        )
+    raise ValueError(
+        f"{path} is neither a run (it has no directory {CHECKPOINTS}), nor a checkpoint, nor a "
+        "Hugging Face directory on a disk (it has no model.safetensors, and no config.json with a "
+        "model_type)."
+    )
+
+
+# --- export and import ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """The result of `export_model`."""
+
+    name: str
+    """Name of the model."""
+    num_bytes: int
+    """Size of the weights."""
+    num_files: int
+    """Number of files of weights."""
+    notes: list[str]
+    """Differences from the model, in sentences."""
+
+
+def export_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: huggingface.Dtype = "float32",
+    max_file_bytes: int = huggingface.MAX_FILE_BYTES,
+) -> Exported:
+    """Write a model as a Hugging Face directory, with the weights of one file in memory at once.
+
+    `out` appears complete or not at all. Vocabulary padding is left out, and the biases of a model
+    without biases are written as zeros.
+
+    Args:
+      source: see `load`.
+      out: directory to make.
+      dtype: type of the weights in it.
+      max_file_bytes: the weights are split into files of this size at most.
+
+    Raises:
+      FileExistsError: `out` exists.
+      FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
+      OSError: the disk is too small or cannot be written to.
+    """
+    target = find_target(source)
+
+    def write(
+        config: GPT2Config,
+        name: str,
+        open_tokenizer: Callable[[], Tokenizer],
+        read: Callable[[huggingface.HFLayout], Iterable[np.ndarray]],
+    ) -> Exported:
+        num_bytes, notes, tokenizer = huggingface.model_bytes(config, dtype), [], None
+        _check_space(out, directory, num_bytes)
+
+        def read_and_show(layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
+            status.update(f"writing {'.'.join(layout.path)} ({num_bytes / 1e9:.1f} GB in all)")
+            return read(layout)
+
+        try:
+            tokenizer = open_tokenizer()
+        except (OSError, ValueError, ImportError) as error:
+            notes.append(f"Tokenizer files were not written: {error}")
+        files = huggingface.write_model(
+            directory,
+            config,
+            read_and_show,
+            dtype=dtype,
+            end_of_text=None if tokenizer is None else tokenizer.eot,
+            max_file_bytes=max_file_bytes,
+        )
+        if tokenizer is not None:
+            write_hf_tokenizer(directory, tokenizer, config.max_seq_len)
+        if config.document_end_id is not None:
+            notes.append(
+                "The model keeps attention within documents (document_end_id="
+                f"{config.document_end_id}), Hugging Face's does not: logits agree as long as a "
+                "text does not hold that token after its beginning."
+            )
+        return Exported(name=name, num_bytes=num_bytes, num_files=len(files), notes=notes)
+
+    with _in_the_making(out) as directory, Progress(stderr=True) as status:
+        if isinstance(target, RunTarget):
+
+            def use(stored: Checkpoint) -> Exported:
+                def read(layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
+                    return _read_layout(stored, layout)
+
+                return write(stored.model, target.name(stored.step), target.tokenizer, read)
+
+            return newest_sound(target.checkpoints, use, target.step)[0]
+        config = huggingface.read_config(target.directory)
+        weights = huggingface.open_weights(target.directory, config)
+        return write(
+            config,
+            target.directory.name,
+            lambda: target.tokenizer(config),
+            lambda layout: (weights[name].read() for name in layout.names),
+        )
+
+
+def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
+    """One parameter of a checkpoint, as Hugging Face's arrays."""
+    leaf: Any = graph_and_abstract_params(stored.model)[1]
+    for key in layout.path:
+        leaf = leaf[key]
+    for key in ("params", *layout.path)[::-1]:
+        leaf = {key: leaf}
+    array = np.asarray(jax.tree.leaves(load_arrays(stored, leaf))[0])
+    return array if layout.stacked else [array]
+
+
+def import_model(source: str | Path, out: str | Path) -> GPT2Config:
+    """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
+
+    `out` can be used wherever a run's directory can, but there is no training to continue. It
+    appears complete or not at all. `source` is a Hugging Face directory; see `load`.
+
+    Returns:
+      The model's configuration.
+
+    Raises:
+      FileExistsError: `out` exists.
+      FileNotFoundError, ImportError: the model has no weights, or no tokenizer.
+      ValueError: it is no Hugging Face directory, or does not hold a sound GPT-2.
+      OSError: the disk is too small or cannot be written to.
+    """
+    if isinstance(find_target(source), RunTarget):
+        raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
+    with _in_the_making(out) as directory:
+        model = load(source)
+        _check_space(out, directory, sharding.bytes_of(model.params))
+        save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
+        save_tokenizer(model.tokenizer, directory / TOKENIZER)
+    return model.config
+
+
+@contextlib.contextmanager
+def _in_the_making(out: str | Path) -> Generator[Path]:
+    """A directory that gets the name `out` at the end of the block, and is removed after errors."""
+    if "://" in str(out):
+        raise ValueError(f"{out} is no local path; write to a local disk and copy the result.")
+    out = Path(out).expanduser()
+    if out.exists():
+        raise FileExistsError(f"{out} exists; delete it or choose another name.")
+    directory = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(directory, ignore_errors=True)  # left by an attempt that was killed
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+        for path in (*directory.rglob("*"), directory):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # the name must not survive a power cut without the contents
+            os.close(descriptor)
+        directory.rename(out)
+    except BaseException as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(out)  # a full disk: a write does not know its file's name
+        raise
+
+
+def _check_space(out: str | Path, directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes + _OTHER_BYTES:
+        raise OSError(
+            f"{out} needs {num_bytes / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left; "
+            "make room or choose another disk."
+        )

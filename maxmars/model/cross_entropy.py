@@ -1,0 +1,354 @@
+"""Cross-entropy of next-token predictions, without the logits of all tokens at once.
+
+The logits of a batch are its largest array by far: in float32, 6 GB a chip for 30 sequences of
+GPT-2. Here each device computes them chunk by chunk, for its own tokens and its own part of the
+vocabulary, and drops each chunk's logits before the next chunk.
+
+Shape letters: B batch, T length, D embed, V padded vocabulary; N tokens of a device, C tokens of a
+chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from maxmars.distributed.sharding import RULES
+
+CHUNK_BYTES = 2**29
+"""Size of a chunk's logits on each device, about."""
+_TENSOR = RULES.vocab
+
+
+def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Negative log-likelihood of each target, in nats: the plain reference."""
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return log_normalizer - picked
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def token_losses(
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    vocab_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Float[Array, "B T"]:
+    """`cross_entropy` of the logits x output_embeddingᵀ, in nats, in float32 at least.
+
+    Its gradient computes the logits a second time; the gradient of `mean_loss` does not.
+
+    Args:
+      x: the residual stream, in the type of the matrix products.
+      output_embedding: the output head in the same type, not split over `fsdp`.
+      targets: the tokens to predict.
+      vocab_size: the rows from here on are padding and have probability zero.
+      chunk_bytes: size of a chunk's logits on each device, about.
+    """
+    return _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes)[0]
+
+
+def _token_losses_fwd(
+    x: Any, output_embedding: Any, targets: Any, vocab_size: int, chunk_bytes: int
+) -> tuple[Any, Any]:
+    arrays = (x, output_embedding, targets)
+    return token_losses(*arrays, vocab_size, chunk_bytes), arrays
+
+
+def _token_losses_bwd(
+    vocab_size: int, chunk_bytes: int, arrays: Any, weights: Any
+) -> tuple[Any, Any, None]:
+    x, output_embedding, targets = arrays
+    _, grads = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes, weights)
+    return _sum_over_devices(1, grads)
+
+
+token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def mean_loss(
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    vocab_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    weights: Float[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Mean over all tokens of `token_losses`, with the same arguments, times `weights`.
+
+    Under differentiation, the gradient is computed together with the value, while the logits of a
+    chunk are there: to compute them again would cost one matrix product in four. Memory stays the
+    same, because the gradient of the output embedding is the first of a backward pass anyway.
+    `weights` has no gradient.
+    """
+    losses, _ = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes)
+    return (losses if weights is None else weights * losses).mean()
+
+
+def _mean_loss_fwd(
+    x: Any, output_embedding: Any, targets: Any, vocab_size: int, chunk_bytes: int, weights: Any
+) -> tuple[Any, Any]:
+    slopes = weights
+    if weights is None:
+        slopes = jnp.ones(targets.shape, jnp.promote_types(x.dtype, jnp.float32))
+    losses, grads = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes, slopes)
+    return (losses if weights is None else weights * losses).mean(), grads
+
+
+def _mean_loss_bwd(vocab_size: int, chunk_bytes: int, grads: Any, weight: Any) -> tuple[Any, ...]:
+    return *_sum_over_devices(weight / math.prod(grads[0].shape[1:3]), grads), None
+
+
+mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
+
+
+def _over_chunks(
+    x: Any,
+    output_embedding: Any,
+    targets: Any,
+    vocab_size: int,
+    chunk_bytes: int,
+    weights: Any = None,
+) -> tuple[Any, Any]:
+    """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and the embedding.
+
+    A new first axis of the gradients holds each device's term of the sum over devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, batch = RULES.spec("batch", None), RULES.batch
+    on_device = functools.partial(_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
+    if mesh.empty:
+        return on_device(x, output_embedding, targets, weights, parts=1)
+    terms = (PartitionSpec(_TENSOR, batch), PartitionSpec(batch, _TENSOR))
+    return jax.shard_map(
+        functools.partial(on_device, parts=mesh.shape[_TENSOR]),
+        in_specs=(rows, RULES.spec("vocab", None), rows, rows),
+        out_specs=(rows, None if weights is None else terms),
+        check_vma=False,
+    )(x, output_embedding, targets, weights)
+
+
+def _sum_over_devices(weight: Any, grads: tuple[Any, Any]) -> tuple[Any, Any, None]:
+    """The gradients to x, embedding and targets, from the devices' terms and a factor of the sum.
+
+    XLA inserts the sums, so it can join the sum of the embedding's gradient here with that of the
+    lookup, the embedding's other use, and write it straight to the shards.
+    """
+    x_grad, embedding_grad = ((weight * terms).astype(terms.dtype).sum(0) for terms in grads)
+    return x_grad, embedding_grad, None
+
+
+def _on_device(
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"] | None,
+    *,
+    vocab_size: int,
+    chunk_bytes: int,
+    parts: int,
+) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
+    """`_over_chunks` for one device's tokens and its part of the vocabulary, one of `parts`."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    vocab = _vocabulary(output_embedding, vocab_size, parts)
+    size, count = _chunks(targets.size, len(output_embedding) * wide.itemsize, chunk_bytes)
+
+    def add(total: Any, chunk: Any) -> tuple[Any, Any]:
+        losses, grads = _chunk(vocab, *chunk)
+        if grads is None:
+            return total, (losses, None)
+        return total + grads[1], (losses, grads[0].astype(x.dtype))
+
+    # The tokens that pad the last chunk have weight zero.
+    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, targets, weights))
+    zeros: Any = None if weights is None else jnp.zeros(output_embedding.shape, wide)
+    embedding_grad, (losses, x_grad) = jax.lax.scan(add, zeros, chunks)
+    losses = losses.reshape(-1)[: targets.size].reshape(targets.shape)
+    if weights is None:
+        return losses, None
+    x_grad = x_grad.reshape(-1, x.shape[-1])[: targets.size].reshape(x.shape)
+    return losses, (x_grad[None], embedding_grad.astype(output_embedding.dtype)[None])
+
+
+def draw_targets(
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    uniforms: Float[Array, "B T"],
+    vocab_size: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Int[Array, "B T"]:
+    """For each position, a token drawn from the softmax of the logits x output_embeddingᵀ.
+
+    It draws by inverse transform sampling: [0, 1) is divided among the tokens in the order of the
+    vocabulary, each with its probability, and the position's uniform number picks the token. But
+    for rounding, the result depends neither on chunks nor on devices.
+
+    Args:
+      x: as in `token_losses`.
+      output_embedding: as in `token_losses`.
+      uniforms: independent numbers from [0, 1), in float32 at least.
+      vocab_size: the rows from here on are padding, which is never drawn.
+      chunk_bytes: as in `token_losses`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    draw = functools.partial(_draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
+    if mesh.empty:
+        return draw(x, output_embedding, uniforms, parts=1)
+    rows = RULES.spec("batch", None)
+    return jax.shard_map(
+        functools.partial(draw, parts=mesh.shape[_TENSOR]),
+        in_specs=(rows, RULES.spec("vocab", None), rows),
+        out_specs=rows,
+        check_vma=False,
+    )(x, output_embedding, uniforms)
+
+
+def _draw_on_device(
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    uniforms: Float[Array, "B T"],
+    *,
+    vocab_size: int,
+    chunk_bytes: int,
+    parts: int,
+) -> Int[Array, "B T"]:
+    """`draw_targets` for one device's tokens and its part of the vocabulary, one of `parts`."""
+    vocab = _vocabulary(output_embedding, vocab_size, parts)
+    row_bytes = len(output_embedding) * uniforms.dtype.itemsize
+    size, count = _chunks(uniforms.size, row_bytes, chunk_bytes)
+    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
+    drawn = jax.lax.map(lambda chunk: _draw_chunk(vocab, *chunk), chunks)
+    return drawn.reshape(-1)[: uniforms.size].reshape(uniforms.shape)
+
+
+def _draw_chunk(
+    vocab: _Vocabulary, x: Float[Array, "C D"], uniforms: Float[Array, " C"]
+) -> Int[Array, " C"]:
+    """Targets of a chunk: choose the device, then a block of its tokens, then a token of the block.
+
+    A cumulative sum over all tokens at once would be as large as the logits.
+    """
+    logits = vocab.logits(x)
+    largest = logits.max(-1)
+    if vocab.parts > 1:
+        largest = jax.lax.pmax(largest, _TENSOR)
+    weights = jnp.exp(logits - largest[:, None])
+    blocks = weights.reshape(len(x), -1, _block_size(len(vocab.embedding)))
+    sums = blocks.sum(-1)
+    totals = sums.sum(-1, keepdims=True)
+    if vocab.parts > 1:
+        totals = jax.lax.all_gather(totals[:, 0], _TENSOR, axis=1)
+    part, point = _find_share(totals, uniforms * totals.sum(-1))
+    block, point = _find_share(sums, point)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token, _ = _find_share(inside, point)
+    token = vocab.first + block * blocks.shape[-1] + token
+    if vocab.parts > 1:
+        is_here = part == jax.lax.axis_index(_TENSOR)
+        token = jax.lax.psum(jnp.where(is_here, token, 0), _TENSOR)
+    return token
+
+
+def _find_share(
+    weights: Float[Array, "C N"], point: Float[Array, " C"]
+) -> tuple[Int[Array, " C"], Float[Array, " C"]]:
+    """The index of the weight that a point of [0, sum) falls into, and the distance from its start.
+
+    The weights lie end to end. Where rounding moves the point beyond the last one, or onto a weight
+    of zero, the index is still that of a positive weight.
+    """
+    ends = jnp.cumsum(weights, axis=-1)
+    covers = (ends > point[:, None]) & (weights > 0)
+    last = weights.shape[-1] - 1 - jnp.argmax((weights > 0)[:, ::-1], axis=-1)
+    index = jnp.where(covers.any(-1), jnp.argmax(covers, axis=-1), last)
+    start = jnp.take_along_axis(ends - weights, index[:, None], axis=-1)[:, 0]
+    return index, point - start
+
+
+def _block_size(num_tokens: int) -> int:
+    """The divisor of `num_tokens` nearest to its root: as many blocks as tokens of one, about."""
+    divisors = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(n * n / num_tokens)))
+
+
+def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> tuple[int, int]:
+    """Tokens of a chunk, so that its logits take about `chunk_bytes`, and the number of chunks."""
+    least = math.ceil(num_tokens * row_bytes / chunk_bytes)
+    for count in range(least, 2 * least):
+        if num_tokens % (count * 128) == 0:  # whole tiles of a TPU, and no padding
+            return num_tokens // count, count
+    return math.ceil(num_tokens / least), least
+
+
+def _split_tokens(array: jax.Array, size: int, count: int) -> jax.Array:
+    """An array [B, T, ...] as [chunks, tokens of a chunk, ...], padded with zeros."""
+    flat = array.reshape(-1, *array.shape[2:])
+    padding = [(0, size * count - len(flat))] + [(0, 0)] * (flat.ndim - 1)
+    return jnp.pad(flat, padding).reshape(count, size, *flat.shape[1:])
+
+
+class _Vocabulary(NamedTuple):
+    """A device's part of the vocabulary."""
+
+    embedding: jax.Array
+    """Its rows of the output embedding."""
+    first: Any
+    """Id of its first token."""
+    vocab_size: int
+    """Ids from here on are padding."""
+    parts: int
+    """Number of parts, each on devices of its own."""
+
+    @property
+    def ids(self) -> Int[Array, " V"]:
+        return self.first + jnp.arange(len(self.embedding))
+
+    def logits(self, x: Float[Array, "C D"]) -> Float[Array, "C V"]:
+        """In float32 at least; padding has the lowest finite value."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("cd,vd->cv", x, self.embedding, preferred_element_type=wide)
+        if len(self.embedding) * self.parts > self.vocab_size:
+            logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(wide).min)
+        return logits
+
+
+def _vocabulary(embedding: Float[Array, "V D"], vocab_size: int, parts: int) -> _Vocabulary:
+    """The part of the device that this runs on."""
+    first = jax.lax.axis_index(_TENSOR) * len(embedding) if parts > 1 else 0
+    return _Vocabulary(embedding, first, vocab_size, parts)
+
+
+def _chunk(
+    vocab: _Vocabulary,
+    x: Float[Array, "C D"],
+    targets: Int[Array, " C"],
+    weights: Float[Array, " C"] | None,
+) -> tuple[Float[Array, " C"], tuple[Float[Array, "C D"], Float[Array, "V D"]] | None]:
+    """Losses of a chunk and, with weights, the gradient of their weighted sum."""
+    logits = vocab.logits(x)
+    wide = logits.dtype
+    # XLA fuses a comparison with the other passes over the logits, but not a gather.
+    is_target = vocab.ids == targets[:, None]
+    picked = jnp.where(is_target, logits, 0).sum(-1)
+    largest = logits.max(-1)
+    total = jnp.exp(logits - largest[:, None]).sum(-1)
+    if vocab.parts > 1:
+        every = jax.lax.all_gather(jnp.stack([picked, largest, total]), _TENSOR)
+        picked, largest = every[:, 0].sum(0), every[:, 1].max(0)
+        total = (every[:, 2] * jnp.exp(every[:, 1] - largest)).sum(0)
+    log_normalizer = largest + jnp.log(total)
+    losses = log_normalizer - picked
+    if weights is None:
+        return losses, None
+    slopes = (jnp.exp(logits - log_normalizer[:, None]) - is_target) * weights[:, None]
+    slopes = slopes.astype(x.dtype)  # a product runs at the rate of its wider type
+    x_grad = jnp.einsum("cv,vd->cd", slopes, vocab.embedding, preferred_element_type=wide)
+    return losses, (x_grad, jnp.einsum("cv,cd->vd", slopes, x, preferred_element_type=wide))

@@ -1,0 +1,438 @@
+"""GPT-2 in Flax NNX: stacked layers under `jax.lax.scan`, Hugging Face names, named axes.
+
+Parameters are named as in Hugging Face (`wte`, `wpe`, `h`, `ln_1`, `attn.c_attn`, ...), with two
+differences. All blocks live in one `h` whose leaves have a leading axis of layers. `attn.c_attn` is
+stored [L, D, 3, H, K] and `attn.c_proj` [L, H, K, D]: if the fused kernel [D, 3 D] were split by
+columns over `tensor`, every layer would move queries, keys and values between devices.
+
+Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
+L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, Integer, Shaped
+
+from maxmars.config import GPT2Config
+from maxmars.distributed.sharding import constrain
+from maxmars.model import cross_entropy
+from maxmars.model.attention import RESIDUALS, attention
+
+LAYERS = "layers"
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention [B, T, H, K] of queries, keys and values [B, T, H, K], and the logits' factor []."""
+Window = Int[Array, "B window"]
+"""Rows of T + 1 numbers: T inputs, and each but the first a target."""
+_INIT_STD = 0.02
+
+
+def _at_least_float32(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation over the last axis, computed in float32 at least."""
+
+    def __init__(self, config: GPT2Config):
+        """Scale of ones and, with `use_bias`, bias of zeros, both [D]."""
+        self.config = config
+        shape = (config.embed_dim,)
+        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), axes=("norm",))
+        if config.use_bias:
+            self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), axes=("norm",))
+
+    def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
+        """Normalise x; the result has x's dtype."""
+        y = x.astype(_at_least_float32(x.dtype))
+        mean = y.mean(-1, keepdims=True)
+        variance = jnp.square(y - mean).mean(-1, keepdims=True)
+        y = (y - mean) * jax.lax.rsqrt(variance + self.config.layer_norm_epsilon) * self.scale[...]
+        if self.config.use_bias:
+            y = y + self.bias[...]
+        return y.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A linear map between (groups of) named axes, for example [D] -> [3, H, K]."""
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        std: float = _INIT_STD,
+        rngs: nnx.Rngs,
+    ):
+        """Draw the kernel from a normal distribution; the bias is zero.
+
+        Args:
+          config: gives the dtypes and `use_bias`.
+          inputs: logical name and size of each contracted axis.
+          outputs: logical name and size of each new axis.
+          std: standard deviation of the initial kernel.
+          rngs: source of random numbers.
+        """
+        self.config = config
+        self.num_inputs = len(inputs)
+        axes, shape = (*inputs, *outputs), (*inputs.values(), *outputs.values())
+        kernel = std * jax.random.normal(rngs.params(), shape, config.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        if config.use_bias:
+            zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
+            self.bias = nnx.Param(zeros, axes=tuple(outputs))
+
+    def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+        """Contract the last axes of x with the kernel, in x's dtype."""
+        kernel = self.kernel[...].astype(x.dtype)
+        leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
+        # All tokens on one axis: where a kernel's gradient contracts B and T as two axes, XLA's CPU
+        # backend writes the activations out transposed, element by element (0.4 times the rate).
+        x = x.reshape(-1, *inputs)
+        y = jnp.tensordot(x, kernel, axes=self.num_inputs)
+        y = y.reshape(*leading, *y.shape[1:])
+        if self.config.use_bias:
+            y = y + self.bias[...].astype(x.dtype)
+        return y
+
+
+class Attention(nnx.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        """`c_attn` [D, 3, H, K], and `c_proj` [H, K, D] with initial values divided by √(2 L)."""
+        self.config = config
+        embed = {"embed": config.embed_dim}
+        heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+        self.c_attn = Linear(config, embed, {"qkv": 3, **heads}, rngs=rngs)
+        self.c_proj = Linear(config, heads, embed, std=_residual_std(config), rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend
+    ) -> Float[Array, "B T D"]:
+        """Attend by a function of queries, keys, values and the logits' scale; layers from 0."""
+        qkv = checkpoint_name(self.c_attn(x), "qkv")
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        scale = jnp.asarray(self.config.head_dim, _at_least_float32(x.dtype)) ** -0.5
+        if self.config.scale_attn_by_inverse_layer_idx:
+            scale = scale / (layer_index + 1)
+        return self.c_proj(attend(q, k, v, scale))
+
+
+class MLP(nnx.Module):
+    """Two linear layers around a GELU (the tanh approximation, as in GPT-2)."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        """`c_fc` [D, F] and `c_proj` [F, D], F = 4 D."""
+        embed, mlp = {"embed": config.embed_dim}, {"mlp": 4 * config.embed_dim}
+        self.c_fc = Linear(config, embed, mlp, rngs=rngs)
+        self.c_proj = Linear(config, mlp, embed, std=_residual_std(config), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block: attention and MLP, each behind a LayerNorm."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.ln_1 = LayerNorm(config)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = LayerNorm(config)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend
+    ) -> Float[Array, "B T D"]:
+        """Add attention and MLP to the residual stream x; see `Attention`."""
+        x = constrain(x, "batch", "length", None)
+        x = x + self.attn(self.ln_1(x), layer_index, attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Embedding(nnx.Module):
+    """A vector for each token or position."""
+
+    def __init__(self, config: GPT2Config, rows: int, axis: str, *, rngs: nnx.Rngs):
+        """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis."""
+        shape = (rows, config.embed_dim)
+        vectors = _INIT_STD * jax.random.normal(rngs.params(), shape, config.param_dtype)
+        self.embedding = nnx.Param(vectors, axes=(axis, "embed"))
+
+
+class GPT2(nnx.Module):
+    """GPT-2 with tied input and output embeddings."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        """Initialise as GPT-2: normal with standard deviation 0.02, and 0.02 / √(2 L) for c_proj.
+
+        Raises:
+          ValueError: the config asks for float64 while JAX runs in 32 bits.
+        """
+        if "float64" in (config.param_dtype, config.compute_dtype) and not jax.config.read(
+            "jax_enable_x64"
+        ):
+            raise ValueError(
+                "float64 in model.param_dtype or model.compute_dtype needs 64-bit JAX: "
+                "set the environment variable JAX_ENABLE_X64=1."
+            )
+        self.config = config
+        self.wte = Embedding(config, config.padded_vocab_size, "vocab", rngs=rngs)
+        self.wpe = Embedding(config, config.max_seq_len, "positions", rngs=rngs)
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.h = blocks(rngs.split(config.num_layers))
+        self.ln_f = LayerNorm(config)
+
+    def __call__(
+        self,
+        tokens: Integer[Array | np.ndarray, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position, in float32 at least.
+
+        Columns from `vocab_size` on are padding and hold the lowest finite value. See `hidden` for
+        the arguments.
+
+        Raises:
+          ValueError: the sequence is longer than `max_seq_len`.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        continuation_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The residual stream after the last LayerNorm.
+
+        Args:
+          tokens: token ids.
+          segment_ids: a token attends only to earlier tokens of its own segment; None is one
+            segment a row. `document_end_id` divides the segments further; see `document_segments`.
+          positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
+            each row.
+          continuation_ids: for rows that hold a context and several continuations of it; see
+            `causal_attention`. None is one text a row.
+
+        Raises:
+          ValueError: a row without `positions` is longer than `max_seq_len`, or
+            `model.compute_dtype` is still `auto`.
+        """
+        config, length = self.config, tokens.shape[1]
+        if positions is None and length > config.max_seq_len:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than model.max_seq_len="
+                f"{config.max_seq_len}."
+            )
+        if config.compute_dtype == "auto":
+            raise ValueError(
+                "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
+                "float32 or bfloat16."
+            )
+        x = self.embed(tokens, positions)
+        segment_ids = document_segments(tokens, config.document_end_id, segment_ids)
+
+        def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
+            return attention(config, q, k, v, scale, segment_ids, continuation_ids)
+
+        def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
+            return layer[0](x, layer[1], attend), None
+
+        layers = (self.h, jnp.arange(config.num_layers))
+        unroll = min(config.scan_unroll, config.num_layers)
+        x, _ = jax.lax.scan(_remat(block, config), x, layers, unroll=unroll)
+        return self.ln_f(constrain(x, "batch", "length", None))
+
+    def embed(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """The sum of token and position embeddings; see `hidden` for the arguments."""
+        dtype = self.config.compute_dtype
+        # Gathered over fsdp before the lookup: a lookup in an array split by columns would leave
+        # the activations split the same way, and they would have to move between devices.
+        x = constrain(self.output_embedding(dtype)[tokens], "batch", "length", None)
+        places = self.wpe.embedding[...]
+        if positions is None:
+            places = places[: tokens.shape[1]]
+        else:
+            places = constrain(places, "positions", None)[positions]  # gathered, as above
+        return x + places.astype(dtype)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Output head: x times the transposed token embedding, padding masked."""
+        config, wide = self.config, _at_least_float32(x.dtype)
+        embedding = self.output_embedding(x.dtype)
+        logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=wide)
+        logits = constrain(logits, "batch", "length", "vocab")
+        if config.padded_vocab_size > config.vocab_size:
+            is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
+            logits = jnp.where(is_token, logits, jnp.finfo(wide).min)
+        return logits
+
+    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
+        """The token embedding in the type of matrix products, gathered over `fsdp`.
+
+        It is both the input embedding and the output head.
+        """
+        return constrain(self.wte.embedding[...].astype(dtype), "vocab", None)
+
+
+def document_segments(
+    tokens: Int[Array, "B T"],
+    document_end_id: int | None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Int[Array, "B T"] | None:
+    """Segment ids that keep attention within documents, counted from 0 in each row.
+
+    The token that ends a document is the first of the next segment, as a generated text begins with
+    it. So it is predicted from the document that it ends, and the first token of the next document
+    is predicted from it alone.
+
+    With given `segment_ids`, a segment begins at each such token and wherever the given id changes.
+    Where `document_end_id` is None, the result is `segment_ids`.
+    """
+    if document_end_id is None:
+        return segment_ids
+    begins = tokens == document_end_id
+    if segment_ids is not None:
+        begins |= jnp.diff(segment_ids, axis=-1, prepend=segment_ids[:, :1]) != 0
+    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
+
+
+def token_losses(
+    model: GPT2,
+    tokens: Window,
+    *,
+    segment_ids: Window | None = None,
+    positions: Window | None = None,
+) -> Float[Array, "B window-1"]:
+    """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
+    x = _hidden(model, tokens, segment_ids, positions)
+    return cross_entropy.token_losses(
+        x, model.output_embedding(x.dtype), tokens[:, 1:], model.config.vocab_size
+    )
+
+
+def mean_loss(
+    model: GPT2,
+    tokens: Window,
+    *,
+    mask: Shaped[Array, "B window"] | None = None,
+    segment_ids: Window | None = None,
+    positions: Window | None = None,
+    draw_key: Any = None,
+) -> Float[Array, ""]:
+    """Mean of `token_losses` times `mask`, with a cheaper gradient.
+
+    Args:
+      model: the model.
+      tokens: each token but the first of a row is predicted from those before it.
+      mask: factor of each token's loss; that of a row's first token is not used. The mean is over
+        all predicted tokens, so a mask whose mean is 1 gives the mean over the tokens that count.
+        None counts all.
+      segment_ids: see `GPT2.hidden`. They do not change the mask: the first token of a segment is
+        predicted from the segment before it, and counts unless the mask says otherwise.
+      positions: see `GPT2.hidden`.
+      draw_key: key of random numbers; the targets are then drawn from the model's own predictions,
+        which count as constants, and are not `tokens`. Sophia estimates the diagonal of the
+        Gauss-Newton matrix with that.
+    """
+    x = _hidden(model, tokens, segment_ids, positions)
+    embedding, size = model.output_embedding(x.dtype), model.config.vocab_size
+    targets = tokens[:, 1:]
+    if draw_key is not None:
+        uniforms = jax.random.uniform(draw_key, x.shape[:2], _at_least_float32(x.dtype))
+        constants = jax.lax.stop_gradient((x, embedding))
+        targets = cross_entropy.draw_targets(*constants, uniforms, size)
+    weights = None if mask is None else mask[:, 1:].astype(_at_least_float32(x.dtype))
+    return cross_entropy.mean_loss(x, embedding, targets, size, weights=weights)
+
+
+def _hidden(
+    model: GPT2, tokens: Window, segment_ids: Window | None, positions: Window | None
+) -> Float[Array, "B window-1 D"]:
+    """The residual stream of all tokens but the last of a row, which predicts nothing."""
+    segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
+    return model.hidden(tokens[:, :-1], segment_ids=segment_ids, positions=positions)
+
+
+@functools.cache
+def graph_and_abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The static part of the model, and its parameters as a nested dict of `jax.ShapeDtypeStruct`.
+
+    `nnx.merge(graph, params)` makes a model of a nested dict of arrays, also in a jitted function.
+    """
+    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model, nnx.Param)
+    # Under `jax.set_mesh` the shapes carry shardings on an abstract mesh, and the result is cached
+    # for callers under other meshes.
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), nnx.to_pure_dict(state))
+    return graph, shapes
+
+
+def init_params(config: GPT2Config, seed: int | jax.Array) -> dict[str, Any]:
+    """Initial parameters as a nested dict; `jax.jit` it with shardings for a large model."""
+    model = GPT2(config, rngs=nnx.Rngs(jax.random.key(seed)))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@functools.cache
+def logical_axes(config: GPT2Config) -> dict[str, Any]:
+    """The names of each parameter's axes: a nested dict whose leaves are tuples of str.
+
+    Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
+    """
+    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
+
+    def axes(path: tuple[Any, ...], variable: nnx.Param) -> tuple[str, ...]:
+        names = tuple(variable.get_metadata("axes"))
+        return (LAYERS, *names) if path[0] == "h" else names
+
+    state = nnx.state(model, nnx.Param)
+    flat = {path: axes(path, variable) for path, variable in nnx.to_flat_state(state)}
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def num_parameters(config: GPT2Config) -> int:
+    """Number of parameters, tied embeddings counted once, vocabulary padding included."""
+    _, params = graph_and_abstract_params(config)
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _residual_std(config: GPT2Config) -> float:
+    return _INIT_STD / (2 * config.num_layers) ** 0.5
+
+
+def _remat(block: Any, config: GPT2Config) -> Any:
+    policies = jax.checkpoint_policies
+    match config.remat:
+        case None | "auto":  # `train.auto` replaces "auto" where gradients are taken
+            return block
+        case "full":
+            policy = policies.nothing_saveable
+        case "attention":
+            policy = policies.save_only_these_names("qkv", RESIDUALS)
+        case "dots":
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(RESIDUALS)
+            )
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -1,0 +1,553 @@
+"""Hugging Face's GPT-2: directories with `config.json` and safetensors, read and written.
+
+A parameter of ours has the name of Hugging Face's up to the layer, whose number is part of Hugging
+Face's names and the first axis of our stacked parameters. Hugging Face's linear layers (`Conv1D`)
+store kernels [in, out] as we do, so a layer's parameter is Hugging Face's array in another shape:
+`attn.c_attn` [D, 3 D] is our [D, 3, H, K], and `attn.c_proj` [D, D] is our [H, K, D]. The output
+head is the token embedding in both.
+
+A model is one file `model.safetensors`, or several files and `model.safetensors.index.json`, which
+names the file of each array. Pickles (`pytorch_model.bin`) are never opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from maxmars.config import GPT2Config
+from maxmars.distributed.files import read_json_object, write_json
+from maxmars.model.gpt2 import graph_and_abstract_params
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_FILE_BYTES = 5_000_000_000
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PREFIX = "transformer."
+_HEAD, _EMBEDDING = "lm_head.weight", "wte.weight"
+_NO_PARAMETERS = (".attn.bias", ".attn.masked_bias")  # the causal mask, in files of old versions
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+# --- config.json ---------------------------------------------------------------------------------
+
+_FIELDS = {
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "embed_dim": "n_embd",
+    "max_seq_len": "n_positions",
+    "vocab_size": "vocab_size",
+    "layer_norm_epsilon": "layer_norm_epsilon",
+    "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
+}
+"""Fields of GPT2Config and their names in config.json."""
+_DEFAULTS = {"layer_norm_epsilon": 1e-5, "scale_attn_by_inverse_layer_idx": False}
+_OURS = "maxmars"
+"""Key in config.json of the fields of GPT2Config that Hugging Face's GPT-2 does not have."""
+_OUR_FIELDS: dict[str, tuple[type, ...]] = {
+    "use_bias": (bool,),
+    "vocab_pad_multiple": (int,),
+    "document_end_id": (int, type(None)),
+}
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+# Any other value of these fields is a model with other logits.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": _GELU_TANH,
+    "scale_attn_weights": (True,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (None,),
+}
+
+
+def is_hf_directory(path: str | Path) -> bool:
+    """Whether a local directory is a Hugging Face model's: it holds weights, in safetensors or as a
+    pickle, or a `config.json` with a `model_type`."""
+    directory = Path(path)
+    if any(next(directory.glob(f"{n}*"), None) for n in (_WEIGHTS, "pytorch_model")):
+        return True
+    try:
+        return "model_type" in json.loads((directory / _CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_config(directory: str | Path) -> GPT2Config:
+    """The model that the `config.json` of a Hugging Face directory describes.
+
+    Its matrix products are in float32, as Hugging Face computes by default. `use_bias`,
+    `vocab_pad_multiple` and `document_end_id` come from the part `maxmars` of a model that
+    `maxmars export` wrote.
+
+    Raises:
+      FileNotFoundError: the directory has no config.json.
+      ValueError: config.json is malformed, or describes a model other than our `GPT2`.
+    """
+    path = Path(directory) / _CONFIG
+    fields = read_json_object(path)
+    for name, allowed in _FIXED.items():
+        value = fields.get(name, allowed[0])
+        if value not in allowed:
+            wanted = " or ".join(map(json.dumps, allowed))
+            raise ValueError(
+                f"{path}: {name} is {json.dumps(value)}, but maxmars reads models with {wanted} "
+                "only."
+            )
+    # Old files also, or only, call the context n_ctx.
+    if "n_ctx" in fields and fields.setdefault("n_positions", fields["n_ctx"]) != fields["n_ctx"]:
+        raise ValueError(
+            f"{path}: n_positions is {fields['n_positions']} and n_ctx {fields['n_ctx']}; the "
+            "context must be the same in both."
+        )
+    values = {ours: _value(path, fields, name) for ours, name in _FIELDS.items()}
+    width = 4 * values["embed_dim"]
+    if fields.get("n_inner") not in (None, width):
+        raise ValueError(
+            f"{path}: n_inner is {fields['n_inner']!r}, but maxmars reads models whose MLP is four "
+            f"times as wide as n_embd ({width}) only."
+        )
+    ours = fields.get(_OURS, {})
+    if not isinstance(ours, dict) or any(
+        type(value) not in _OUR_FIELDS.get(name, ()) for name, value in ours.items()
+    ):
+        raise ValueError(
+            f"{path}: {_OURS} is {json.dumps(ours)}; it may hold {', '.join(_OUR_FIELDS)} of the "
+            "model, as `maxmars export` writes them."
+        )
+    try:
+        return GPT2Config(**values, **ours, compute_dtype="float32")
+    except ValueError as error:
+        raise ValueError(f"{path} describes no GPT-2: {error}") from error
+
+
+def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """The fields of `config.json` for a model of ours, which `read_config` reads back.
+
+    Args:
+      config: the model.
+      dtype: type of the weights in the files, such as float32.
+      end_of_text: id of the token that ends a document.
+    """
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": _GELU_TANH[0],
+        **{name: getattr(config, ours) for ours, name in _FIELDS.items()},
+        "n_inner": None,
+        "scale_attn_weights": True,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": dtype,
+        _OURS: {name: getattr(config, name) for name in _OUR_FIELDS},
+    }
+
+
+def _value(path: Path, fields: dict[str, Any], name: str) -> Any:
+    if name not in fields and name not in _DEFAULTS:
+        raise ValueError(f"{path} has no {name}; it is no config.json of a GPT-2.")
+    value, kind = fields.get(name, _DEFAULTS.get(name)), type(_DEFAULTS.get(name, 0))
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(
+            f"{path}: {name} is {json.dumps(value)}; it must be of type {kind.__name__}."
+        )
+    if kind is int and value < 1:
+        raise ValueError(f"{path}: {name} is {value}; it must be greater than zero.")
+    return value
+
+
+# --- names and layouts ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFLayout:
+    """A parameter of ours in Hugging Face's names and shapes."""
+
+    path: tuple[str, ...]
+    """Keys of the parameter in our nested dict."""
+    names: tuple[str, ...]
+    """Hugging Face's names without the prefix `transformer.`: one a layer if stacked, else one."""
+    shape: tuple[int, ...]
+    """Shape of each of these arrays, without vocabulary padding."""
+    stacked: bool
+    """Whether our parameter has a leading axis of layers."""
+
+    @property
+    def is_bias(self) -> bool:
+        return self.path[-1] == "bias"
+
+
+def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
+    """The layout of every parameter of a model, in the order of our tree.
+
+    Biases are included even where `use_bias` is false, because Hugging Face's model always has
+    them.
+    """
+    config = dataclasses.replace(config, use_bias=True)
+    _, params = graph_and_abstract_params(config)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = tuple(key.key for key in keys)
+        stacked = path[0] == "h"
+        prefix, kind = path[:-1], "bias" if path[-1] == "bias" else "weight"
+        parts = [prefix]
+        if stacked:
+            parts = [(prefix[0], str(layer), *prefix[1:]) for layer in range(config.num_layers)]
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        match path:
+            case ("wte", _):
+                shape = config.vocab_size, config.embed_dim
+            case (*_, "attn", "c_proj", "kernel"):
+                shape = math.prod(shape[:2]), shape[2]
+            case (*_, "kernel"):
+                shape = shape[0], math.prod(shape[1:])
+            case (*_, "bias"):
+                shape = (math.prod(shape),)
+        names = tuple(".".join((*part, kind)) for part in parts)
+        yield HFLayout(path=path, names=names, shape=shape, stacked=stacked)
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """An array in a safetensors file."""
+
+    path: Path
+    name: str
+    dtype: str
+    """As safetensors names it, such as F32."""
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        """The array, in host memory.
+
+        Raises:
+          ValueError: it holds no floating-point numbers, or the file is damaged.
+        """
+        if self.dtype not in _FLOATS:
+            raise ValueError(
+                f"{self.name} in {self.path} has type {self.dtype}, but only {', '.join(_FLOATS)} "
+                "are read; convert the model to float32 (quantised ones cannot be imported)."
+            )
+        # Opened for each array: the pages of an open file's memory map stay in this process.
+        with _open(self.path) as file:
+            return file.get_tensor(self.name)
+
+
+def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
+    """Every array that the model needs, by name without prefix; see `load_params`.
+
+    Only headers are read, and arrays whose values must be checked (`lm_head`, biases that must be
+    zero).
+    """
+    stored = _stored_arrays(directory)
+    found = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
+    if len(found) < len(stored):
+        raise ValueError(f"{directory} has arrays twice, with and without the prefix {_PREFIX!r}.")
+    head = found.pop(_HEAD, None)
+    layouts = list(hf_layouts(config))
+    shapes = {name: layout.shape for layout in layouts for name in layout.names}
+    biases = {name for layout in layouts if layout.is_bias for name in layout.names}
+    needed = shapes if config.use_bias else shapes.keys() - biases
+    missing = [name for name in shapes if name in needed and name not in found]
+    unknown = [n for n in found if n not in shapes and not n.endswith(_NO_PARAMETERS)]
+    for verb, names in (("lacks", missing), ("also has", unknown)):
+        if names:
+            raise ValueError(
+                f"{directory} {verb} {len(names)} arrays, first {names[0]}: it does not hold the "
+                f"GPT-2 of {config.num_layers} layers that its config.json or the configuration "
+                "describes."
+            )
+    weights = {name: found[name] for name in shapes if name in found}
+    for name, array in weights.items():
+        if array.shape != shapes[name]:
+            raise ValueError(
+                f"{name} in {array.path} has shape {list(array.shape)}, but the model's is "
+                f"{list(shapes[name])}; its config.json or the configuration does not fit."
+            )
+    if head is not None:
+        embedding = weights[_EMBEDDING]
+        if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+            raise ValueError(
+                f"{_HEAD} in {head.path} differs from {_EMBEDDING}: maxmars reads models whose "
+                "output head is the token embedding only."
+            )
+    if not config.use_bias:
+        for name in biases & weights.keys():
+            bias = weights.pop(name)
+            if bias.read().any():
+                raise ValueError(
+                    f"{bias.name} in {bias.path} is not zero, but the model has no biases; set "
+                    "use_bias to true, in the configuration or the `maxmars` part of its "
+                    "config.json."
+                )
+    return weights
+
+
+def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any) -> Any:
+    """The parameters in a Hugging Face directory, in our names and shapes.
+
+    The names may have the prefix `transformer.`. Weights in float64, float16 and bfloat16 are
+    converted. Beside the result, the host holds one array of the file at a time (320 MB for the
+    largest one of GPT-2 XL).
+
+    Args:
+      directory: with `model.safetensors`, or several such files and their index.
+      config: the model, usually from `read_config`. It may have another `vocab_pad_multiple`
+        (padding rows are zero), and `use_bias=False` where all biases are zero.
+      abstract_params: `maxmars.model.graph_and_abstract_params(config)[1]`, whose leaves may carry
+        shardings; leaves without go to the first device of this process.
+
+    Returns:
+      A nested dict of arrays like `abstract_params`, on the devices.
+
+    Raises:
+      FileNotFoundError: there are no weights.
+      ValueError: they are in another format, damaged, or of another model.
+    """
+    weights = open_weights(Path(directory), config)
+    params: dict[str, Any] = {}
+    for layout in hf_layouts(config):
+        if layout.is_bias and not config.use_bias:
+            continue
+        abstract, parent = abstract_params, params
+        for key in layout.path[:-1]:
+            abstract, parent = abstract[key], parent.setdefault(key, {})
+        parent[layout.path[-1]] = _load(layout, weights, abstract[layout.path[-1]])
+    return params
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Generator[Any]:
+    """A safetensors file. Its arrays of bfloat16 are NumPy arrays, whose type comes with JAX."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing; {path.with_name(_INDEX)} names it. Download all files again."
+        )
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ").splitlines()[0]
+        raise ValueError(
+            f"{path} is damaged or cut short, or no safetensors file ({reason}); copy or download "
+            "it again."
+        ) from error
+
+
+def _stored_arrays(directory: Path) -> dict[str, StoredArray]:
+    """Every array of a model, from one file or several, by name."""
+    if (directory / _WEIGHTS).is_file():
+        return _arrays_of_file(directory / _WEIGHTS)
+    index = directory / _INDEX
+    if not index.is_file():
+        raise _no_weights(directory)
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(
+            f"{index} is no index of safetensors files: it has no weight_map; download or export "
+            "the model again."
+        )
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
+            raise ValueError(
+                f"{index} names the file {file!r}; it may only name safetensors files beside it."
+            )
+    headers = {file: _arrays_of_file(directory / file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"{index} says that {name} is in {file}, which does not hold it; download or "
+                "export the model again."
+            )
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def _arrays_of_file(path: Path) -> dict[str, StoredArray]:
+    with _open(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no iterator
+        return {
+            name: StoredArray(
+                path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+            )
+            for name, part in slices.items()
+        }
+
+
+def _no_weights(directory: Path) -> Exception:
+    pickles = sorted(path.name for path in directory.glob("*.bin"))
+    if not pickles:
+        return FileNotFoundError(f"{directory} has no weights: neither {_WEIGHTS} nor {_INDEX}.")
+    return ValueError(
+        f"{directory} has {pickles[0]} but no {_WEIGHTS}. A .bin file is a pickle, which can run "
+        "any program, so none is read. Convert it, where transformers and torch are installed, by "
+        f'`python -c "from transformers import GPT2LMHeadModel as M; M.from_pretrained('
+        f"'{directory}').save_pretrained('{directory}-safetensors')\"` and copy the tokenizer's "
+        "files."
+    )
+
+
+def _load(
+    layout: HFLayout, weights: dict[str, StoredArray], abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """One parameter: a single array, or the arrays of all layers, stacked on the devices."""
+    sharding = abstract.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    if not layout.stacked:
+        return _read(layout.names[0], weights, abstract.shape, abstract.dtype, sharding)
+    one_layer = sharding
+    if isinstance(sharding, NamedSharding):
+        one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    zeros, set_layer = _stack_functions(abstract.shape, abstract.dtype, sharding)
+    stack = zeros()
+    for i, name in enumerate(layout.names):
+        layer = _read(name, weights, abstract.shape[1:], abstract.dtype, one_layer)
+        stack = set_layer(stack, layer, np.int32(i))
+        stack.block_until_ready()  # else the host could be many arrays ahead
+    return stack
+
+
+def _read(
+    name: str,
+    weights: dict[str, StoredArray],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: Sharding,
+) -> jax.Array:
+    """One of Hugging Face's arrays in our shape, on the devices."""
+    values = weights[name].read().astype(dtype, copy=False)
+    if name == _EMBEDDING and len(values) < shape[0]:
+        values = np.pad(values, ((0, shape[0] - len(values)), (0, 0)))
+    values = values.reshape(shape)
+    return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
+
+
+@functools.cache
+def _stack_functions(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding
+) -> tuple[Callable[[], jax.Array], Callable[..., jax.Array]]:
+    """Functions that make a stack of zeros, and that replace one of its layers in place."""
+    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    set_layer = jax.jit(
+        lambda stack, layer, i: jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
+    return zeros, set_layer
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_model(
+    directory: Path,
+    config: GPT2Config,
+    read: Callable[[HFLayout], Iterable[np.ndarray]],
+    *,
+    dtype: Dtype,
+    end_of_text: int | None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` loads.
+
+    It gets weights, `config.json` and, where the end of a text is known, `generation_config.json`.
+    The host holds the arrays of one file at a time.
+
+    Args:
+      directory: to write into.
+      config: the model.
+      read: gives the arrays of a parameter, one a layer if it is stacked, in our shapes or Hugging
+        Face's. It is not called for the biases of a model without, which are written as zeros.
+      dtype: type of the weights in the files.
+      end_of_text: id of the token that ends a document.
+      max_file_bytes: where the weights take more, they are split into files of this size at most
+        and an index.
+
+    Returns:
+      The files of weights.
+
+    Raises:
+      OSError: they cannot be written.
+      ValueError: a weight is beyond the range of `dtype`.
+    """
+    kind = np.dtype(dtype)
+    files: list[dict[str, int]] = [{}]  # of each file, the size of each array
+    for layout in hf_layouts(config):
+        size = math.prod(layout.shape) * kind.itemsize
+        for name in layout.names:
+            if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
+                files.append({})
+            files[-1][f"{_PREFIX}{name}"] = size
+    paths = [directory / _WEIGHTS]
+    if len(files) > 1:
+        count = len(files)
+        paths = [directory / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        index = {
+            "metadata": {"total_size": model_bytes(config, dtype)},
+            "weight_map": {
+                name: path.name for path, file in zip(paths, files, strict=True) for name in file
+            },
+        }
+        write_json(directory / _INDEX, index)
+    arrays = _arrays(config, read, kind)
+    for path, file in zip(paths, files, strict=True):
+        try:
+            # transformers refuses a file without this format.
+            safetensors.numpy.save_file(
+                {name: next(arrays) for name in file}, path, metadata={"format": "pt"}
+            )
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
+    write_json(directory / _CONFIG, config_fields(config, dtype=dtype, end_of_text=end_of_text))
+    if end_of_text is not None:
+        ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        write_json(directory / "generation_config.json", ids)
+    return paths
+
+
+def model_bytes(config: GPT2Config, dtype: Dtype) -> int:
+    """Size of the weights in the files."""
+    layouts = hf_layouts(config)
+    numbers = sum(len(layout.names) * math.prod(layout.shape) for layout in layouts)
+    return numbers * np.dtype(dtype).itemsize
+
+
+def _arrays(
+    config: GPT2Config, read: Callable[[HFLayout], Iterable[np.ndarray]], dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """Every array as Hugging Face has it, in the order of `hf_layouts`."""
+    for layout in hf_layouts(config):
+        if layout.is_bias and not config.use_bias:
+            yield from (np.zeros(layout.shape, dtype) for _ in layout.names)
+            continue
+        for name, values in zip(layout.names, read(layout), strict=True):
+            array = values.reshape(-1, *layout.shape[1:])[: layout.shape[0]]
+            with np.errstate(over="ignore"):  # reported below, by name
+                stored = np.ascontiguousarray(array.astype(dtype, copy=False))
+            if dtype.itemsize < array.dtype.itemsize:
+                lost = ~np.isfinite(stored) & np.isfinite(array)
+                if lost.any():
+                    raise ValueError(
+                        f"{_PREFIX}{name} holds {array[lost].flat[0]:.4g}, which is beyond the "
+                        f"range of {dtype.name}; use another dtype."
+                    )
+            yield stored

@@ -1,0 +1,594 @@
+r"""MARS: variance-reduced optimizers (arXiv 2411.10438), as the official code computes them.
+
+MARS is a correction of the gradient, a clip of each matrix, and any preconditioned update:
+
+    c_t = g_t + κ (g_t − last_t),   κ = γ β₁ / (1 − β₁)     `correct_gradient`
+    c_t = c_t / max(1, ‖c_t‖_F)                             `clip_by_matrix_norm`
+    u_t = update of c_t                                     any optax transformation
+
+`mars_over` is the three in a chain. `mars` has the paper's updates of c_t:
+
+    m_t = β₁ m_{t−1} + (1 − β₁) c_t
+    adamw     v_t = β₂ v_{t−1} + (1 − β₂) c_t²,   u_t = (m_t / (1 − β₁ᵗ)) / (√v_t / √(1 − β₂ᵗ) + ε)
+    lion      u_t = sign(m_t)
+    shampoo   u_t = NS(m_t / (1 − β₁)) √max(1, out/in)
+    m         u_t = NS(m_t) 0.2 √max(in, out)     (MARS-M, arXiv 2510.21800)
+
+    p_t = p_{t−1} − η (u_t + λ p_{t−1})
+
+`last_t` is the gradient of the step before (approximate MARS) or the gradient of this step's batch
+at the previous parameters (exact MARS, passed as `prev_grads`). NS is Newton-Schulz. Vectors
+(norms, biases), and in shampoo and m the embeddings, take AdamW on g_t with their own betas.
+
+With γ = 1 − β₁ and no clip, m_t is Nesterov momentum: Muon and Moonlight are `m` with other
+constants.
+
+Where this follows the official code rather than the papers' text: last_1 is 0 (the paper would give
+c_1 = g_1, see `first_step`), v_t averages the square of the clipped c_t, and MARS-M clips too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._newton_schulz import Coefficients
+from maxmars.optim._orthogonalize import scale_by_orthogonalization
+from maxmars.optim._rules import (
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    by_kind,
+    cast_like,
+    check_choice,
+    check_fraction,
+    check_positive,
+    in_float32,
+    stepped,
+    vector_rate,
+)
+
+VARIANTS = ("adamw", "lion", "shampoo", "m")
+EMBEDDINGS = ("adamw", "orthogonalize")
+FIRST_STEPS = ("zero_last", "plain_gradient")
+
+# --- the parts -----------------------------------------------------------------------------------
+
+
+class CorrectGradientState(NamedTuple):
+    """State of `correct_gradient`."""
+
+    count: jax.Array
+    """Number of updates, int32."""
+    last_grad: Tree
+    """Gradient of the step before, like the parameters; None in exact MARS."""
+
+
+def correct_gradient(
+    b1: Scalar = 0.95,
+    gamma: ScalarOrSchedule = 0.025,
+    *,
+    exact: bool = False,
+    first_step: str = "zero_last",
+    last_grad_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The variance-reduced gradient c = g + κ (g − last) with κ = γ β₁ / (1 − β₁).
+
+    Args:
+      b1: β₁, the decay of the first moment that c will enter, in [0, 1).
+      gamma: γ, a float or a schedule of the update count. The number 0 keeps no state.
+      exact: take `last` from each call, `update(grads, state, params, prev_grads=...)`: the
+        gradient of this step's batch at the previous parameters.
+      first_step: what the first gradient is compared with: "zero_last", zero (the official code:
+        c = (1 + κ) g), or "plain_gradient", itself (the paper: c = g).
+      last_grad_dtype: dtype of the stored gradient; None keeps the parameter's.
+
+    Raises:
+      ValueError: an argument is out of range; in `update`, `prev_grads` is missing or is not a tree
+        like the gradients.
+    """
+    check_fraction("b1", b1)
+    check_choice("first_step", first_step, FIRST_STEPS)
+    if isinstance(gamma, int | float) and gamma == 0:
+        return optax.with_extra_args_support(optax.identity())
+
+    def init_fn(params: Tree) -> CorrectGradientState:
+        last = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=last_grad_dtype), params)
+        return CorrectGradientState(jnp.zeros([], jnp.int32), None if exact else last)
+
+    def update_fn(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        prev_grads: Tree = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, CorrectGradientState]:
+        del params, extra_args
+        last = _checked_prev_grads(prev_grads, updates) if exact else state.last_grad
+        if exact or first_step == "plain_gradient":  # else the state starts at zero
+            first = state.count == 0
+            last = jax.tree.map(
+                lambda g, old: jnp.where(
+                    first, g if first_step == "plain_gradient" else 0, old.astype(g.dtype)
+                ),
+                updates,
+                last,
+            )
+        kappa = (gamma(state.count) if callable(gamma) else gamma) * b1 / (1 - b1)
+        corrected = jax.tree.map(
+            lambda g, old: g + jnp.asarray(kappa, g.dtype) * (g - old.astype(g.dtype)),
+            updates,
+            last,
+        )
+        kept = None if exact else cast_like(updates, state.last_grad)
+        return corrected, CorrectGradientState(jnp.asarray(optax.safe_increment(state.count)), kept)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _checked_prev_grads(prev_grads: Tree, updates: Tree) -> Tree:
+    if prev_grads is None:
+        raise ValueError(
+            "exact MARS needs the gradient of this batch at the previous parameters: call "
+            "update(grads, state, params, prev_grads=...)."
+        )
+    if jax.tree.structure(prev_grads) != jax.tree.structure(updates):
+        raise ValueError(
+            "prev_grads is not a tree like the gradients that reach exact MARS; under "
+            "optax.masked or optax.partition, give these mask_compatible_extra_args=True."
+        )
+    return prev_grads
+
+
+class ClipByMatrixNormState(NamedTuple):
+    """State of `clip_by_matrix_norm`."""
+
+    clip_fraction: jax.Array
+    """Share of the matrices (and vectors) that the last update clipped, float32."""
+
+
+def clip_by_matrix_norm(
+    threshold: Scalar = 1.0, matrix_specs: Any = None
+) -> optax.GradientTransformation:
+    """c / max(1, ‖c‖_F / threshold), for each matrix or vector of each stack by itself.
+
+    Args:
+      threshold: the bound on the norm, positive.
+      matrix_specs: `MatrixSpec`s, see `resolve_specs`.
+
+    Raises:
+      ValueError: the threshold is not positive.
+    """
+    check_positive("clip_threshold", threshold)
+
+    def init_fn(params: Tree) -> ClipByMatrixNormState:
+        resolve_specs(matrix_specs, params)  # raises here rather than in the first step
+        return ClipByMatrixNormState(jnp.zeros([], jnp.float32))
+
+    def update_fn(
+        updates: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, ClipByMatrixNormState]:
+        del state, params
+
+        def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
+            axes = spec.inner if c.ndim else ()
+            return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
+
+        norms = jax.tree.map(norm, updates, resolve_specs(matrix_specs, updates))
+        clipped = jax.tree.map(
+            lambda c, n: c * (threshold / jnp.maximum(n, threshold)), updates, norms
+        )
+        leaves = jax.tree.leaves(norms)
+        longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))
+        return clipped, ClipByMatrixNormState(longer / max(1, sum(n.size for n in leaves)))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class CorrectedEmaState(NamedTuple):
+    """State of `corrected_ema`."""
+
+    ema: Tree
+    """The buffer b, like the parameters."""
+
+
+def corrected_ema(
+    b1: Scalar, gamma: Scalar, *, accumulator_dtype: Any = None
+) -> optax.GradientTransformation:
+    """m = β₁ m + (1 − β₁) c of the corrected, unclipped c, with one buffer in place of m and last:
+
+        b = β₁ b + ((1 − γ)(1 − β₁) / β₁) g,   m = γ g + β₁ b
+
+    γ = 1 − β₁ is Nesterov momentum, γ = 0 the heavy ball's.
+
+    Args:
+      b1: β₁, in (0, 1).
+      gamma: γ, a constant.
+      accumulator_dtype: dtype of the buffer; None keeps the parameter's.
+    """
+
+    def init_fn(params: Tree) -> CorrectedEmaState:
+        return CorrectedEmaState(optax.tree.zeros_like(params, dtype=accumulator_dtype))
+
+    def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, CorrectedEmaState]:
+        del params
+        step = (1 - gamma) * (1 - b1) / b1
+        ema = jax.tree.map(lambda b, g: b1 * b + step * g, state.ema, updates)
+        return jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, updates), CorrectedEmaState(ema)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class ScaleByAmsgradState(NamedTuple):
+    """State of Adam where it is not optax's; trees like the parameters."""
+
+    count: jax.Array
+    """Number of updates, int32."""
+    mu: Tree
+    """First moment."""
+    nu: Tree
+    """Second moment."""
+    nu_max: Tree
+    """Running maximum of the second moment, before its bias correction; None without amsgrad."""
+
+
+def _scale_by_adam(
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    *,
+    amsgrad: bool = False,
+    correct_eps: bool = True,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformation:
+    """optax's Adam, but for two forms of PyTorch code that optax lacks.
+
+    With `amsgrad` the maximum is taken before the bias correction; without `correct_eps`, ε is
+    added before it, as in the AdamW inside MARS-M and Muon.
+    """
+    if not amsgrad and correct_eps:
+        return optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
+
+    def init_fn(params: Tree) -> ScaleByAmsgradState:
+        nu = optax.tree.zeros_like(params)
+        return ScaleByAmsgradState(
+            count=jnp.zeros([], jnp.int32),
+            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+            nu=nu,
+            nu_max=optax.tree.zeros_like(params) if amsgrad else None,
+        )
+
+    def update_fn(
+        updates: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, ScaleByAmsgradState]:
+        del params
+        count = jnp.asarray(optax.safe_increment(state.count))
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else None
+        correction = jnp.sqrt(1 - b2**count)
+
+        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+            root, factor = jnp.sqrt(v), correction.astype(v.dtype)
+            return m / (root / factor + eps) if correct_eps else m * factor / (root + eps)
+
+        m_hat = optax.tree.bias_correction(mu, b1, count)
+        directions = jax.tree.map(direction, m_hat, nu_max if amsgrad else nu)
+        return directions, ScaleByAmsgradState(count, mu, nu, nu_max)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def mars_over(
+    inner: optax.GradientTransformation,
+    *,
+    b1: Scalar = 0.95,
+    gamma: ScalarOrSchedule = 0.025,
+    clip_threshold: Scalar | None = 1.0,
+    exact: bool = False,
+    first_step: str = "zero_last",
+    last_grad_dtype: Any = None,
+    matrix_specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MARS over any optax transformation: correction, clip, then `inner` on the result.
+
+    ```python
+    mars_nadam = mars_over(optax.nadam(3e-3, b1=0.95), b1=0.95)
+    mars_soap = mars_over(soap(3e-3), b1=0.95)
+    ```
+
+    Every parameter is corrected, vectors too. All is computed in float32 at least, whatever the
+    dtypes of parameters, gradients and state.
+
+    Args:
+      inner: an optimizer, or a direction such as `optax.scale_by_adam()`.
+      b1: β₁ of κ = γ β₁ / (1 − β₁); give the decay of the first moment inside `inner`.
+      gamma: see `correct_gradient`.
+      clip_threshold: see `clip_by_matrix_norm`; None does not clip.
+      exact: see `correct_gradient`.
+      first_step: see `correct_gradient`.
+      last_grad_dtype: see `correct_gradient`.
+      matrix_specs: `MatrixSpec`s of the clip, see `resolve_specs`.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    return in_float32(
+        optax.chain(
+            *_corrected(
+                b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
+            ),
+            inner,
+        )
+    )
+
+
+def _corrected(
+    b1: Scalar,
+    gamma: ScalarOrSchedule,
+    clip_threshold: Scalar | None,
+    exact: bool,
+    first_step: str,
+    last_grad_dtype: Any,
+    matrix_specs: Any,
+) -> list[optax.GradientTransformation]:
+    correction = correct_gradient(
+        b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
+    )
+    if clip_threshold is None:
+        return [correction]
+    return [correction, clip_by_matrix_norm(clip_threshold, matrix_specs)]
+
+
+def mars(
+    learning_rate: ScalarOrSchedule,
+    *,
+    variant: str = "adamw",
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-8,
+    gamma: ScalarOrSchedule = 0.025,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Any = None,
+    clip_threshold: Scalar | None = 1.0,
+    amsgrad: bool = False,
+    exact: bool = False,
+    memory_efficient: bool = False,
+    first_step: str = "zero_last",
+    mu_dtype: Any = None,
+    last_grad_dtype: Any = None,
+    optimize_vectors: bool = False,
+    vector_learning_rate: ScalarOrSchedule | None = None,
+    vector_learning_rate_scale: Scalar | None = None,
+    vector_b1: Scalar = 0.9,
+    vector_b2: Scalar = 0.95,
+    vector_weight_decay: ScalarOrSchedule | None = None,
+    embeddings: str = "adamw",
+    matrix_specs: Any = None,
+    ns_steps: int | jax.Array = 5,
+    ns_coefficients: Coefficients = "keller",
+    ns_eps: Scalar | None = None,
+    ns_dtype: Any = "bfloat16",
+    ns_scale: str | None = "default",
+    orthogonality_every: int | jax.Array | None = None,
+    mesh: Any = None,
+    ownership_axes: tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MARS on matrices, AdamW on vectors. The defaults are the paper's, but nothing decays unasked.
+
+    Args:
+      learning_rate: η of the matrices, a float, a traced scalar or a schedule.
+      variant: "adamw", "lion", "shampoo" or "m" (MARS-M), see the module's equations.
+      b1: decay of the matrices' first moment, in [0, 1).
+      b2: decay of the matrices' second moment (adamw), in [0, 1).
+      eps: added to the root of the second moment; in shampoo to the norm before Newton-Schulz.
+      gamma: strength of the variance reduction, a float or a schedule; 0 turns it off.
+      weight_decay: decoupled decay λ, multiplied by η; a float or a schedule.
+      mask: which parameters decay, a tree of bools or a function from parameters to one.
+      clip_threshold: bound on the norm of each corrected gradient; None does not clip.
+      amsgrad: divide by the running maximum of the second moment, in matrices and vectors (adamw).
+      exact: exact MARS: call `update(grads, state, params, prev_grads=...)` with the gradient of
+        the same batch at the previous parameters, clipped by its own global norm.
+      memory_efficient: one buffer in place of momentum and last gradient, 4 bytes a parameter less
+        (see `corrected_ema`). Needs clip_threshold=None, a constant gamma and a variant other than
+        adamw.
+      first_step: "zero_last" (official: c_1 = (1 + κ) g_1) or "plain_gradient" (paper: c_1 = g_1).
+      mu_dtype: dtype of the matrices' first moment; None keeps the parameter's.
+      last_grad_dtype: dtype of the stored gradient; bfloat16 saves 2 bytes a parameter.
+      optimize_vectors: give vectors the MARS rule (in shampoo and m its adamw form) with the
+        matrices' rate, betas, eps and decay (the official `optimize_1d`). Of the `vector_*`
+        arguments only what AdamW's embeddings in shampoo and m use then counts.
+      vector_learning_rate: learning rate of vectors; None takes the matrices'.
+      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`.
+      vector_b1: decay of the vectors' first moment.
+      vector_b2: decay of the vectors' second moment.
+      vector_weight_decay: decay of vectors; None takes `weight_decay`. The official recipes of
+        adamw, lion and shampoo have 0.1, LayerNorm gains included.
+      embeddings: in shampoo and m, the rule of the matrices that their `MatrixSpec` calls an
+        embedding: "adamw" gives them the vectors' rule with the matrices' decay, "orthogonalize"
+        the matrices' rule.
+      matrix_specs: `MatrixSpec`s as a pytree prefix, or a function from parameters to one. Default:
+        each 2-D leaf is a matrix [in, out].
+      ns_steps: Newton-Schulz iterations.
+      ns_coefficients: "keller" (official), "polar_express", "cans" or numbers, see `newton_schulz`.
+      ns_eps: added to the norm before Newton-Schulz; None is `eps` in shampoo and 1e-7 in m.
+      ns_dtype: dtype of the operands of Newton-Schulz and of its traffic.
+      ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
+      orthogonality_every: in shampoo and m, measure how orthogonal the result is in the first of so
+        many updates, into the state's `orthogonality_error`; None never does.
+      mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
+      ownership_axes: mesh axes over which whole matrices are dealt out, see
+        `plan_orthogonalization`.
+
+    Raises:
+      ValueError: an argument is out of range or does not go with another.
+    """
+    check_choice("variant", variant, VARIANTS)
+    check_choice("embeddings", embeddings, EMBEDDINGS)
+    for name, value in {"b2": b2, "vector_b1": vector_b1, "vector_b2": vector_b2}.items():
+        check_fraction(name, value)
+    orthogonalizes = variant in ("shampoo", "m")
+    if amsgrad and variant != "adamw":
+        raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
+    if orthogonality_every is not None and not orthogonalizes:
+        raise ValueError(
+            f"orthogonality_every={orthogonality_every} needs variant='shampoo' or 'm', which "
+            f"orthogonalise, but it is {variant!r}."
+        )
+    corrected = _corrected(
+        b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
+    )
+    adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
+    if memory_efficient:
+        _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)
+        assert not callable(gamma)
+        momentum = [corrected_ema(b1, gamma, accumulator_dtype=mu_dtype)]
+    else:
+        ema = optax.ema(b1, debias=False, accumulator_dtype=mu_dtype)
+        momentum = [*corrected, ema]
+    match variant:
+        case "adamw":
+            matrix = [*corrected, adam]
+        case "lion":
+            matrix = [*momentum, optax.scale_by_sign()]
+        case _:
+            if ns_eps is None:
+                ns_eps = eps if variant == "shampoo" else 1e-7
+            if ns_scale == "default":
+                ns_scale = "spectral" if variant == "shampoo" else "rms"
+            orthogonalization = scale_by_orthogonalization(
+                matrix_specs,
+                steps=ns_steps,
+                coefficients=ns_coefficients,
+                # NS(m / (1 - b1)) with eps beside the norm is NS(m) with eps * (1 - b1).
+                eps=ns_eps * (1 - b1) if variant == "shampoo" else ns_eps,
+                dtype=ns_dtype,
+                scale=ns_scale,
+                measure_every=orthogonality_every,
+                mesh=mesh,
+                ownership_axes=ownership_axes,
+            )
+            matrix = [*momentum, orthogonalization]
+    rule = stepped(matrix, weight_decay, mask, learning_rate)
+    rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
+    vector = _scale_by_adam(vector_b1, vector_b2, eps, amsgrad=amsgrad, correct_eps=variant != "m")
+    if vector_weight_decay is None:
+        vector_weight_decay = weight_decay
+    rules = {
+        "matrix": rule,
+        "embedding": stepped([vector], weight_decay, mask, rate),
+        "vector": stepped([vector], vector_weight_decay, mask, rate),
+    }
+    if optimize_vectors:
+        rules["vector"] = rule
+        if orthogonalizes:
+            rules["vector"] = stepped([*corrected, adam], weight_decay, mask, learning_rate)
+    if not orthogonalizes or embeddings == "orthogonalize":
+        rules["embedding"] = rule
+    return in_float32(by_kind(rules, matrix_specs))
+
+
+def _check_memory_efficient(
+    variant: str,
+    b1: Scalar,
+    gamma: ScalarOrSchedule,
+    clip_threshold: Scalar | None,
+    exact: bool,
+    first_step: str,
+) -> None:
+    reasons = {
+        "the second moment of variant='adamw' needs the corrected gradient itself": (
+            variant == "adamw"
+        ),
+        f"clip_threshold={clip_threshold} needs the corrected gradient; set it to None": (
+            clip_threshold is not None
+        ),
+        "exact=True stores no gradient to begin with": exact,
+        "gamma must be a constant": callable(gamma),
+        "it implies first_step='zero_last'": first_step != "zero_last",
+        "b1 must not be zero": isinstance(b1, int | float) and b1 == 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"memory_efficient=True is not possible here: {reason}.")
+
+
+def muon(
+    learning_rate: ScalarOrSchedule,
+    *,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Any = None,
+    eps: Scalar = 1e-8,
+    mu_dtype: Any = None,
+    vector_learning_rate: ScalarOrSchedule | None = None,
+    vector_learning_rate_scale: Scalar | None = None,
+    vector_b1: Scalar = 0.9,
+    vector_b2: Scalar = 0.95,
+    vector_weight_decay: ScalarOrSchedule | None = 0.0,
+    embeddings: str = "adamw",
+    matrix_specs: Any = None,
+    ns_steps: int | jax.Array = 5,
+    ns_coefficients: Coefficients = "keller",
+    ns_eps: Scalar | None = None,
+    ns_dtype: Any = "bfloat16",
+    ns_scale: str | None = "spectral",
+    orthogonality_every: int | jax.Array | None = None,
+    mesh: Any = None,
+    ownership_axes: tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon (Keller Jordan, 2024): orthogonalised momentum for matrices, AdamW for the rest.
+
+    It is `mars` of variant "m" without a clip, with γ = 1 − momentum (Nesterov) or 0 (heavy ball),
+    in the one-buffer form: 4 bytes of state a parameter. Arguments that are not listed are those of
+    `mars`.
+
+    Args:
+      learning_rate: of the matrices.
+      momentum: decay of the momentum, in (0, 1).
+      nesterov: look one step ahead.
+      eps: added to the root of AdamW's second moment.
+      vector_weight_decay: decay of vectors; None takes `weight_decay`.
+    """
+    return mars(
+        learning_rate,
+        variant="m",
+        b1=momentum,
+        gamma=1 - momentum if nesterov else 0.0,
+        clip_threshold=None,
+        memory_efficient=True,
+        weight_decay=weight_decay,
+        mask=mask,
+        eps=eps,
+        mu_dtype=mu_dtype,
+        vector_learning_rate=vector_learning_rate,
+        vector_learning_rate_scale=vector_learning_rate_scale,
+        vector_b1=vector_b1,
+        vector_b2=vector_b2,
+        vector_weight_decay=vector_weight_decay,
+        embeddings=embeddings,
+        matrix_specs=matrix_specs,
+        ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients,
+        ns_eps=ns_eps,
+        ns_dtype=ns_dtype,
+        ns_scale=ns_scale,
+        orthogonality_every=orthogonality_every,
+        mesh=mesh,
+        ownership_axes=ownership_axes,
+    )
+
+
+# Moonlight's Muon (arXiv 2502.16982): every update has AdamW's RMS, so one rate serves all, and all
+# parameters decay alike; its authors give weight_decay=0.1.
+moonlight = functools.partial(muon, ns_scale="rms", vector_weight_decay=None)

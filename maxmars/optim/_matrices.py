@@ -1,0 +1,162 @@
+"""What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSpec:
+    """Which axes of a parameter form one matrix.
+
+    A dense layer's kernel [in, out] is `MatrixSpec(rows=(0,), cols=(1,))`; the same for a stack of
+    layers [layers, in, out] is `MatrixSpec(batch=(0,), rows=(1,), cols=(2,))`; a fused projection
+    stored [layers, embed, 3, heads, head_dim] has `cols=(2, 3, 4)`. Every rule that is per matrix
+    (the clip, an orthogonalisation) is then applied to each matrix of the stack by itself.
+
+    Without rows it describes vectors: a stack of biases [layers, width] is
+    `MatrixSpec(batch=(0,), rows=(), cols=(1,))`.
+
+    `split` cuts each matrix into blocks that are orthogonalised by themselves, while every other
+    rule still sees the whole matrix. For the fused projection above: `()` keeps it whole, `(2,)`
+    makes three blocks (queries, keys, values), `(2, 3)` makes three for each head.
+    """
+
+    batch: tuple[int, ...] = ()
+    """Axes that stack independent matrices."""
+    rows: tuple[int, ...]
+    """Input axes."""
+    cols: tuple[int, ...]
+    """Output axes."""
+    partition: PartitionSpec | None = None
+    """How the parameter lies on the mesh; an array in a traced function does not say."""
+    split: tuple[int, ...] = ()
+    """Axes of `rows` or `cols` that stack blocks when the matrix is orthogonalised."""
+    embedding: bool = False
+    """Whether it is a table that is looked up, which matrix rules may leave to AdamW."""
+    padding: int = 0
+    """How many entries at the end of the output axis are padding, such as tokens that fill up a
+    vocabulary. The factor of an orthogonalised matrix's shape leaves them out."""
+
+    def __post_init__(self) -> None:
+        """Reject axes that stand twice, are missing or cannot be split."""
+        axes = (*self.batch, *self.rows, *self.cols)
+        if sorted(axes) != list(range(len(axes))):
+            raise ValueError(
+                f"{self} must name each axis from 0 to {len(axes) - 1} exactly once, "
+                "in batch, rows or cols."
+            )
+        if not self.cols:
+            raise ValueError(f"{self} has no output axes: put at least one axis into cols.")
+        if not set(self.split) <= set(self.inner) or len(set(self.split)) < len(self.split):
+            raise ValueError(
+                f"split={self.split} of {self} must name axes of rows or cols, each once; an axis "
+                "that stacks whole matrices belongs into batch."
+            )
+        if self.split and not (self.block_rows and self.block_cols):
+            raise ValueError(
+                f"split={self.split} of {self} leaves no rows or no cols in a block; keep at least "
+                "one axis of each out of split."
+            )
+        if self.padding and (len(self.cols) > 1 or self.split):
+            raise ValueError(
+                f"padding={self.padding} of {self} needs a single axis in cols and no split."
+            )
+        if self.partition is not None and len(self.partition) > self.ndim:
+            raise ValueError(
+                f"partition={self.partition} of {self} has {len(self.partition)} entries for "
+                f"{self.ndim} axes; give at most one entry per axis."
+            )
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether this describes matrices, not vectors."""
+        return bool(self.rows)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The axes of one matrix (or vector)."""
+        return (*self.rows, *self.cols)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes that stack what is orthogonalised by itself."""
+        return (*self.batch, *self.split)
+
+    @property
+    def block_rows(self) -> tuple[int, ...]:
+        """The input axes of what is orthogonalised by itself."""
+        return tuple(axis for axis in self.rows if axis not in self.split)
+
+    @property
+    def block_cols(self) -> tuple[int, ...]:
+        """The output axes of what is orthogonalised by itself."""
+        return tuple(axis for axis in self.cols if axis not in self.split)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.batch) + len(self.inner)
+
+
+def default_spec(ndim: int) -> MatrixSpec:
+    """A 2-D parameter is one matrix [in, out]; any other is one vector."""
+    if ndim == 2:
+        return MatrixSpec(rows=(0,), cols=(1,))
+    return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))
+
+
+def resolve_specs(specs: Any, params: Any) -> Any:
+    """One `MatrixSpec` per parameter.
+
+    Args:
+      specs: None for the default of every leaf, or a pytree prefix of `params` whose leaves are
+        `MatrixSpec`s, or None for a vector; or a function from parameters to one of these.
+      params: the parameters, arrays or abstract.
+
+    Returns:
+      A pytree like `params` of `MatrixSpec`s.
+
+    Raises:
+      ValueError: a spec has another number of axes than its parameter, or a parameter is complex.
+    """
+    _refuse_complex(params)
+    if callable(specs):
+        specs = specs(params)
+    if specs is None or not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
+        return jax.tree.map(lambda p: default_spec(p.ndim), params)
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, MatrixSpec)
+
+    def resolve(spec: MatrixSpec | None, subtree: Any) -> Any:
+        return jax.tree.map(lambda p: _checked(spec, p), subtree)
+
+    return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
+
+
+def _refuse_complex(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path, simple=True, separator='.')} is {leaf.dtype}, but "
+                "second moments and matrices here are of real numbers; wrap the optimizer in "
+                "optax.contrib.split_real_and_imaginary."
+            )
+
+
+def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
+    if spec is None:
+        return MatrixSpec(rows=(), cols=tuple(range(max(param.ndim, 1))))
+    vectors = not (spec.batch or spec.rows)
+    if spec.ndim != (max(param.ndim, 1) if vectors else param.ndim):  # a scalar is one element
+        raise ValueError(
+            f"{spec} describes {spec.ndim} axes, but its parameter has shape {param.shape}; "
+            "name each of its axes in batch, rows or cols."
+        )
+    return spec

@@ -1,0 +1,149 @@
+r"""Newton-Schulz orthogonalisation: a matrix to its nearest semi-orthogonal one, by products alone.
+
+For M = U Σ Vᵀ, odd polynomials of its singular values drive all of them towards one, so that
+the result approximates U Vᵀ:
+
+    X = M / (‖M‖_F + ε)
+    A = X Xᵀ,   X ← a X + (b A + c A²) X        with (a, b, c) of each step
+
+Sources: Muon (kellerjordan.github.io/posts/muon), Polar Express (arXiv 2505.16932), CANS
+(arXiv 2506.10935).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+Triple = tuple[float, float, float]
+Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
+
+COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
+    # One polynomial, iterated: steep at zero, and content with singular values in [0.7, 1.2].
+    "keller": ((3.4445, -4.7750, 2.0315),),
+    # The paper's method for exactly five steps, as modded-nanogpt trains with it. The numbers hold
+    # the safety factor, 1.02: rounding may push a singular value over the interval's end.
+    "polar_express": (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+    # Remez polynomials of degree five on an adapted interval.
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+}
+"""Presets: one triple (a, b, c) for every step, or one a step; fewer steps take the first ones."""
+
+
+def newton_schulz(
+    x: Float[Array, "*batch rows cols"],
+    *,
+    steps: int | jax.Array = 5,
+    coefficients: Coefficients = "keller",
+    eps: float | jax.Array = 1e-7,
+    dtype: Any = jnp.bfloat16,
+) -> Float[Array, "*batch rows cols"]:
+    """Orthogonalise each matrix of x; the plain form, beside the sharded one in `orthogonalize`.
+
+    Args:
+      x: matrices; all leading axes stack independent ones.
+      steps: number of iterations; a traced number makes a loop, whose steps beyond the last triple
+        repeat it.
+      coefficients: a preset of `COEFFICIENTS`, one triple (a, b, c) or a triple for each step.
+      eps: added to the Frobenius norm, so that a zero matrix gives zero.
+      dtype: dtype of the products' operands. Below float32 they accumulate in float32; float32 and
+        float64 are computed as such on every backend.
+
+    Returns:
+      Matrices close to U Vᵀ, in x's dtype.
+
+    Raises:
+      ValueError: unknown or too few coefficients, or `eps` is not positive.
+    """
+    triples = triples_of(coefficients, steps)
+    if isinstance(eps, int | float) and not eps > 0:
+        raise ValueError(f"eps={eps} must be positive: it keeps a zero matrix finite.")
+    wide = jnp.promote_types(dtype, jnp.float32)
+    # The norm is that of x before the cast, as in the official code.
+    exact = x.astype(jnp.promote_types(x.dtype, wide))
+    norm = jnp.sqrt(jnp.sum(jnp.square(exact), axis=(-2, -1), keepdims=True))
+    # X itself stays wide: rounding it in every step would cost more than all products do.
+    y = x.astype(dtype).astype(wide) / (norm + eps).astype(wide)
+    tall = x.shape[-2] > x.shape[-1]
+    y = y.mT if tall else y  # the products XXᵀ and A² are then the small ones
+    if isinstance(steps, int):
+        for triple in triples:
+            y = _step(y, triple, dtype)
+    else:
+        table = jnp.asarray(triples, y.dtype)
+
+        def step(i: jax.Array, y: jax.Array) -> jax.Array:
+            return _step(y, table[jnp.minimum(i, len(triples) - 1)], dtype)
+
+        y = jax.lax.fori_loop(0, steps, step, y)
+    return (y.mT if tall else y).astype(x.dtype)
+
+
+def triples_of(coefficients: Coefficients, steps: int | jax.Array) -> tuple[Triple, ...]:
+    """The triple (a, b, c) of each step; all that there are where `steps` is not known.
+
+    Raises:
+      ValueError: the preset is unknown, an entry is not a triple, or there are fewer than `steps`.
+    """
+    if isinstance(coefficients, str) and coefficients not in COEFFICIENTS:
+        known = ", ".join(COEFFICIENTS)
+        raise ValueError(
+            f"coefficients={coefficients!r} is no preset; take one of {known}, or give a triple "
+            "(a, b, c) or one for each step."
+        )
+    table = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
+    rows = np.atleast_2d(np.asarray(table, float)).tolist()
+    if any(len(row) != 3 for row in rows):
+        raise ValueError(f"coefficients={coefficients} must be a triple (a, b, c), or several.")
+    if not isinstance(steps, int):
+        steps = len(rows)
+    rows = rows * steps if len(rows) == 1 else rows
+    if len(rows) < steps:
+        raise ValueError(
+            f"steps={steps} is more than the {len(rows)} triples of coefficients={coefficients!r}; "
+            f"take at most {len(rows)} steps, or give a triple for each."
+        )
+    return tuple((a, b, c) for a, b, c in rows[:steps])
+
+
+def _step(x: jax.Array, triple: Triple | jax.Array, dtype: Any) -> jax.Array:
+    """One iteration: operands in `dtype`, all else in x's."""
+    a, b, c = triple
+    gram = _product(x, x.mT, dtype)
+    polynomial = b * gram + c * _product(gram, gram, dtype)
+    return a * x + _product(polynomial, x, dtype)
+
+
+def _product(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """x y with operands rounded to `dtype`, accumulated in x's dtype."""
+    if x.dtype == dtype:
+        # By default an accelerator may multiply float32 in fewer bits.
+        return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+    def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=x.dtype)
+
+    def rounded(x: jax.Array, y: jax.Array) -> jax.Array:
+        # A CPU has no narrow products, and XLA's emulation fails on some transposes of them.
+        bits = jnp.finfo(dtype)
+        x, y = (jax.lax.reduce_precision(v, bits.nexp, bits.nmant) for v in (x, y))
+        return jnp.matmul(x, y)
+
+    return jax.lax.platform_dependent(x, y, cpu=rounded, default=narrow)

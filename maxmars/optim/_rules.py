@@ -1,0 +1,145 @@
+"""What the optimizers share: one rule for each kind of parameter, rates, checks and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
+
+Scalar = float | jax.Array
+ScalarOrSchedule = optax.ScalarOrSchedule
+Tree = Any  # a pytree of arrays like the parameters
+
+
+def in_float32(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, calculated in float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16.
+
+    Gradients, parameters and state come to `inner` widened. The state goes back in the dtypes that
+    it had, and updates in those of the parameters, or of the gradients where none are given.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(
+        updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, Tree]:
+        wide = (_widened(tree) for tree in (updates, state, params))
+        new_updates, new_state = inner.update(*wide, **extra_args)
+        like = updates if params is None else params
+        return cast_like(new_updates, like), cast_like(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _widened(tree: Tree) -> Tree:
+    def widen(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x.astype(wide_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(widen, tree)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype to calculate in: float32, or float64 for a float64 array."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Each array of `tree` in the dtype of its counterpart."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype) if x.dtype != y.dtype else x, tree, like)
+
+
+def stepped(
+    direction: Sequence[optax.GradientTransformation],
+    weight_decay: ScalarOrSchedule,
+    mask: Any,
+    learning_rate: ScalarOrSchedule,
+) -> optax.GradientTransformationExtraArgs:
+    """−η (u + λ p), where the chain `direction` gives u and `mask` says which parameters decay."""
+    return optax.chain(
+        *direction,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def by_kind(
+    rules: Mapping[str, optax.GradientTransformation], matrix_specs: Any
+) -> optax.GradientTransformationExtraArgs:
+    """One rule for each kind of parameter; kinds with the same rule share a state.
+
+    Args:
+      rules: the rule of each kind: "matrix", "vector" and, unless embeddings are matrices like any
+        other, "embedding".
+      matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
+    """
+    names = {rule: name for name, rule in reversed(list(rules.items()))}
+
+    def label(spec: MatrixSpec) -> str:
+        kind = "matrix" if spec.is_matrix else "vector"
+        if spec.is_matrix and spec.embedding and "embedding" in rules:
+            kind = "embedding"
+        return names[rules[kind]]
+
+    def labels(params: Tree) -> Any:
+        return jax.tree.map(label, resolve_specs(matrix_specs, params))
+
+    by_name: dict[Any, Any] = {name: rule for rule, name in names.items()}
+    return optax.partition(by_name, labels, mask_compatible_extra_args=True)
+
+
+def vector_rate(
+    learning_rate: ScalarOrSchedule, rate: ScalarOrSchedule | None, scale: Scalar | None
+) -> ScalarOrSchedule:
+    """The learning rate of vectors: `rate`, or `learning_rate` times `scale` (None: one).
+
+    Raises:
+      ValueError: both are given, or `rate` is a constant beside a schedule.
+    """
+    if rate is not None and scale is not None:
+        raise ValueError(
+            "vector_learning_rate and vector_learning_rate_scale are both given; give one of them."
+        )
+    if rate is not None:
+        if callable(learning_rate) and not callable(rate):
+            raise ValueError(
+                f"vector_learning_rate={rate} is a constant beside a learning_rate schedule, so "
+                "vectors would not follow the schedule; give vector_learning_rate_scale (a "
+                "multiple of the schedule) or a schedule."
+            )
+        return rate
+    if scale is None:
+        return learning_rate
+    if callable(learning_rate):
+        return lambda count: learning_rate(count) * scale
+    return learning_rate * scale
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Raise ValueError unless a value is one of the choices."""
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r} is unknown; it is one of {known}.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is traced or lies in [0, 1)."""
+    if isinstance(value, int | float) and not 0 <= value < 1:
+        raise ValueError(f"{name}={value} must lie in [0, 1).")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is traced or positive."""
+    if isinstance(value, int | float) and not value > 0:
+        raise ValueError(f"{name}={value} must be positive.")
+
+
+def bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
+    """1 − decayᵗ; expm1 keeps its relative precision when decay is near one."""
+    return -jnp.expm1(count * jnp.log(jnp.asarray(decay, float)))

@@ -1,0 +1,405 @@
+"""The programs of a run, compiled ahead of time from shapes alone; their memory and FLOPs."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.tree_util import GetAttrKey
+
+from maxmars.config import TrainConfig
+from maxmars.config.chips import Chip
+from maxmars.data.batches import validation_rows
+from maxmars.distributed import sharding
+from maxmars.distributed.sharding import bytes_on_chip
+from maxmars.eval.validation import make_eval_step
+from maxmars.plan.collectives import SCOPES, Collective, collectives
+from maxmars.plan.topology import Topology
+from maxmars.train.auto import (
+    POLICIES,
+    USABLE,
+    Remat,
+    choose_precision,
+    first_that_fits,
+    peak_bytes,
+    with_remat,
+)
+from maxmars.train.step import TrainState, make_train_step
+
+
+class DoesNotFitError(ValueError):
+    """The compiler found that a program needs more memory than a chip has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerMemory:
+    """Memory of a compiled program on one device as its compiler reports it, in bytes."""
+
+    argument_bytes: int
+    output_bytes: int
+    """Outputs, including those that take the place of arguments."""
+    alias_bytes: int
+    """Outputs that take the place of donated arguments."""
+    temp_bytes: int
+    """Temporaries. On TPUs this may count memory twice, or leave out what kernels allocate."""
+    generated_code_bytes: int
+    peak_bytes: int | None
+    """Most memory in use at one time, arguments included; None if the compiler has no such figure.
+    XLA's figure for CPUs and GPUs leaves temporaries out; see `maxmars.train.auto.peak_bytes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A compiled program."""
+
+    executable: jax.stages.Compiled
+    memory: CompilerMemory
+    peak_bytes: int
+    """Most memory in use at one time on one chip."""
+    collectives: tuple[Collective, ...]
+    lower_s: float
+    """Seconds of tracing and lowering."""
+    compile_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledTrainStep(Compiled):
+    """The compiled train step."""
+
+    state: TrainState
+    """Abstract."""
+    flops: Counter[str]
+    """From `matmul_flops`."""
+
+
+def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> CompiledTrainStep:
+    """Compile the step that `train` runs for this config and mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+      DoesNotFitError: the compiler refuses a program that the chip has no memory for.
+    """
+    start = time.perf_counter()
+    step = make_train_step(config, mesh)
+    with jax.set_mesh(mesh):
+        traced = step.trace()
+        lowered = traced.lower()
+    return CompiledTrainStep(
+        state=step.abstract_state,
+        flops=matmul_flops(traced.jaxpr),
+        **_compile(lowered, mesh, topology, time.perf_counter() - start),
+    )
+
+
+def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: Topology) -> Compiled:
+    """Compile the evaluation of one batch, given the abstract parameters.
+
+    Raises:
+      DoesNotFitError: see `compile_train_step`.
+    """
+    start = time.perf_counter()
+    shape = (1, validation_rows(config.eval_batch_size, mesh), config.model.max_seq_len + 1)
+    tokens, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool))
+    with jax.set_mesh(mesh):
+        step = make_eval_step(config.model, mesh)
+        lowered = step.lower(params, {"tokens": tokens, "mask": mask})
+    return Compiled(**_compile(lowered, mesh, topology, time.perf_counter() - start))
+
+
+def _compile(
+    lowered: jax.stages.Lowered, mesh: Mesh, topology: Topology, lower_s: float
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) or topology.chip is None:
+            raise
+        found = re.search(r"Used (\S+) of (\S+) hbm", str(error))
+        needs = f"needs {found[1]} of {found[2]}" if found else "needs more memory than it has"
+        raise DoesNotFitError(
+            f"the program does not fit on one {topology.chip.name}: it {needs}. Raise "
+            "num_microbatches or mesh.fsdp, set model.remat=full, or let --max-memory search."
+        ) from error
+    return {
+        "executable": executable,
+        "memory": compiler_memory(executable),
+        "peak_bytes": peak_bytes(executable, tpu=mesh.devices.flat[0].platform == "tpu"),
+        "collectives": collectives(executable, mesh, num_slices=topology.num_slices),
+        "lower_s": lower_s,
+        "compile_s": time.perf_counter() - start,
+    }
+
+
+def compile_chosen(
+    config: TrainConfig, mesh: Mesh, topology: Topology
+) -> tuple[TrainConfig, CompiledTrainStep]:
+    """The compiled train step, and the config with the policy that `train` chooses for `auto`.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+      DoesNotFitError: the compiler refuses even the last policy.
+    """
+    chip, steps = topology.chip, dict[Remat, CompiledTrainStep]()
+    if config.model.remat == "auto" and chip is None:
+        config = with_remat(config, None)
+    if config.model.remat != "auto" or chip is None:
+        return config, compile_train_step(config, mesh, topology)
+
+    def fits(remat: Remat) -> bool:
+        try:
+            steps[remat] = compile_train_step(with_remat(config, remat), mesh, topology)
+        except DoesNotFitError:
+            if remat == POLICIES[-1]:
+                raise
+            return False
+        return steps[remat].peak_bytes <= USABLE * chip.memory_bytes
+
+    remat, _ = first_that_fits(fits)
+    return with_remat(config, remat), steps[remat]
+
+
+# What fits in memory.
+
+
+def find_fit(
+    config: TrainConfig, topology: Topology, max_bytes: int, *, log: Callable[[str], None]
+) -> tuple[TrainConfig, CompiledTrainStep]:
+    """Search for the cheapest rematerialisation and the largest microbatch that fit in memory.
+
+    Args:
+      config: what to train; the tokens of a step stay the same.
+      topology: the chips.
+      max_bytes: memory of one chip that may be used.
+      log: gets a line for each program that was compiled.
+
+    Returns:
+      The config with this `model.remat` and `num_microbatches`, and its compiled step.
+
+    Raises:
+      ValueError: nothing fits, or no number of microbatches divides the batch over the mesh.
+    """
+    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    config = choose_precision(config, mesh)
+    shards, batch = sharding.batch_shards(mesh), config.global_batch_size
+    counts = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n % shards == 0]
+    if not counts:
+        raise ValueError(
+            f"global_batch_size={batch} does not divide over {shards} devices (mesh data x fsdp); "
+            f"make it a multiple of {shards}."
+        )
+    found: tuple[TrainConfig, CompiledTrainStep] | None = None
+
+    def fits(remat: Remat, count: int) -> bool:
+        nonlocal found
+        tried = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
+        try:
+            step = compile_train_step(tried, mesh, topology)
+        except DoesNotFitError:
+            log(f"remat {remat}, {count} microbatches: no fit, too much")
+            return False
+        is_small = step.peak_bytes <= max_bytes
+        verdict = "fits" if is_small else "too much"
+        log(f"remat {remat}, {count} microbatches: {step.peak_bytes / 1e9:.3f} GB, {verdict}")
+        if is_small:
+            found = tried, step  # the search ends with the last setting that fits
+        return is_small
+
+    cheapest_that_fits(counts, fits)
+    if found is None:
+        raise ValueError(
+            f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
+            f"not even with {counts[-1]} microbatches and model.remat=full; raise mesh.fsdp, or "
+            "take more or larger chips."
+        )
+    return found
+
+
+def cheapest_that_fits(
+    counts: list[int], fits: Callable[[Remat, int], bool]
+) -> tuple[Remat, int] | None:
+    """The cheapest policy under which some microbatch fits, with the fewest microbatches.
+
+    A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
+    costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
+    often.
+
+    Args:
+      counts: possible numbers of microbatches, ascending.
+      fits: whether the step fits; if it fits with some count, it fits with all larger ones.
+    """
+    for remat in POLICIES:
+        count = _first(counts, functools.partial(fits, remat))
+        if count is not None:
+            return remat, count
+    return None
+
+
+def _first(counts: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first count that fits, by bisection; None if not even the last fits.
+
+    No call of `fits` that is true comes after the one for the count that is returned.
+    """
+    if fits(counts[0]):
+        return counts[0]
+    if len(counts) == 1 or not fits(counts[-1]):
+        return None
+    return counts[1 + bisect.bisect_left(counts[1:-1], True, key=fits)]
+
+
+# Memory of a compiled program.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChipMemory:
+    """Bytes on one chip while the train step runs.
+
+    Parameters, state and gradients are counted from shapes and shardings. `padding_bytes` is what
+    the program's arguments take beyond them; the rest is the compiler's.
+    """
+
+    parameters_bytes: int
+    optimizer_state_bytes: dict[str, int]
+    """By field of the optimizer's states, such as `mu` and `nu`, largest first."""
+    previous_parameters_bytes: int
+    """Exact MARS's parameters of the step before."""
+    other_arguments_bytes: int
+    """Step, guard, learning rate, and the batch."""
+    padding_bytes: int
+    gradients_bytes: int
+    """One gradient of all parameters; it lives among the temporaries."""
+    temporaries_bytes: int
+    """Activations and everything else beyond arguments and gradients at the peak."""
+    peak_bytes: int
+    """Most in use at one time."""
+    capacity_bytes: int | None
+    """Memory of the chip; None for fake devices."""
+    headroom_bytes: int | None
+    """Memory of the chip beyond the peak; negative if the program does not fit."""
+    compiler: CompilerMemory
+
+
+def compiler_memory(executable: jax.stages.Compiled) -> CompilerMemory:
+    """Memory of a compiled program, as its compiler reports it.
+
+    Raises:
+      ValueError: the backend reports nothing.
+    """
+    stats = executable.memory_analysis()
+    if stats is None:
+        raise ValueError("this backend has no memory analysis of compiled programs.")
+    return CompilerMemory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        generated_code_bytes=stats.generated_code_size_in_bytes,
+        peak_bytes=getattr(stats, "peak_memory_in_bytes", None),
+    )
+
+
+def chip_memory(step: CompiledTrainStep, tokens_bytes: int, chip: Chip | None) -> ChipMemory:
+    """The memory of one chip, by what lies in it.
+
+    Args:
+      step: the train step.
+      tokens_bytes: the batch's bytes on one chip.
+      chip: None for fake devices.
+    """
+    state, arguments = step.state, step.memory.argument_bytes
+    parameters = bytes_on_chip(state.params)
+    optimizer = optimizer_state_bytes(state.opt_state)
+    previous = bytes_on_chip(state.prev_params)
+    other = bytes_on_chip((state.step, state.hyperparams, state.guard)) + tokens_bytes
+    gradients = min(parameters, max(0, step.peak_bytes - arguments))
+    capacity = None if chip is None else chip.memory_bytes
+    return ChipMemory(
+        parameters_bytes=parameters,
+        optimizer_state_bytes=optimizer,
+        previous_parameters_bytes=previous,
+        other_arguments_bytes=other,
+        padding_bytes=arguments - (parameters + sum(optimizer.values()) + previous + other),
+        gradients_bytes=gradients,
+        temporaries_bytes=max(0, step.peak_bytes - arguments - gradients),
+        peak_bytes=step.peak_bytes,
+        capacity_bytes=capacity,
+        headroom_bytes=None if capacity is None else capacity - step.peak_bytes,
+        compiler=step.memory,
+    )
+
+
+def optimizer_state_bytes(opt_state: Any) -> dict[str, int]:
+    """Bytes on one device by field of the optimizer's states, largest first."""
+    found: Counter[str] = Counter()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        fields = [key.name for key in path if isinstance(key, GetAttrKey)]
+        found[fields[-1] if fields else "other"] += bytes_on_chip(leaf)
+    return dict(found.most_common())
+
+
+# FLOPs of a traced program.
+
+
+def matmul_flops(jaxpr: Any) -> Counter[str]:
+    """FLOPs of a program's matrix products, once over all devices, by the scope around them.
+
+    They are counted in the program as JAX traced it. Unlike a compiler's cost analysis this counts
+    each iteration of a loop, and it does not depend on the device. Recomputation in the backward
+    pass is traced, and so counted. Elementwise arithmetic is left out: it is bound by memory.
+
+    The scopes are `collectives.SCOPES`; products outside of them count under "". Of a conditional
+    the branch with the most FLOPs counts, and a loop of unknown length counts once.
+
+    Args:
+      jaxpr: the `jaxpr` of a `jax.stages.Traced`.
+    """
+    return _count(jaxpr, "", 1)
+
+
+def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        path = str(eqn.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
+        scope = next((name for name in path if name in SCOPES), outer)
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lengths = [eqn.invars[0].aval.shape[i] for i in contracted]
+            found[scope] += times * 2 * math.prod((*eqn.outvars[0].aval.shape, *lengths))
+        elif eqn.primitive.name == "cond":
+            branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
+            found += max(branches, key=Counter.total)
+        else:
+            repeats = times * _repeats(eqn)
+            for inner in _jaxprs(eqn.params):
+                found += _count(inner, scope, repeats)
+    return found
+
+
+def _repeats(eqn: Any) -> int:
+    """How often an equation runs the programs that it holds, over all devices."""
+    match eqn.primitive.name:
+        case "scan":
+            return eqn.params["length"]
+        case "shard_map":  # its shapes are one device's
+            return math.prod(eqn.params["mesh"].shape.values())
+        case "pallas_call":  # a kernel runs once for each place of its grid, skipped ones included
+            return math.prod(eqn.params["grid_mapping"].grid)
+    return 1
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                yield item

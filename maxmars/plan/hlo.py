@@ -1,0 +1,178 @@
+"""The text of an optimised HLO module, as `jax.stages.Compiled.as_text()` gives it.
+
+A module is a list of computations, a computation a list of lines
+`%name = shape opcode(operands), key=value, ...`. Details are parsed when they are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:.* )?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_END = re.compile(r"\}(, execution_thread=.*)?$")
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    """For example `f32[2,3]{1,0}`, or `(s32[], bf16[8]{0:T(128)})` for a tuple."""
+    opcode: str
+    arguments: str
+    """The text in the parentheses: operands, a constant's value, a parameter's number."""
+    rest: str
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands; some printers put a shape before each."""
+        if self.opcode in ("constant", "parameter"):
+            return ()
+        return tuple(item.split()[-1].lstrip("%") for item in _split(self.arguments))
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for item in _split(self.rest):
+            key, _, value = item.partition("=")
+            if key == "device_ids":  # the second half of the mesh notation of replica groups
+                found["replica_groups"] += f" {value}"
+            else:
+                found[key] = value
+        return found
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """JAX's name of the operation that it comes from, or of an argument; "" if it has none."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
+        return match[1] if match else ""
+
+    @property
+    def path(self) -> str:
+        """`op_name` if it is an operation's, such as `jit(f)/model/jvp()/dot_general`, else ""."""
+        return self.op_name if "/" in self.op_name else ""
+
+    def called(self, *keys: str) -> list[str]:
+        """Names of the computations that these attributes list."""
+        values = [self.attributes.get(key, "") for key in keys]
+        return [name for value in values for name in re.findall(r"[\w.\-]+", value)]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order of the text."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that use each one."""
+        found = defaultdict(list)
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                found[operand].append(instruction)
+        return found
+
+
+@dataclass(frozen=True)
+class Module:
+    """A whole program."""
+
+    computations: dict[str, Computation]
+    entry: str
+    num_devices: int
+
+
+def parse(program: Any) -> Module:
+    """Parse a program, given as a `jax.stages.Compiled` or as its `as_text()`.
+
+    Raises:
+      ValueError: the text is not HLO.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    computations, entry, name, body, root = {}, None, None, {}, None
+    for line in _lines(text):
+        if name is None:
+            header = None if line.startswith("HloModule") else _HEADER.match(line)
+            if header:
+                name, body, root = header[2], {}, None
+                entry = name if header[1] else entry
+        elif _END.match(line):
+            if body:
+                computations[name] = Computation(name, body, root or list(body.values())[-1])
+            name = None
+        elif match := _INSTRUCTION.match(line):
+            body[match[2]] = _instruction(match[2], line[match.end() :])
+            root = body[match[2]] if match[1] else root
+    if entry not in computations:
+        raise ValueError("this is not the text of an HLO module: it has no ENTRY computation.")
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    return Module(computations, entry, math.prod(map(int, counts)))
+
+
+def tuple_elements(shape: str) -> list[str]:
+    """Shapes of a tuple's elements; an array's own shape."""
+    return _split(shape[1:-1]) if shape.startswith("(") else [shape]
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple, without padding to tiles."""
+    if shape.startswith("("):
+        return sum(map(shape_bytes, tuple_elements(shape)))
+    dtype, _, dims = shape.partition("[")
+    bits = re.search(r"\d+", dtype)  # bf16, f8e4m3fn, s4; a token has none
+    size = math.prod(int(n.lstrip("<=")) for n in dims.partition("]")[0].split(",") if n)
+    return math.ceil((8 if dtype == "pred" else int(bits[0]) if bits else 0) * size / 8)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a module, where an attribute with line breaks (of a kernel) is one line."""
+    whole = ""
+    for line in text.splitlines():
+        if whole.startswith("  ") and not (line.startswith("  ") or _END.match(line)):
+            whole += line
+        else:
+            yield whole
+            whole = line
+    yield whole
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opening = text.index("(", end)
+    closing = _closing(text, opening)
+    arguments, rest = text[opening + 1 : closing - 1], text[closing:].lstrip(", ")
+    return Instruction(name, text[:end], text[end:opening].strip(), arguments, rest)
+
+
+def _closing(text: str, start: int) -> int:
+    """Position after the bracket that closes the one at `start`."""
+    depth = 0
+    for mark in _MARKS.finditer(text, start):
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if depth == 0:
+            return mark.end()
+    raise ValueError(f"unbalanced brackets in HLO text: {text[:200]}")
+
+
+def _split(text: str) -> list[str]:
+    """Parts of a list between its outermost commas, without comments."""
+    parts, depth, start = [], 0, 0
+    for mark in _MARKS.finditer(text):
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if depth == 0 and mark[0] == ",":
+            parts.append(text[start : mark.start()])
+            start = mark.end()
+    parts = [re.sub(r"/\*.*?\*/", "", part).strip() for part in (*parts, text[start:])]
+    return [part for part in parts if part]

@@ -1,0 +1,290 @@
+"""The plan of a run: what it needs on a topology, as a value, as JSON and as tables.
+
+`make_plan` compiles the train step that `train` runs, and the evaluation step, for devices that
+need not be there, and reads memory and traffic from the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import rich
+import rich.box
+from jax.sharding import Mesh
+from rich.table import Column, Table
+
+from maxmars import __version__
+from maxmars.config import MarsConfig, MuonConfig, TrainConfig, to_dict
+from maxmars.distributed import sharding
+from maxmars.model.attention import choose_attention
+from maxmars.model.gpt2 import num_parameters
+from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
+from maxmars.plan.compile import (
+    ChipMemory,
+    Compiled,
+    CompiledTrainStep,
+    chip_memory,
+    compile_chosen,
+    compile_eval_step,
+)
+from maxmars.plan.roofline import (
+    ASSUMPTIONS,
+    Estimate,
+    Flops,
+    Traffic,
+    estimate,
+    traffic,
+)
+from maxmars.plan.topology import Topology
+from maxmars.train.auto import choose_precision
+from maxmars.train.metrics import flops_per_token
+from maxmars.train.optimizer import matrix_specs, parameter_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run needs on a topology."""
+
+    config: TrainConfig
+    """Where it had `auto`, with the `remat` and `compute_dtype` that `train` chooses."""
+    topology: Topology
+    mesh: Mesh
+    num_parameters: int
+    memory: ChipMemory
+    collectives: tuple[Traffic, ...]
+    """Of one train step."""
+    largest_mixed_bytes: int
+    """Bytes of the largest execution of a `mixed` collective."""
+    exchange: OrthogonalizationPlan | None
+    """Which chip orthogonalises which matrix; None if the optimizer does not orthogonalise."""
+    flops: Flops
+    estimate: Estimate | None
+    """None on fake devices, whose speed means nothing."""
+    train_step: Compiled
+    eval_step: Compiled | None
+    """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready values; bytes are per chip, and those of one step."""
+        chip, exchange, step = self.topology.chip, self.exchange, self.eval_step
+        return {
+            "maxmars": __version__,
+            "jax": jax.__version__,
+            "config": to_dict(self.config),
+            "topology": self.topology.name,
+            "num_slices": self.topology.num_slices,
+            "num_chips": self.mesh.size,
+            "device_kind": self.mesh.devices.flat[0].device_kind,
+            "chip": None if chip is None else dataclasses.asdict(chip),
+            "mesh": dict(self.mesh.shape),
+            "num_parameters": self.num_parameters,
+            "memory": dataclasses.asdict(self.memory),
+            "collectives": [dataclasses.asdict(row) for row in self.collectives],
+            "largest_mixed_bytes": self.largest_mixed_bytes,
+            "orthogonalization": None
+            if exchange is None
+            else {
+                "elements": exchange.elements,
+                "padded_elements": exchange.padded_elements,
+                "transfer_bytes": exchange.transfer_bytes(),
+            },
+            "flops": dataclasses.asdict(self.flops),
+            "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
+            "assumptions": list(ASSUMPTIONS),
+            "eval": None
+            if step is None
+            else {
+                "peak_bytes": step.peak_bytes,
+                "compiler": dataclasses.asdict(step.memory),
+                "collectives": [
+                    dataclasses.asdict(row)
+                    for row in traffic(step.collectives, self.mesh, self.topology)
+                ],
+                "lower_time_s": step.lower_s,
+                "compile_time_s": step.compile_s,
+            },
+            "lower_time_s": self.train_step.lower_s,
+            "compile_time_s": self.train_step.compile_s,
+        }
+
+
+def make_plan(
+    config: TrainConfig,
+    topology: Topology,
+    *,
+    price: float | None = None,
+    evaluate: bool = True,
+    train_step: CompiledTrainStep | None = None,
+) -> Plan:
+    """Compile a run's programs for a topology and read from them what it needs.
+
+    Args:
+      config: what to train; its mesh must fit the topology.
+      topology: from `get_topology`.
+      price: of a chip for an hour, in any currency.
+      evaluate: whether to compile the evaluation step as well.
+      train_step: of `config`, if it is compiled already, as by `find_fit`.
+
+    Raises:
+      ValueError: the mesh fits neither the devices nor the model and its batch.
+      DoesNotFitError: the compiler refuses a program that the chip has no memory for.
+    """
+    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    config, step = choose_precision(config, mesh), train_step
+    if step is None:
+        config, step = compile_chosen(config, mesh, topology)
+    chip, params = topology.chip, step.state.params
+    rows = traffic(step.collectives, mesh, topology)
+    tokens = config.num_microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
+    memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
+    parameters = num_parameters(config.model)
+    flops = Flops(
+        model=flops_per_token(parameters, config.model) * config.tokens_per_step,
+        hardware=step.flops.total(),
+        optimizer=step.flops["optimizer"],
+    )
+    mixed = [c.bytes // c.count for c in step.collectives if c.count and c.phase == "mixed"]
+    asked = evaluate and config.eval.every is not None
+    return Plan(
+        config=config,
+        topology=topology,
+        mesh=mesh,
+        num_parameters=parameters,
+        memory=memory,
+        collectives=rows,
+        largest_mixed_bytes=max(mixed, default=0),
+        exchange=_exchange(config, params, mesh),
+        flops=flops,
+        estimate=None
+        if chip is None
+        else estimate(config, flops, memory, rows, chip, mesh.size, price),
+        train_step=step,
+        eval_step=compile_eval_step(config, params, mesh, topology) if asked else None,
+    )
+
+
+def _exchange(config: TrainConfig, params: Any, mesh: Mesh) -> OrthogonalizationPlan | None:
+    """The exchange that the optimizer plans for its matrices."""
+    optimizer = config.optimizer
+    if not isinstance(optimizer, MarsConfig | MuonConfig):
+        return None
+    groups = jax.tree.leaves(parameter_groups(optimizer, config.model))
+    specs = jax.tree.leaves(matrix_specs(config.model, qkv=optimizer.qkv, mesh=mesh))
+    found = [
+        (leaf, spec)
+        for leaf, group, spec in zip(jax.tree.leaves(params), groups, specs, strict=True)
+        if group.rule in ("mars-shampoo", "mars-m", "muon")
+    ]
+    if not found:
+        return None
+    matrices, specs = map(list, zip(*found, strict=True))
+    axes = mesh.axis_names if optimizer.own_over_data else None
+    return plan_orthogonalization(matrices, specs, mesh=mesh, ownership_axes=axes)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print memory, traffic, arithmetic and time of a plan."""
+    config, topology, exchange = plan.config, plan.topology, plan.exchange
+    axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
+    chip = "fake CPU device" if topology.chip is None else topology.chip.name
+    attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
+    print(
+        f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {topology.name}"
+        f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
+        f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
+        f"{config.microbatch_size} sequences, remat {config.model.remat}, attention "
+        f"{attention.implementation}"
+    )
+    if attention.reason is not None:
+        print(f"attention is plain and slower: {attention.reason}")
+    memory = _table("Memory of one chip", "train step", _right("MB"))
+    for name, size in _memory_rows(plan):
+        memory.add_row(name, _mb(size), style="bold" if name.startswith("peak") else None)
+    rich.print(memory, _traffic_table(plan))
+    if exchange is not None and exchange.transfer_bytes():
+        padding = exchange.padded_elements / exchange.elements
+        print(
+            f"Newton-Schulz: {exchange.elements:,} elements of matrices, "
+            f"{exchange.padded_elements:,} with padding ({padding:.3f} times), "
+            f"{_mb(exchange.transfer_bytes())} MB to their owners and back."
+        )
+    numbers = _table("Arithmetic and time", "", _right(""))
+    numbers.show_header = False
+    for row in _number_rows(plan):
+        numbers.add_row(*row)
+    rich.print(numbers)
+    if plan.estimate is not None:
+        print("The estimate assumes:", *(f"  - {line}" for line in ASSUMPTIONS), sep="\n")
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
+    memory = plan.memory
+    yield "parameters", memory.parameters_bytes
+    for name, size in memory.optimizer_state_bytes.items():
+        if size >= 1000:  # counters
+            yield f"optimizer state: {name}", size
+    if memory.previous_parameters_bytes:
+        yield "previous parameters", memory.previous_parameters_bytes
+    yield "batch, counters", memory.other_arguments_bytes
+    yield "padding of these in memory", memory.padding_bytes
+    yield "gradients", memory.gradients_bytes
+    yield "activations, temporaries", memory.temporaries_bytes
+    yield "peak", memory.peak_bytes
+    if plan.eval_step is not None:
+        yield "peak of the evaluation step", plan.eval_step.peak_bytes
+    if memory.capacity_bytes is not None and memory.headroom_bytes is not None:
+        yield "memory of the chip", memory.capacity_bytes
+        yield "headroom", memory.headroom_bytes
+
+
+def _traffic_table(plan: Plan) -> Table:
+    names = ("operation", "mesh axes", "network", "phase")
+    table = _table(
+        "Traffic of one chip and train step",
+        *(Column(name, no_wrap=name != "mesh axes") for name in names),
+        *map(_right, ("count", "MB", "MB sent")),
+    )
+    table.collapse_padding, table.pad_edge = True, False
+    for row in plan.collectives:
+        axes = "?" if row.axes is None else " ".join(row.axes) or "-"
+        numbers = (str(row.count), _mb(row.bytes), _mb(row.wire_bytes))
+        table.add_row(row.op, axes, row.network, row.phase, *numbers)
+    return table
+
+
+def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    flops = plan.flops
+    yield "model TFLOP a step, all chips", f"{flops.model / 1e12:,.4g}"
+    yield "matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}"
+    yield "of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}"
+    if (found := plan.estimate) is not None:
+        yield "model arithmetic, s", f"{found.model_compute_s:.4f}"
+        yield "optimizer, s", f"{found.optimizer_s:.4f}"
+        for network, seconds in found.communication_s.items():
+            yield f"{network}, s", f"{seconds:.4f}"
+        yield "step time at best rates, s", f"{found.step_time_s:.4f}"
+        yield "with communication hidden, s", f"{found.overlapped_step_time_s:.4f}"
+        yield "MFU, at most", f"{found.mfu:.1%} to {found.overlapped_mfu:.1%}"
+        yield "tokens a day, billions", f"{found.tokens_per_day / 1e9:,.2f}"
+        yield f"days for {plan.config.num_steps:,} steps", f"{found.days:,.2f}"
+        if found.cost is not None:
+            yield "cost to finish", f"{found.cost:,.0f}"
+    steps = [step for step in (plan.train_step, plan.eval_step) if step is not None]
+    yield "time to compile here, s", f"{sum(step.lower_s + step.compile_s for step in steps):.1f}"
+
+
+def _table(title: str, *columns: Column | str) -> Table:
+    return Table(*columns, title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right", no_wrap=True)
+
+
+def _mb(size: int | float) -> str:
+    return f"{size / 1e6:,.3f}" if abs(size) < 1e6 else f"{size / 1e6:,.1f}"

@@ -1,0 +1,145 @@
+"""What a step costs on the networks and in time: traffic by network, and a roofline estimate.
+
+The estimate says how long a step takes if chips and networks run at their published rates.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from maxmars.config import TrainConfig
+from maxmars.config.chips import Chip, Network
+from maxmars.plan.collectives import Collective, Phase, wire_bytes
+from maxmars.plan.compile import ChipMemory
+from maxmars.plan.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All collectives of one kind in one step."""
+
+    op: str
+    axes: tuple[str, ...] | None
+    """Mesh axes; None if the groups of devices fit no axes."""
+    network: Network
+    phase: Phase
+    count: int
+    """Executions."""
+    bytes: int
+    """Bytes of the results on one chip (reduce-scatter: of the operands)."""
+    wire_bytes: float
+    """Bytes that a chip sends if rings carry them."""
+
+
+def traffic(found: Iterable[Collective], mesh: Mesh, topology: Topology) -> tuple[Traffic, ...]:
+    """Collectives summed by operation, axes, network and phase; most bytes first."""
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for c in found:
+        groups[c.op, c.axes, topology.network(c, mesh), c.phase].append(c)
+    rows = [
+        Traffic(
+            op=op,
+            axes=axes,
+            network=network,
+            phase=phase,
+            count=sum(c.count for c in members),
+            bytes=sum(c.bytes for c in members),
+            wire_bytes=sum(map(wire_bytes, members)),
+        )
+        for (op, axes, network, phase), members in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one step over all chips."""
+
+    model: int
+    """6 N + 12 L d T a token, as MFU is measured (`maxmars.train.metrics.flops_per_token`)."""
+    hardware: int
+    """Matrix products that run, recomputation and optimizer included."""
+    optimizer: int
+    """The optimizer's share of `hardware`."""
+
+
+ASSUMPTIONS = (
+    "matrix products run at the chip's published bfloat16 peak; real ones reach 40 to 80% of it",
+    "the model is bound by arithmetic: its elementwise work and its memory traffic count nothing",
+    "the optimizer reads and writes parameters and state once, and reads the gradient",
+    "rings carry collectives, over all links of the chip at their published rate, one direction",
+    "step_time_s: communication waits for arithmetic; overlapped_step_time_s: it hides behind it",
+    "evaluation, checkpoints, compilation and restarts are not counted",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Times of one step in seconds, from published rates; see `ASSUMPTIONS`."""
+
+    model_compute_s: float
+    optimizer_s: float
+    communication_s: dict[str, float]
+    """By network."""
+    step_time_s: float
+    overlapped_step_time_s: float
+    mfu: float
+    """Model FLOPs divided by the FLOPs that the chips could do in `step_time_s`."""
+    overlapped_mfu: float
+    tokens_per_day: float
+    days: float
+    """For all steps of the config."""
+    cost: float | None
+    """Price of a chip and hour times chips times hours; None without a price."""
+
+
+def estimate(
+    config: TrainConfig,
+    flops: Flops,
+    memory: ChipMemory,
+    rows: Iterable[Traffic],
+    chip: Chip,
+    num_chips: int,
+    price: float | None,
+) -> Estimate:
+    """How long a step takes at the rates of `chip`.
+
+    Args:
+      config: what is trained.
+      flops: of a step.
+      memory: on one chip.
+      rows: traffic of a step.
+      chip: its rates.
+      num_chips: how many there are.
+      price: of a chip for an hour, in any currency.
+    """
+    rate = num_chips * chip.peak_flops
+    state = sum(memory.optimizer_state_bytes.values()) + memory.previous_parameters_bytes
+    moved = 2 * (memory.parameters_bytes + state) + memory.parameters_bytes
+    model_s = (flops.hardware - flops.optimizer) / rate
+    optimizer_s = flops.optimizer / rate + moved / chip.memory_bandwidth
+    communication: dict[str, float] = {}
+    for row in rows:
+        bandwidth = chip.dcn_bandwidth if row.network == "DCN" else chip.network_bandwidth
+        seconds = row.wire_bytes / bandwidth
+        communication[row.network] = communication.get(row.network, 0.0) + seconds
+    compute_s = model_s + optimizer_s
+    step_s = compute_s + sum(communication.values())
+    overlapped_s = max(compute_s, *communication.values(), 0.0)
+    days = step_s * config.num_steps / 86400
+    return Estimate(
+        model_compute_s=model_s,
+        optimizer_s=optimizer_s,
+        communication_s=communication,
+        step_time_s=step_s,
+        overlapped_step_time_s=overlapped_s,
+        mfu=flops.model / (rate * step_s),
+        overlapped_mfu=flops.model / (rate * overlapped_s),
+        tokens_per_day=config.tokens_per_step / step_s * 86400,
+        days=days,
+        cost=None if price is None else price * num_chips * days * 24,
+    )

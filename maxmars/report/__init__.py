@@ -1,1 +1,0 @@
-"""Curves, figures and a page of finished runs; needs no JAX."""

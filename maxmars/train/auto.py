@@ -1,0 +1,178 @@
+"""What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`.
+
+The type of matrix products follows from a rule and not from a measurement: two runs of one config
+on one machine, and a run and its resume, must compute in the same type. A run keeps the type that
+it began with, wherever it continues.
+
+The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
+fits is read from the compiled train step, so that a run neither recomputes what it has the memory
+to keep, nor ends out of memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jaxlib.version
+from jax.sharding import Mesh
+
+from maxmars.config import TrainConfig
+from maxmars.distributed import processes
+from maxmars.train.step import make_train_step
+
+ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
+
+# Matrix products [1024, 768] x [768, 3072] on a CPU with AMX, GFLOP/s in bfloat16 and float32, by
+# jaxlib: 0.10.2 62 and 118, 0.11.0 128 and 141, 0.11.1 87 and 120, 0.11.2 608 and 138, 0.12.0 674
+# and 144, 0.12.0.1 695 and 156. Where the kernel refuses AMX: 110 and 95 to 88 and 145.
+_FIRST_FAST_JAXLIB = (0, 11, 2)
+
+Remat = Literal["full", "attention", "dots"] | None
+POLICIES: tuple[Remat, ...] = (None, "dots", "attention", "full")
+"""Policies of rematerialisation, from the least arithmetic to the least memory."""
+
+USABLE = 0.95
+"""Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
+
+
+def choose_precision(
+    config: TrainConfig, mesh: Mesh, log: Callable[[str], None] = lambda _: None
+) -> TrainConfig:
+    """The config with `model.compute_dtype` chosen, if it is `auto`; all processes choose the same.
+
+    `log` gets the choice and its reason, in one line. Fake CPU devices count as this machine.
+    """
+    if config.model.compute_dtype != "auto":
+        return config
+    dtype, reason = fastest_dtype(mesh.devices.flat[0].platform)
+    if not processes.all_processes(dtype == "bfloat16"):
+        if dtype == "bfloat16":
+            reason = "another host has no fast bfloat16"
+        dtype = "float32"
+    log(f"model.compute_dtype=auto: {dtype}, as {reason}")
+    return with_compute_dtype(config, dtype)
+
+
+def with_compute_dtype(config: TrainConfig, dtype: ComputeDtype) -> TrainConfig:
+    """The config with this type of matrix products."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
+
+
+def fastest_dtype(
+    platform: str,
+    *,
+    processor_flags: Collection[str] | None = None,
+    jaxlib_version: tuple[int, ...] = jaxlib.version.__version_info__,
+) -> tuple[Literal["bfloat16", "float32"], str]:
+    """The type in which matrix products are fast on a platform (`jax.Device.platform`), and why.
+
+    Args:
+      platform: such as `tpu`, `gpu` or `cpu`.
+      processor_flags: what the CPU can do, in Linux's words; None reads `/proc/cpuinfo`.
+      jaxlib_version: of the compiler.
+    """
+    if platform != "cpu":
+        return "bfloat16", "accelerators are made for it"
+    if processor_flags is None:
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        except OSError:  # a system that does not describe its processor as Linux does
+            lines = []
+        processor_flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    if "amx_bf16" not in processor_flags:
+        return "float32", "this processor has no matrix unit for bfloat16 (amx_bf16)"
+    if jaxlib_version < _FIRST_FAST_JAXLIB:
+        found, needed = (".".join(map(str, v)) for v in (jaxlib_version, _FIRST_FAST_JAXLIB))
+        return "float32", f"jaxlib {found} is before {needed}, slow at it"
+    return "bfloat16", "this processor has a matrix unit for it (amx_bf16)"
+
+
+def device_memory_bytes(device: jax.Device) -> int | None:
+    """Memory of a device that programs may use; None where it is not known, as of a CPU."""
+    if device.platform == "cpu":
+        return None
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def choose_remat(
+    config: TrainConfig,
+    mesh: Mesh,
+    log: Callable[[str], None],
+    *,
+    memory_bytes: Callable[[jax.Device], int | None] = device_memory_bytes,
+) -> TrainConfig:
+    """The config with `model.remat` chosen, if it is `auto`; all processes choose the same.
+
+    Compiles the train step for each policy until one fits. Where a device's memory is not known, as
+    on a CPU, nothing is compiled, and nothing is recomputed.
+
+    Args:
+      config: what to train; it fits the mesh.
+      mesh: its devices.
+      log: prints the choice and its reason, in one line.
+      memory_bytes: memory of a device that programs may use; None where it is not known.
+    """
+    if config.model.remat != "auto":
+        return config
+    device = mesh.local_devices[0]
+    limit = memory_bytes(device)
+    if not processes.all_processes(limit is not None):
+        log("model.remat=auto: None, as this device's memory is not known")
+        return with_remat(config, None)
+    assert limit is not None
+    usable, peaks = int(USABLE * limit), dict[Remat, int | None]()
+
+    def fits(remat: Remat) -> bool:
+        try:
+            compiled = make_train_step(with_remat(config, remat), mesh).lower().compile()
+            peak = peak_bytes(compiled, tpu=device.platform == "tpu")
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            peak = None  # the compiler itself refuses the program
+        peaks[remat] = peak
+        return processes.all_processes(peak is not None and peak <= usable)
+
+    remat, any_fits = first_that_fits(fits)
+    peak = peaks[remat]
+    needs = "is refused by the compiler" if peak is None else f"needs {peak / 1e9:.2f} GB"
+    problem = "" if any_fits else ", and nothing fits; raise num_microbatches or mesh.fsdp"
+    log(f"model.remat=auto: {remat} {needs} of {usable / 1e9:.2f} GB a device{problem}")
+    return with_remat(config, remat)
+
+
+def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
+    """The config with this policy."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def first_that_fits(fits: Callable[[Remat], bool]) -> tuple[Remat, bool]:
+    """The first of `POLICIES` for which `fits` is true, and True; `full` and False if there is
+    none. `fits` is not asked about the policies after the first that fits."""
+    for remat in POLICIES:
+        if fits(remat):
+            return remat, True
+    return POLICIES[-1], False
+
+
+def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:
+    """Most bytes that a compiled program has in use on one device.
+
+    For TPUs this is the compiler's own figure, by which it decides whether a program fits.
+    Elsewhere it is the arguments, the temporaries and the outputs that take no argument's place:
+    XLA's own peak of a CPU program leaves these out.
+
+    Raises:
+      ValueError: the backend has no memory analysis.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError("this backend has no memory analysis of compiled programs.")
+    if tpu and stats.peak_memory_in_bytes:
+        return stats.peak_memory_in_bytes
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + made

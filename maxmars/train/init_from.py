@@ -1,0 +1,231 @@
+"""How a new run starts from the weights of another run or of a Hugging Face model (`--init-from`).
+
+The new run takes the weights and nothing else: it is at step 0, at the first example of its data
+and at the beginning of its schedule. Its optimizer, which may be another one, starts as in any new
+run: no updates counted, moments zero. The first step of MARS, approximate or exact, then compares
+its gradient with zero (c = (1 + κ) g, as in the official code), so that exact MARS never reads
+parameters from before the first step. With `InitFrom.optimizer_state` the optimizer goes on
+instead, with its moments, its count of updates and MARS's last gradient (in exact MARS the
+parameters of the step before); step, data and schedule start anew all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxmars.checkpoint import Checkpoint, find, load, read
+from maxmars.checkpoint.digest import combine, digest, leaf_types
+from maxmars.config import GPT2Config, TrainConfig, differences
+from maxmars.distributed import processes
+from maxmars.distributed.files import Workdir, is_remote, read_text, resolve, write_json
+from maxmars.eval.trained_model import HFTarget, find_target
+from maxmars.model import huggingface
+from maxmars.train.resume import first_misfit
+from maxmars.train.step import TrainState, abstract_train_state, init_train_state
+
+_RECORD = "init_from.json"
+
+# Fields of the model that its weights depend on. The vocabulary's padding is not among them.
+_SAME = (
+    "num_layers",
+    "num_heads",
+    "embed_dim",
+    "max_seq_len",
+    "vocab_size",
+    "use_bias",
+    "scale_attn_by_inverse_layer_idx",
+    "layer_norm_epsilon",
+    "param_dtype",
+)
+_WITH_OPTIMIZER = ("params", "opt_state", "prev_params")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitFrom:
+    """The weights that a new run starts from."""
+
+    path: str
+    """A run's working directory, its directory of checkpoints or one of them, also on `gs://`; or a
+    local directory with a Hugging Face GPT-2."""
+    optimizer_state: bool = False
+    """Also take the state of the optimizer, which must be of the same kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Initial:
+    """The state that a new run starts from, and its origin."""
+
+    state: TrainState
+    origin: dict[str, Any]
+    """JSON-ready: `path` as given, `weights` (the checkpoint or directory that was read),
+    `optimizer_state`, and `params_digest`."""
+
+
+def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
+    """Read the weights, compare them with their digests, and make a state around them.
+
+    Args:
+      config: the new run's config.
+      mesh: where the state goes; the source may have been trained on another mesh.
+      source: what to read.
+
+    Raises:
+      FileNotFoundError: there are no weights at the path.
+      ValueError: they are damaged, or of another model or optimizer than `config` says.
+    """
+    path, found = resolve(source.path), find(source.path)
+    abstract = abstract_train_state(config, mesh)
+    if found is not None:
+        directory, step = found
+        saved = read(directory, step)
+        _check_model(saved.path, saved.model, config.model)
+        wanted = {"params": _as_stored(abstract.params, saved.model)}
+        if source.optimizer_state:
+            wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
+            _check_optimizer(saved, config, leaf_types(wanted))
+        loaded = load(directory, wanted, step)
+        parts, weights = loaded.state, loaded.checkpoint.path
+    elif is_remote(path):
+        raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
+    else:
+        target = find_target(source.path)
+        assert isinstance(target, HFTarget), "a run would have been found before"
+        if source.optimizer_state:
+            raise _no_optimizer_state(path)
+        model, weights = huggingface.read_config(target.directory), path
+        _check_model(path, model, config.model)
+        model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)
+        parts = {"params": huggingface.load_params(target.directory, model, abstract.params)}
+    parts["params"] = _padded(parts["params"], abstract.params, config.model)
+    origin = {
+        "path": str(path),
+        "weights": str(weights),
+        "optimizer_state": source.optimizer_state,
+        "params_digest": combine(digest({"params": parts["params"]})),
+    }
+    return Initial(state=init_train_state(config, mesh, parts), origin=origin)
+
+
+def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:
+    """Check that `source` agrees with the start that is recorded in `workdir`.
+
+    A run that continues need not name its source again, and may not name another. A run that was
+    killed before it saved anything starts anew, and must name a source, which may be another one.
+
+    Raises:
+      ValueError: they do not agree; every process of the run raises.
+    """
+    problem = None
+    if processes.is_primary() and continues == (source is not None):
+        origin = json.loads(read_text(workdir / _RECORD) or "null")
+        if source is not None:
+            problem = _other_origin(workdir, source, origin)
+        elif origin is not None:
+            problem = (
+                f"the run in {workdir} was to start from {origin['path']} and has saved nothing "
+                "yet: give the same --init-from again. To start from random weights, delete "
+                f"{workdir / _RECORD}, or choose another --workdir."
+            )
+    if not processes.all_processes(problem is None):
+        raise ValueError(problem or "process 0 refuses --init-from; it says why.")
+
+
+def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | None) -> str | None:
+    """Why a run may not continue with this source: it started from another one."""
+    if origin is None:
+        start = f"random weights, not from {source.path}"
+    elif origin["path"] != str(resolve(source.path)):
+        start = f"{origin['path']}, not from {source.path}"
+    elif origin["optimizer_state"] != source.optimizer_state:
+        preposition = "with" if origin["optimizer_state"] else "without"
+        start = f"{origin['path']} {preposition} its optimizer state"
+    else:
+        return None
+    return (
+        f"the run in {workdir} started from {start}. Leave --init-from and --init-optimizer-state "
+        "out to continue it, or choose another --workdir."
+    )
+
+
+def record_origin(workdir: Workdir, initial: Initial) -> None:
+    """Write `init_from.json` into the directory of a new run; only the primary process does."""
+    if processes.is_primary():
+        write_json(workdir / _RECORD, initial.origin)
+
+
+def _no_optimizer_state(path: Any) -> ValueError:
+    return ValueError(
+        f"{path} has weights alone and no optimizer state that this version reads; leave out "
+        "--init-optimizer-state."
+    )
+
+
+def _check_model(path: Any, theirs: GPT2Config, ours: GPT2Config) -> None:
+    changed = [(field, old, new) for field, old, new in differences(theirs, ours) if field in _SAME]
+    if changed:
+        rows = ", ".join(
+            f"model.{name} is {old} there and {new} here" for name, old, new in changed
+        )
+        flags = " ".join(f"--model.{name.replace('_', '-')} {old}" for name, old, _ in changed)
+        raise ValueError(
+            f"the weights in {path} are of another model: {rows}. Train that model ({flags}), or "
+            "start from other weights."
+        )
+
+
+def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, str]) -> None:
+    """Check that a checkpoint has the arrays `wanted`, and that they mean the same."""
+    if not isinstance(saved.config, TrainConfig):
+        raise _no_optimizer_state(saved.path)
+    way_out = "leave out --init-optimizer-state to start with a new one"
+    before, after = (type(some.optimizer) for some in (saved.config, config))
+    if before is not after:  # two optimizers may have the same arrays
+        raise ValueError(
+            f"the optimizer state in {saved.path} is of {before.__name__}, but optimizer is "
+            f"{after.__name__} here; {way_out}."
+        )
+    theirs = {name: t for name, t in saved.types.items() if name.startswith(_WITH_OPTIMIZER)}
+    misfit = first_misfit(theirs, wanted)
+    if misfit is not None:
+        changed = ", ".join(
+            f"{name} is {old} there and {new} here"
+            for name, old, new in differences(saved.config, config)
+            if name.startswith(("optimizer.", "model.vocab_pad_multiple"))
+        )
+        raise ValueError(
+            f"the optimizer state in {saved.path} does not fit: {misfit} ({changed}). Take the "
+            f"values there, or {way_out}."
+        )
+
+
+def _as_stored(params: dict[str, Any], model: GPT2Config) -> dict[str, Any]:
+    """Abstract parameters whose token embedding has the rows of `model`, which may have another
+    `vocab_pad_multiple`. Other rows are not split over the mesh, which need not divide them."""
+    embedding = params["wte"]["embedding"]
+    rows, width = model.padded_vocab_size, embedding.shape[1]
+    if rows == embedding.shape[0]:
+        return params
+    columns = PartitionSpec(None, embedding.sharding.spec[1])
+    unsplit = NamedSharding(embedding.sharding.mesh, columns)
+    stored = jax.ShapeDtypeStruct((rows, width), embedding.dtype, sharding=unsplit)
+    return params | {"wte": params["wte"] | {"embedding": stored}}
+
+
+def _padded(params: dict[str, Any], abstract: dict[str, Any], model: GPT2Config) -> dict[str, Any]:
+    """The parameters with the padding of `abstract`; the rows that pad are zero."""
+    embedding, wanted = params["wte"]["embedding"], abstract["wte"]["embedding"]
+    if embedding.shape == wanted.shape:
+        return params
+    missing = wanted.shape[0] - model.vocab_size
+    pad = jax.jit(
+        lambda rows: jnp.pad(rows[: model.vocab_size], ((0, missing), (0, 0))),
+        out_shardings=wanted.sharding,
+    )
+    return params | {"wte": params["wte"] | {"embedding": pad(embedding)}}

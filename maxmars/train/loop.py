@@ -1,0 +1,228 @@
+"""The training loop. `train` opens a run, takes its steps, and evaluates and saves on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxmars.config import TrainConfig
+from maxmars.distributed import processes
+from maxmars.distributed.failures import StopRequests, exit_if_peer_is_lost
+from maxmars.distributed.files import Workdir, resolve
+from maxmars.train.init_from import InitFrom
+from maxmars.train.metrics import Goodput, read_metrics
+from maxmars.train.reporter import StepReporter
+from maxmars.train.run import Evaluation, Run, open_run
+from maxmars.train.summary import write_summary
+from maxmars.train.tracer import StepTracer, TraceTables, check_profile
+from maxmars.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to."""
+
+    done: bool
+    """Whether all steps and evaluations are made. If not, SIGTERM or Ctrl-C stopped the run after
+    a step, which is saved; the same call continues it."""
+    step: int
+    """Number of steps taken, in this and earlier calls."""
+    train_loss: float | None
+    """Training loss in the last line of the metrics, nats a token."""
+    eval_loss: float | None
+    """Last validation loss, nats a token. Of several processes only the first, which keeps the
+    metrics, has the two losses; None also where a run recorded none."""
+    workdir: Workdir
+    """Directory of the run; `<workdir>/checkpoints/<step>` is complete."""
+
+
+def train(
+    config: TrainConfig,
+    workdir: str | os.PathLike[str],
+    *,
+    init_from: InitFrom | None = None,
+    resume_overrides: Sequence[str] = (),
+    profile: tuple[int, int] | None = None,
+    trace_tables: TraceTables | None = None,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train as `config` says, or continue the run in `workdir`.
+
+    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `sessions.jsonl`,
+    `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a distributed run
+    calls this.
+
+    Args:
+      config: what to train.
+      workdir: directory of the run, on a disk or `gs://`.
+      init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
+        at random. A run that continues takes None, or what it started from.
+      resume_overrides: dotted names of fields that change on purpose when the run continues (see
+        `resume`); `config_changes.jsonl` records the changes.
+      profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
+        None traces none.
+      trace_tables: makes tables of what took the time in these steps.
+      quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
+
+    Raises:
+      ValueError: the mesh, the data and the model do not fit together, `workdir` holds another run
+        or one on other data, a file of tokens does not match its checksum,
+        or the run does not make the steps to trace.
+      DivergedError: more steps in a row were skipped than `config.guard` allows.
+      FileNotFoundError: there is no data, or nothing to start from.
+      OSError, ImportError: `workdir` cannot be written to; see `files.require_access`.
+    """
+    started, goodput, workdir = time.monotonic(), Goodput(), resolve(workdir)
+    if profile is not None:  # before anything is written
+        check_profile(profile, workdir, 0, config.num_steps)
+    with contextlib.ExitStack() as stack:
+        stack.push(exit_if_peer_is_lost)
+        watchdog = stack.enter_context(Watchdog(config.hang_timeout_s))
+        run = open_run(
+            config,
+            workdir,
+            init_from=init_from,
+            resume_overrides=resume_overrides,
+            watchdog=watchdog,
+            goodput=goodput,
+            stack=stack,
+            quiet=quiet,
+        )
+        stack.push(exit_if_peer_is_lost)  # before the files are closed, which may wait for peers
+        config, num_steps = run.config, run.config.num_steps
+
+        missing = _missing_evaluations(run)  # a stop or a kill may have come before them
+        if run.step >= num_steps and not missing:
+            run.progress.message(
+                f"{workdir}: all {run.step} steps are done. Train longer with --num-steps, or "
+                "start anew with another --workdir."
+            )
+            return _result(run, done=True)
+        goodput.record(workdir, run.step, run.checkpointer.check_owner)
+        stack.enter_context(goodput)
+        tracer = None
+        if profile is not None:
+            check_profile(profile, workdir, run.step, num_steps)
+            tracer = StepTracer(*profile, Path(workdir), trace_tables)
+            stack.callback(tracer.close)
+        stops = stack.enter_context(StopRequests())
+        run.verification.start(on_damage=stops.request)
+        before_evaluations = time.monotonic()
+        if run.step < num_steps:
+            for evaluation in missing:
+                _evaluate(run, evaluation)
+        reporter = StepReporter(run, started + time.monotonic() - before_evaluations)
+        goodput.begin("compile")
+
+        for step in range(run.step + 1, num_steps + 1):
+            # Data.
+            watchdog.begin(f"reading the tokens of step {step}", "tokens")
+            if tracer is not None:
+                tracer.begin(step, run.state)
+            with reporter.waiting():
+                batch = next(run.batches)
+
+            # Step. It is dispatched, and the metrics of the step before are fetched and reported
+            # while it runs.
+            watchdog.begin(f"step {step}", "step")
+            run.state, metrics = run.train_step(run.state, batch)
+            run.step = step
+            reporter.add(step, metrics)
+            if tracer is not None and step == tracer.last:
+                watchdog.rest()
+                with reporter.paused(), goodput.during("other"):
+                    run.progress.message(tracer.end(metrics, run.train_step.text))
+
+            # Stop: before an evaluation, as there may be little time left to save.
+            if step == num_steps or stops.due(step):
+                break
+
+            # Evaluate, then save, so that the checkpoint carries the validation loss.
+            due = _evaluations_at(run, step)
+            every = config.checkpoint.every
+            save_now = run.checkpointer.is_due(step) or (every is not None and step % every == 0)
+            if due or save_now:
+                reporter.flush()  # a complete checkpoint implies the metrics of its steps
+                watchdog.rest()
+                with reporter.paused():
+                    evaluated: dict[str, float] = {}
+                    for evaluation in due:
+                        evaluated |= _evaluate(run, evaluation)
+                    if save_now:
+                        _save(run, evaluated)
+
+        # The last save comes before the last evaluations: a kill there loses no step. Nothing is
+        # saved of a run whose data turned out to be damaged.
+        reporter.flush()
+        run.verification.check(patience_s=5.0 if run.step >= num_steps else 0.0)
+        watchdog.rest()
+        goodput.begin("other")
+        _save(run, {}, wait=True)
+        done = run.step >= num_steps
+        if done:
+            for evaluation in _missing_evaluations(run):
+                _evaluate(run, evaluation)
+        run.writer.sync()  # the summary and the result read the metrics
+        goodput.reached(run.step, done=done)
+        run.progress.close()
+        run.progress.message(write_summary(run, done=done))
+        return _result(run, done=done)
+
+
+def _evaluations_at(run: Run, step: int) -> list[Evaluation]:
+    return [e for e in run.evaluations if step % e.every == 0 or step == run.config.num_steps]
+
+
+def _missing_evaluations(run: Run) -> list[Evaluation]:
+    """The evaluations of the step where the run stands that its metrics do not have."""
+    primary = processes.is_primary()  # only this process has the metrics
+    rows = read_metrics(run.workdir) if primary else []
+    made = {key for row in rows if row["step"] == run.step for key in row}
+    return [
+        evaluation
+        for evaluation in _evaluations_at(run, run.step)
+        if not processes.all_processes(not primary or evaluation.metric in made)
+    ]
+
+
+def _evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+    """Evaluate the parameters of the step where the run stands, and record the metrics."""
+    with run.watchdog.watching(evaluation.name), run.goodput.during("evaluation"):
+        metrics, text = evaluation.measure(run.state.params)
+    run.writer.write(run.step, metrics)
+    run.progress.message(f"step {run.step}: {text}")
+    return metrics
+
+
+def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
+    """Save the step where the run stands, with the validation loss if `evaluated` has it."""
+    watching = run.watchdog.watching(f"writing the checkpoint of step {run.step}")
+    with watching, run.goodput.during("checkpoint"):
+        run.goodput.reached(run.step, write=True)
+        run.writer.sync()  # a resume from this checkpoint finds the metrics of its steps
+        blocked_s = run.checkpointer.save(
+            run.step,
+            run.state,
+            data_position=run.batches.position,
+            metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
+            wait=wait,
+        )
+    if blocked_s is not None:
+        run.writer.write(run.step, {"perf/checkpoint_blocking_time": blocked_s})
+
+
+def _result(run: Run, *, done: bool) -> TrainResult:
+    losses: dict[str, float] = {}
+    for row in read_metrics(run.workdir) if processes.is_primary() else []:
+        losses |= {key: float(row[key]) for key in ("train/loss", "eval/loss") if key in row}
+    return TrainResult(
+        done=done,
+        step=run.step,
+        train_loss=losses.get("train/loss"),
+        eval_loss=losses.get("eval/loss"),
+        workdir=run.workdir,
+    )

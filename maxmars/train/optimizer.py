@@ -1,0 +1,402 @@
+"""Config to optimizer: the kind of each parameter, and its update rule, rate and weight decay.
+
+The kind of a parameter, its matrix and its part of the model follow from the names of its axes
+(`model.gpt2.logical_axes`), never from its number of dimensions or its path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jax.sharding import Mesh
+from jaxtyping import Num
+
+from maxmars.config import (
+    AdamWConfig,
+    AdoptConfig,
+    GPT2Config,
+    LionConfig,
+    MarsConfig,
+    MuonConfig,
+    OptaxConfig,
+    OptimizerConfig,
+    SoapConfig,
+    SophiaConfig,
+    TrainConfig,
+)
+from maxmars.config.user_code import load_function
+from maxmars.distributed.sharding import RULES, like_params
+from maxmars.model.gpt2 import LAYERS, graph_and_abstract_params, logical_axes
+from maxmars.optim import (
+    MatrixSpec,
+    mars,
+    muon,
+    soap,
+    soap_shardings,
+    sophia,
+)
+
+# The names of each matrix's axes (layers aside) -> how many of the first axes are inputs.
+_LINEAR_INPUTS: dict[tuple[str, ...], int] = {
+    ("embed", "qkv", "heads", "head_dim"): 1,
+    ("heads", "head_dim", "embed"): 2,
+    ("embed", "mlp"): 1,
+    ("mlp", "embed"): 1,
+}
+_EMBEDDINGS = {("vocab", "embed"), ("positions", "embed")}
+
+Kind = Literal["linear", "embedding", "vector"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """How one parameter is optimized."""
+
+    kind: Kind
+    """`linear`: the kernel of a linear layer; `embedding`; `vector`: a norm's scale, or a bias."""
+    rule: str
+    """Name of the update rule."""
+    learning_rate_scale: float
+    """The parameter's learning rate, as a multiple of the peak rate times the schedule."""
+    weight_decay: float
+    """Decoupled weight decay."""
+    spec: MatrixSpec
+    """Which axes make its matrix, or its stack of matrices or vectors."""
+
+
+def parameter_kinds(config: GPT2Config) -> Any:
+    """The kind of each parameter, as a nested dict of strings."""
+
+    def kind(layers: tuple[str, ...], axes: tuple[str, ...]) -> Kind:
+        if axes in _LINEAR_INPUTS:
+            return "linear"
+        return "embedding" if axes in _EMBEDDINGS else "vector"
+
+    return _map_axes(kind, config)
+
+
+def matrix_specs(config: GPT2Config, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
+    """The `MatrixSpec` of each parameter, as a nested dict.
+
+    Args:
+      config: the model.
+      qkv: the attention's input projection is one matrix ("fused"), three for queries, keys and
+        values ("qkv"), or three for each head ("heads").
+      mesh: if given, the specs say how `sharding.RULES` partitions each parameter over it.
+    """
+    split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
+
+    def spec(layers: tuple[str, ...], axes: tuple[str, ...]) -> MatrixSpec:
+        names = (*layers, *axes)
+        first = len(layers) + _LINEAR_INPUTS.get(axes, 0)
+        rows, cols = range(len(layers), first), range(first, len(names))
+        if axes in _EMBEDDINGS:
+            rows, cols = cols[1:], cols[:1]  # [tokens, embed] maps from embed to tokens in the head
+        split = [i for i, name in enumerate(names) if name in split_names]
+        return MatrixSpec(
+            batch=tuple(range(len(layers))),
+            rows=tuple(rows),
+            cols=tuple(cols),
+            partition=None if mesh is None else RULES.spec(*names),
+            split=tuple(split) if rows and "qkv" in axes else (),
+            embedding=axes in _EMBEDDINGS,
+            padding=config.padded_vocab_size - config.vocab_size if "vocab" in axes else 0,
+        )
+
+    return _map_axes(spec, config)
+
+
+def parameter_groups(optimizer: OptimizerConfig, model: GPT2Config) -> Any:
+    """The `ParameterGroup` of each parameter, as a nested dict."""
+    return jax.tree.map(
+        lambda kind, spec: _group(optimizer, kind, spec),
+        parameter_kinds(model),
+        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
+    )
+
+
+def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
+    """Whether a kind of parameter decays: by `weight_decay`, or by a `vector_weight_decay`."""
+    match optimizer:
+        case MarsConfig():
+            embedding, vector = optimizer.decay_embeddings, not optimizer.optimize_vectors
+        case MuonConfig():
+            embedding, vector = False, True
+        case SoapConfig():
+            embedding, vector = True, True
+        case _:
+            embedding, vector = False, False
+    return {"linear": True, "embedding": embedding, "vector": vector}[kind]
+
+
+def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> ParameterGroup:
+    if isinstance(optimizer, OptaxConfig):  # what decays how, only its function knows
+        return ParameterGroup(
+            kind=kind, rule=optimizer.make, learning_rate_scale=1.0, weight_decay=0.0, spec=spec
+        )
+    decay = optimizer.weight_decay if _decays(optimizer, kind) else 0.0
+    scale = 1.0
+    match optimizer:
+        case AdamWConfig():
+            rule = "adamw"
+        case LionConfig():
+            rule = "lion"
+        case AdoptConfig():
+            rule = "adopt"
+        case SophiaConfig():
+            rule = "sophia"
+        case SoapConfig() if kind == "linear":
+            rule = "soap"
+        case SoapConfig():
+            rule, scale = "adamw", optimizer.vector_learning_rate_scale
+            decay = optimizer.vector_weight_decay
+        case MarsConfig(variant="adamw" | "lion" as variant) if kind != "vector":
+            rule = f"mars-{variant}"
+        case MarsConfig() if kind == "linear":
+            rule = f"mars-{optimizer.variant}"
+        case MarsConfig(embeddings="orthogonalize") if kind == "embedding":
+            rule = f"mars-{optimizer.variant}"
+        case MarsConfig(optimize_vectors=True) if kind == "vector":
+            rule = "mars-lion" if optimizer.variant == "lion" else "mars-adamw"
+        case MuonConfig() if kind == "linear":
+            rule = "muon"
+        case MarsConfig() | MuonConfig():
+            rule, scale = "adamw", optimizer.vector_learning_rate_scale
+            decay = optimizer.vector_weight_decay if kind == "vector" else decay
+    return ParameterGroup(
+        kind=kind, rule=rule, learning_rate_scale=scale, weight_decay=decay, spec=spec
+    )
+
+
+def make_optimizer(
+    optimizer: OptimizerConfig,
+    model: GPT2Config,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    batch_tokens: int = 1,
+    mesh: Mesh | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The optax optimizer of a model's parameters (a nested dict).
+
+    Args:
+      optimizer: which optimizer, with its hyperparameters.
+      model: the model, whose axis names say which parameters are matrices and which decay.
+      learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
+      batch_tokens: tokens a step, by which Sophia scales its estimate of the Hessian.
+      mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
+    """
+    decays = jax.tree.map(lambda kind: _decays(optimizer, kind), parameter_kinds(model))
+    match optimizer:
+        case AdamWConfig():
+            tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
+        case LionConfig():
+            tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
+        case AdoptConfig():
+            tx = optax.chain(
+                optax.contrib.scale_by_adopt(optimizer.b1, optimizer.b2, optimizer.eps),
+                optax.add_decayed_weights(optimizer.weight_decay, decays),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+        case SophiaConfig():
+            tx = sophia(
+                learning_rate,
+                mask=decays,
+                batch_tokens=float(batch_tokens),
+                **_options(optimizer),
+            )
+        case SoapConfig():
+            tx = soap(
+                learning_rate,
+                mask=decays,
+                matrix_specs=_soap_specs(model, mesh),
+                mesh=mesh if mesh is not None and mesh.size > 1 else None,
+                **_options(optimizer),
+            )
+        case MarsConfig() | MuonConfig():
+            make = mars if isinstance(optimizer, MarsConfig) else muon
+            tx = make(
+                learning_rate,
+                mask=decays,
+                matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+                mesh=mesh,
+                ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
+                **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
+            )
+        case OptaxConfig():
+            tx = _own_optimizer(optimizer, learning_rate, matrix_specs(model, mesh=mesh), mesh)
+    return optax.with_extra_args_support(tx)
+
+
+def _own_optimizer(
+    optimizer: OptaxConfig, learning_rate: optax.ScalarOrSchedule, specs: Any, mesh: Mesh | None
+) -> optax.GradientTransformation:
+    """What the user's function makes.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
+        it returns something else. Any other exception was raised by the function.
+    """
+    make = load_function(optimizer.make)
+    arguments = {"matrix_specs": specs, "mesh": mesh, **optimizer.options}
+    try:
+        inspect.signature(make).bind(learning_rate, **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer.make={optimizer.make!r} cannot be called with learning_rate, "
+            f"{', '.join(arguments)} ({error}); it is make(learning_rate, *, matrix_specs, mesh, "
+            "**options) with the keys of optimizer.options."
+        ) from None
+    tx = make(learning_rate, **arguments)
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer.make={optimizer.make!r} returned a {type(tx).__name__}; it must return an "
+            "optax.GradientTransformation."
+        )
+    return tx
+
+
+def check_optimizer(optimizer: OptimizerConfig, model: GPT2Config, mesh: Mesh) -> None:
+    """Check that a user's own optimizer makes updates like the parameters.
+
+    Raises:
+      FileNotFoundError, ValueError: see `OptaxConfig`.
+    """
+    if not isinstance(optimizer, OptaxConfig):
+        return
+    _, params = graph_and_abstract_params(model)
+
+    def update(learning_rate: jax.Array, params: Any) -> Any:
+        tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
+        return tx.update(params, tx.init(params), params)[0]
+
+    updates = jax.eval_shape(update, jax.ShapeDtypeStruct((), model.param_dtype), params)
+    same = jax.tree.structure(updates) == jax.tree.structure(params) and all(
+        u.shape == p.shape
+        for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+    )
+    if not same:
+        raise ValueError(
+            f"the optimizer of optimizer.make={optimizer.make!r} makes updates of another "
+            "structure or shape than the parameters."
+        )
+
+
+def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
+    """The fields of a config that are arguments of the same name."""
+    names = {f.name for f in dataclasses.fields(optimizer)} - {"learning_rate", *without}
+    return {name: getattr(optimizer, name) for name in names}
+
+
+def _soap_specs(model: GPT2Config, mesh: Mesh | None) -> Any:
+    """SOAP leaves embeddings to AdamW, as it does vectors: they have no spec."""
+    specs = matrix_specs(model, mesh=mesh)
+    return jax.tree.map(lambda spec: None if spec.embedding else spec, specs)
+
+
+def opt_state_shardings(
+    optimizer: OptimizerConfig, model: GPT2Config, opt_state: Any, params: Any, mesh: Mesh
+) -> Any:
+    """NamedShardings of an (abstract) optimizer state, given parameters that carry theirs.
+
+    An array of the state takes its parameter's sharding; only SOAP's bases lie with the devices
+    that own their matrices.
+    """
+    like = like_params(opt_state, params)
+    if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
+        return like
+    own = soap_shardings(opt_state, mesh, _soap_specs(model, mesh))
+    return jax.tree.map(lambda a, b: a if b is None else b, like, own)
+
+
+def make_schedule(config: TrainConfig) -> optax.Schedule:
+    """The learning rate's shape in [0, 1] as a function of the step: a linear warmup from 0, then
+    the schedule's decay to its `final_fraction`, which stays."""
+    schedule, final = config.schedule, config.schedule.final_fraction
+    steps = max(config.decay_steps - schedule.warmup_steps, 1)
+    match schedule.decay:
+        case "cosine":
+            decay = optax.cosine_decay_schedule(1.0, steps, alpha=final)
+        case "linear":
+            decay = optax.linear_schedule(1.0, final, steps)
+        case "exponential":
+            decay = _exponential_decay(steps, final)
+        case "wsd":  # warmup, stable, decay (arXiv 2404.06395)
+            falling = round(schedule.wsd_decay_fraction * config.decay_steps)
+            falling = min(max(falling, 1), steps)
+            decay = optax.linear_schedule(1.0, final, falling, transition_begin=steps - falling)
+    warmup = optax.linear_schedule(0.0, 1.0, schedule.warmup_steps)
+    shape = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
+    # An int32 step would make the fractions float32, also where the run is in float64.
+    return lambda step: shape(jnp.asarray(step, float))
+
+
+def _exponential_decay(steps: int, final: float) -> optax.Schedule:
+    """0.9^(100 progress), the official MARS code's `exp`; at the end it is 2.7e-5 above `final`."""
+
+    def decay(step: jax.typing.ArrayLike) -> jax.Array:
+        falling = 0.9 ** (100 * jnp.asarray(step) / steps)
+        return final + (1 - final) * jnp.where(jnp.asarray(step) > steps, 0.0, falling)
+
+    return decay
+
+
+# --- the parts of the model that metrics tell apart ----------------------------------------------
+
+PARTS = ("embedding", "attention", "mlp", "vector")
+"""Embeddings, the kernels of attention, the kernels of the MLPs, and norms and biases."""
+
+
+def parameter_parts(config: GPT2Config) -> Any:
+    """The part of each parameter, one of `PARTS`, as a nested dict."""
+
+    def part(kind: str, axes: tuple[str, ...]) -> str:
+        if kind != "linear":
+            return kind
+        return "attention" if "heads" in axes else "mlp"
+
+    return jax.tree.map(part, parameter_kinds(config), logical_axes(config))
+
+
+def learning_rate_scales(optimizer: OptimizerConfig, model: GPT2Config) -> dict[str, float]:
+    """The learning rate of each part that has its own, as a multiple of the run's."""
+    parts = jax.tree.leaves(parameter_parts(model))
+    groups = dict(zip(parts, jax.tree.leaves(parameter_groups(optimizer, model)), strict=True))
+    scales = {part: groups[part].learning_rate_scale for part in PARTS}
+    return {part: scale for part, scale in scales.items() if scale != 1.0}
+
+
+def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
+    """The train step's `train/norms` as metrics `train/QUANTITY_norm/PART`, for gradients,
+    parameters and updates.
+
+    Also `train/param_norm` and `train/update_norm` of all parts together; the step itself reports
+    `train/grad_norm`.
+    """
+    found = {}
+    for quantity, row in zip(("grad", "param", "update"), norms.astype(np.float64), strict=True):
+        name = f"train/{quantity}_norm"
+        if quantity != "grad":
+            found[name] = float(np.linalg.norm(row))
+        found |= {f"{name}/{part}": float(value) for part, value in zip(PARTS, row, strict=True)}
+    return found
+
+
+def _map_axes(
+    function: Callable[[tuple[str, ...], tuple[str, ...]], Any], config: GPT2Config
+) -> Any:
+    """Map the axes of each parameter, split into the one that stacks the layers and the others."""
+
+    def split(axes: tuple[str, ...]) -> Any:
+        num_layer_axes = int(axes[0] == LAYERS)
+        return function(axes[:num_layer_axes], axes[num_layer_axes:])
+
+    return jax.tree.map(split, logical_axes(config), is_leaf=lambda x: isinstance(x, tuple))

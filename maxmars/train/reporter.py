@@ -1,0 +1,224 @@
+"""What a run reports of its steps: their metrics, one step late, and the steps that were skipped.
+
+The metrics of step t - 1 are fetched after step t was dispatched, so that the device never waits. A
+step that is not due for a line costs the loop one number from the device: whether it was skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxmars.config.chips import peak_flops
+from maxmars.config.numbers import short
+from maxmars.data.tokenizer import Tokenizer, load_saved_tokenizer
+from maxmars.distributed import processes
+from maxmars.distributed.files import json_number, write_json
+from maxmars.model.gpt2 import num_parameters
+from maxmars.train.metrics import flops_per_token
+from maxmars.train.optimizer import learning_rate_scales, named_norms
+from maxmars.train.run import Run
+
+_EXCERPT_CHARACTERS = 200
+_EXPLANATION = (
+    "The update of this step was not applied, for the given reason. The step was computed on the "
+    "rows below. Row r is training example first_example + r: num_tokens tokens of a directory's "
+    "split from token `start` on, which begin in the named file or record, and `text` is how they "
+    "read at first. With data.packing=best_fit a row is its `pieces` of the split instead, each "
+    "start:stop, after an end-of-text token. All of them: from maxmars.data.formats import "
+    "open_split; open_split(directory, split).read(start, num_tokens)"
+)
+
+
+class DivergedError(ValueError):
+    """More steps in a row were skipped than the config allows."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        """`reason` says which step was skipped and why, `advice` how to continue the run."""
+        super().__init__(f"{reason} {advice}")
+        self.reason = reason
+
+
+class StepReporter:
+    """Takes the metrics of each step, and writes those that are due to the run's files."""
+
+    def __init__(self, run: Run, started: float) -> None:
+        """`started`: when the run was started (monotonic), less the time of evaluations since."""
+        self._run = run
+        self._started = started
+        self._pending: tuple[int, Any] | None = None
+        self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)
+        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
+        self._peak = None if peak is None else peak * run.mesh.size
+        self._since: float | None = None  # when the first step, which compiles, had ended
+        self._steps = -1
+        self._paused = self._waited = 0.0
+        self._clipped: list[Any] = []  # of each step since the last line, still on the device
+        self._rate_scales = learning_rate_scales(run.config.optimizer, run.config.model)
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Report the step before and keep this one."""
+        self.flush()
+        self._pending = (step, metrics)
+        if self._since is None:
+            jax.block_until_ready(metrics)
+            self._since, self._waited = time.monotonic(), 0.0
+            self._run.goodput.begin("steps")
+            seconds = self._since - self._started
+            self._run.writer.write(step, {"perf/time_to_first_step": seconds})
+            self._run.progress.message(f"first step after {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent here is waiting for data."""
+        started = time.monotonic()
+        yield
+        self._waited += time.monotonic() - started
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here does not count as steps."""
+        started = time.monotonic()
+        yield
+        self._paused += time.monotonic() - started
+
+    def flush(self) -> None:
+        """Report the step that is kept, if there is one."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        run, num_steps = self._run, self._run.config.num_steps
+        metrics = dict(metrics)
+        if "train/grad_clipped" in metrics:
+            self._clipped.append(metrics.pop("train/grad_clipped"))
+        consecutive_skips = metrics.pop("train/consecutive_skips").item()  # waits for the step
+        self._steps += 1
+        due = step == 1 or step % run.config.log.every == 0 or step == num_steps
+        if not due and not consecutive_skips:
+            return
+        values = self._numbers(metrics)
+        if consecutive_skips:
+            self._skipped(step, values, consecutive_skips)
+        values |= self._rates()
+        run.goodput.reached(step)
+        run.writer.write(step, values)
+        line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"
+        if "perf/tokens_per_sec" in values:
+            line += f"  {short(values['perf/tokens_per_sec'])} tok/s"
+        if "perf/mfu" in values:
+            line += f"  MFU {values['perf/mfu']:.1%}"
+        step_time = values.get("perf/step_time")
+        seconds_left = None if step_time is None else (num_steps - step) * step_time
+        run.progress.update(line, step, num_steps, seconds_left=seconds_left)
+
+    def _numbers(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What a step measured, and what follows from it, as numbers."""
+        fetched = jax.device_get(metrics)
+        norms = fetched.pop("train/norms", None)
+        values = {name: value.item() for name, value in fetched.items()}
+        for part, scale in self._rate_scales.items():
+            values[f"train/learning_rate/{part}"] = scale * values["train/learning_rate"]
+        if self._clipped:
+            values["train/grad_clip_fraction"] = float(np.mean(jax.device_get(self._clipped)))
+            self._clipped.clear()
+        return values if norms is None else values | named_norms(norms)
+
+    def _rates(self) -> dict[str, float]:
+        if self._since is None or self._steps < 1:
+            return {}
+        now = time.monotonic()
+        seconds = (now - self._since - self._paused) / self._steps
+        tokens_per_sec = self._run.config.tokens_per_step / seconds
+        self._run.goodput.waited(self._waited)
+        rates = {
+            "perf/tokens_per_sec": tokens_per_sec,
+            "perf/step_time": seconds,
+            "perf/data_wait": self._waited / self._steps,
+            "perf/goodput": self._run.goodput.share(),
+        }
+        if self._peak is not None:
+            rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
+        self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
+        return rates
+
+    def _skipped(self, step: int, values: dict[str, float], consecutive_skips: int) -> None:
+        """Report a skipped step and its examples.
+
+        Raises:
+          DivergedError: too many steps in a row were skipped.
+        """
+        run = self._run
+        loss, norm = values["train/loss"], values["train/grad_norm"]
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        reason = "a spike of the loss" if finite else "not finite"
+        path = run.workdir / "skipped_steps" / f"{step}.json"
+        where = f"its examples are in {path}"
+        if processes.is_primary():
+            try:
+                write_json(path, self._examples(step, {"reason": reason, **values}))
+            except OSError as error:  # which must not hide the skipped step
+                where = f"its examples could not be written to {path} ({error})"
+        text = f"step {step} was skipped ({reason}): loss {loss:.4g}, gradient norm {norm:.4g}"
+        text += f", {values['train/skipped']} skipped in all; {where}."
+        if consecutive_skips <= run.config.guard.max_consecutive_skips:
+            run.progress.message(text)
+            return
+        run.writer.write(step, values)
+        last = run.checkpointer.latest_step()
+        raise DivergedError(
+            text,
+            f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
+            f"allows. The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
+            "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
+            "them in --resume-overrides), or without such steps by "
+            "--guard.max-consecutive-skips 10.",
+        )
+
+    def _examples(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
+        """What `skipped_steps/<step>.json` holds: the examples of a step, and what was found."""
+        config, batches = self._run.config, self._run.batches
+        later = self._run.step - step + 1  # batches taken since the one before
+        first = batches.position - later * config.global_batch_size
+        rows = []
+        for row in range(config.global_batch_size):
+            place = batches.place(first + row)
+            text = None
+            with contextlib.suppress(ValueError, OSError):  # what cannot be read has no text
+                if self._tokenizer is not None:
+                    text = self._tokenizer.decode(place.read())[:_EXCERPT_CHARACTERS]
+            rows.append(
+                {
+                    "row": row,
+                    "microbatch": row // config.microbatch_size,
+                    "example": first + row,
+                    "directory": str(place.stream.directory),
+                    "split": place.stream.split,
+                    "start": place.start,
+                    **place.stream.locate(place.start),
+                    "text": text,
+                }
+            )
+        return {
+            "explanation": _EXPLANATION,
+            "step": step,
+            **{key: json_number(v) if isinstance(v, float) else v for key, v in found.items()},
+            "seed": config.seed,
+            "order": config.data.order,
+            "first_example": first,
+            "num_tokens": config.model.max_seq_len + 1,
+            "rows": rows,
+        }
+
+    @functools.cached_property  # also where there is none: the attempt may take a while
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_saved_tokenizer(self._run.workdir / "tokenizer")
+        except (ValueError, ImportError, OSError):
+            return None

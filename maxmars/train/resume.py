@@ -1,0 +1,213 @@
+"""How a run continues: which fields of its config may change, and what follows from a change.
+
+Some fields may change freely. The others define the run: they change only on purpose, by their
+names in `--resume-overrides`, and only while the arrays of the checkpoint still fit, so that
+neither the model's size nor the optimizer changes. Step, optimizer state and data go on where they
+were. The data position counts examples: another batch size repeats and skips none. The data are
+those of before by their digest, wherever they lie now (`check_data`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from maxmars.checkpoint import Checkpoint, read
+from maxmars.checkpoint.digest import leaf_types
+from maxmars.config import TrainConfig, differences, to_dict
+from maxmars.distributed import processes
+from maxmars.distributed.files import Workdir, append_line
+from maxmars.train.auto import with_compute_dtype
+from maxmars.train.step import abstract_train_state
+
+_PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
+_MAY_CHANGE = (
+    "name",
+    "num_steps",
+    "num_microbatches",
+    "schedule.decay_steps",
+    "data.verify",
+    "data.num_workers",
+    "model.attention",
+    "model.remat",
+    "model.scan_unroll",
+    "mesh.",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "guard.max_consecutive_skips",
+    "hang_timeout_s",
+)
+
+
+def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | None:
+    """What the newest checkpoint says of itself; None where there is nothing to continue.
+
+    Raises:
+      ValueError: there are checkpoints, but none can be read or continued; or there are none, but
+        overrides.
+    """
+    try:
+        saved = read(checkpoints)
+    except FileNotFoundError:
+        if overrides:
+            raise ValueError(
+                f"--resume-overrides {','.join(overrides)} is for a run that continues, but there "
+                f"is no checkpoint in {checkpoints}; leave it out, or check --workdir."
+            ) from None
+        return None
+    saved.run_config()  # refuses other formats
+    return saved
+
+
+def continued_config(
+    saved: Checkpoint,
+    config: TrainConfig,
+    *,
+    mesh: Mesh,
+    overrides: Sequence[str],
+    log: Callable[[str], None],
+) -> TrainConfig:
+    """The config that a run continues with: the given one, on the schedule of the saved one.
+
+    Args:
+      saved: the newest checkpoint.
+      config: the config to continue with; it fits the mesh.
+      mesh: the mesh to continue on.
+      overrides: dotted names of fields, or groups of fields, that change on purpose.
+      log: prints a message.
+
+    Raises:
+      ValueError: a field that defines the run differs and is not in `overrides`, `overrides` names
+        a field that does not exist, or the checkpoint's arrays would not fit.
+    """
+    stored = saved.run_config()
+    known = [name for some in (stored, config) for name in _names(to_dict(some))]
+    for name in overrides:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"--resume-overrides {name}: the config has no such field"
+                f"{f' (did you mean {close[0]}?)' if close else ''}; name fields or their groups, "
+                "such as optimizer.learning_rate,schedule."
+            )
+    if config.model.compute_dtype == "auto":  # a run keeps the type that it began with
+        config = with_compute_dtype(config, stored.model.compute_dtype)
+    rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
+    if saved.data_digest is not None:  # which decides: see `check_data`
+        rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
+    if rows:
+        _check_changes(saved, rows, config, mesh, overrides)
+        changes = (f"{name} from {old} to {new}" for name, old, new in rows)
+        log(f"changed on purpose: {', '.join(changes)}")
+    # A run that ends within its warmup has not begun to decay, so its end may still move.
+    has_decayed = stored.decay_steps >= stored.schedule.warmup_steps
+    changed = config.schedule.decay_steps is None and config.decay_steps != stored.decay_steps
+    if has_decayed and changed:
+        log(
+            f"num_steps is now {config.num_steps}; the learning rate still follows the schedule "
+            f"over {stored.decay_steps} steps (change it with --schedule.decay-steps)."
+        )
+        schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
+        config = dataclasses.replace(config, schedule=schedule)
+    return config
+
+
+def _names(value: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the fields and groups in a result of `to_dict`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in items:
+        if key != "type":
+            yield f"{prefix}{key}"
+            if isinstance(child, dict | list):
+                yield from _names(child, f"{prefix}{key}.")
+
+
+def _check_changes(
+    saved: Checkpoint,
+    rows: Sequence[tuple[str, Any, Any]],
+    config: TrainConfig,
+    mesh: Mesh,
+    overrides: Sequence[str],
+) -> None:
+    """Check that every change is on purpose, and that the arrays of the checkpoint still fit."""
+    names = [name for name, _, _ in rows]
+    refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
+    misfit = None
+    if "optimizer" in names:
+        misfit = "that is another optimizer"  # even if its arrays have the same shapes
+    elif any(name.startswith(("model.", "optimizer.")) for name in names):
+        misfit = first_misfit(saved.types, leaf_types(abstract_train_state(config, mesh)))
+    if not refused and misfit is None:
+        return
+    workdir = saved.path.parent.parent
+    differing = ", ".join(
+        f"{name} ({old} there, {new} here)"
+        for name, old, new in rows
+        if name in refused or not refused
+    )
+    if refused:
+        problem = f"{workdir} holds another run: it differs in {differing}"
+    else:
+        problem = f"--resume-overrides cannot change {differing}: {misfit}"
+    way_out = "Continue it with its own values, or choose another --workdir"
+    if misfit is None:
+        wanted = ",".join([*overrides, *refused])
+        way_out += f", or change on purpose with --resume-overrides {wanted}"
+    elif not any(name.startswith("model.") for name in names):
+        way_out += f" and start there from its weights with --init-from {workdir}"
+    raise ValueError(f"{problem}. {way_out}.")
+
+
+def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """The first array whose type differs between two states, in words; None if there is none.
+
+    Args:
+      there: types of the saved arrays by their paths; see `digest.leaf_types`.
+      here: types of the wanted arrays.
+    """
+    for name in {**there, **here}:
+        a, b = there.get(name, "absent"), here.get(name, "absent")
+        if a != b:
+            return f"{name} is {a} there and {b} here"
+    return None
+
+
+def check_data(saved: Checkpoint, digest: str, log: Callable[[str], None]) -> None:
+    """Check by their digest that the data are those that the run has read so far.
+
+    Raises:
+      ValueError: the data are others.
+    """
+    recorded, workdir, here = saved.data_digest, saved.path.parent.parent, digest[:16]
+    if recorded is None:
+        log(
+            f"the checkpoints in {workdir} name no data; from the next one on they hold the digest "
+            f"of these, {here}"
+        )
+    elif recorded != digest:
+        raise ValueError(
+            f"{workdir} was trained on other data: their digest is {recorded[:16]}, and that of "
+            f"the data here is {here}. Continue with the data of before, or start a new run on "
+            f"these from its weights with --init-from {workdir} and another --workdir."
+        )
+
+
+def record_changes(workdir: Workdir, step: int, stored: TrainConfig, config: TrainConfig) -> None:
+    """Append the fields that changed at `step` to `<workdir>/config_changes.jsonl`, if any did.
+
+    The line holds `step`, `time`, and `changed`: each field with its values before and now. A line
+    stays even if its session was killed before it saved a step. Only the primary process writes.
+    """
+    rows = differences(stored, config)
+    if rows and processes.is_primary():
+        changed = {name: [old, new] for name, old, new in rows}
+        line = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "changed": changed}
+        append_line(workdir / "config_changes.jsonl", json.dumps(line, default=to_dict))

@@ -1,0 +1,329 @@
+"""Opening a run in four phases: check, lock, restore, open.
+
+`check` finds everything that can be wrong with config, data and workdir before anything is written.
+`lock` takes the workdir and describes the run there. `restore` builds the train step and the state
+that it begins with. `open_run` runs the three and opens the files that grow while the run trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from maxmars.checkpoint import Checkpoint, Checkpointer
+from maxmars.checkpoint.environment import environment
+from maxmars.config import TrainConfig, to_dict
+from maxmars.config.mesh import check_mesh
+from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
+from maxmars.data.tokenizer import copy_tokenizer
+from maxmars.data.verification import Verification
+from maxmars.distributed import processes, sharding
+from maxmars.distributed.files import Workdir, write_bytes, write_json
+from maxmars.distributed.progress import HostLog, Progress
+from maxmars.eval.hellaswag import HellaSwagInLoop
+from maxmars.eval.validation import make_eval_step, validation_loss
+from maxmars.model.attention import choose_attention
+from maxmars.model.gpt2 import num_parameters
+from maxmars.train import runtime
+from maxmars.train.auto import choose_precision, choose_remat
+from maxmars.train.init_from import (
+    InitFrom,
+    Initial,
+    check_origin,
+    load_initial,
+    record_origin,
+)
+from maxmars.train.metrics import Goodput, MetricsWriter
+from maxmars.train.optimizer import check_optimizer
+from maxmars.train.resume import check_data, continued_config, record_changes, saved_run
+from maxmars.train.step import (
+    TrainState,
+    TrainStep,
+    init_train_state,
+    make_hyperparams,
+    make_train_step,
+)
+from maxmars.train.trackers import check_trackers, open_trackers
+from maxmars.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation that a run makes at step 0, every `every` steps and after the last step."""
+
+    name: str
+    every: int
+    metric: str
+    """A metric that every such evaluation records."""
+    measure: Callable[[Any], tuple[dict[str, float], str]]
+    """From the parameters to metrics, and to one line for people."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """An open run, and where it stands."""
+
+    config: TrainConfig
+    workdir: Workdir
+    mesh: Mesh
+    train_step: TrainStep
+    batches: TrainBatches
+    evaluations: Sequence[Evaluation]
+    checkpointer: Checkpointer
+    data_digest: str
+    verification: Verification
+    watchdog: Watchdog
+    writer: MetricsWriter
+    progress: Progress
+    goodput: Goodput
+    state: TrainState
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A run that can be opened; nothing is written yet."""
+
+    config: TrainConfig
+    """With everything chosen that was `auto`, except `model.remat`, which must be compiled for."""
+    saved: Checkpoint | None
+    """The newest checkpoint, to continue from; None for a new run."""
+    mesh: Mesh
+    tokens: SplitTokens
+    data_digest: str
+    evaluations: Sequence[Evaluation]
+    initial: Initial | None
+    """The weights that a new run starts from; None draws them at random."""
+    messages: Sequence[str]
+    """Lines about choices, to print once the log of this host is open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The train step, and the state, step and data position that the run goes on from."""
+
+    train_step: TrainStep
+    state: TrainState
+    step: int
+    position: int
+
+
+def open_run(
+    config: TrainConfig,
+    workdir: Workdir,
+    *,
+    init_from: InitFrom | None,
+    resume_overrides: Sequence[str],
+    watchdog: Watchdog,
+    goodput: Goodput,
+    stack: contextlib.ExitStack,
+    quiet: bool = False,
+) -> Run:
+    """Open a run to begin or to continue it; see `loop.train` for arguments and errors.
+
+    The open files, the lock and the threads are closed by `stack`.
+    """
+    progress = stack.enter_context(Progress(quiet=quiet))
+    checked = check(config, workdir, init_from, resume_overrides, watchdog, progress.message)
+    checkpointer = lock(checked, workdir, progress, stack)
+    start = restore(checked, workdir, checkpointer, watchdog, progress.message)
+    config, owner = checked.config, checkpointer.check_owner
+    if checked.saved is not None:
+        record_changes(workdir, start.step, checked.saved.run_config(), config)
+    batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
+    stack.callback(batches.close)
+    verification = Verification(
+        checked.tokens.files if config.data.verify else (),
+        workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
+        share=(jax.process_index(), jax.process_count()),
+        may_write=owner,
+    )
+    trackers = open_trackers(config, workdir, start.step, log=progress.message)
+    writer = MetricsWriter(workdir, start.step, may_write=owner, trackers=trackers)
+    return Run(
+        config=config,
+        workdir=workdir,
+        mesh=checked.mesh,
+        train_step=start.train_step,
+        batches=batches,
+        evaluations=checked.evaluations,
+        checkpointer=checkpointer,
+        data_digest=checked.data_digest,
+        verification=stack.enter_context(verification),
+        watchdog=watchdog,
+        writer=stack.enter_context(writer),
+        progress=progress,
+        goodput=goodput,
+        state=start.state,
+        step=start.step,
+    )
+
+
+def check(
+    config: TrainConfig,
+    workdir: Workdir,
+    init_from: InitFrom | None,
+    resume_overrides: Sequence[str],
+    watchdog: Watchdog,
+    log: Callable[[str], None],
+) -> Checked:
+    """Find everything that can be wrong before anything is written."""
+    mesh = sharding.make_mesh(config.mesh)
+    check_mesh(config, mesh.shape)
+    check_trackers(config.log, workdir)
+    saved = saved_run(workdir / "checkpoints", resume_overrides)
+    if saved is not None:
+        config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
+    messages: list[str] = []
+    config = choose_precision(config, mesh, messages.append)
+    check_optimizer(config.optimizer, config.model, mesh)
+    attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+    if attention.reason is not None:
+        messages.append(f"attention is plain and slower: {attention.reason}")
+    check_origin(workdir, init_from, continues=saved is not None)
+    tokens = open_data(config.data, "train", model=config.model)
+    data_digest = processes.text_from_primary(tokens.digest) or ""
+    if saved is not None:
+        check_data(saved, data_digest, messages.append)
+    if not config.data.verify:
+        messages.append("data.verify is off: files are not compared with their checksums")
+    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
+    evaluations = list(make_evaluations(config, mesh, tokens, watchdog, log))
+    initial = None
+    if saved is None and init_from is not None:
+        with watchdog.watching("reading the weights to start from"):
+            initial = load_initial(config, mesh, init_from)
+    return Checked(
+        config=config,
+        saved=saved,
+        mesh=mesh,
+        tokens=tokens,
+        data_digest=data_digest,
+        evaluations=evaluations,
+        initial=initial,
+        messages=messages,
+    )
+
+
+def lock(
+    checked: Checked, workdir: Workdir, progress: Progress, stack: contextlib.ExitStack
+) -> Checkpointer:
+    """Take the workdir, so that no other run writes there, and describe this run in it."""
+    config, mesh, tokens = checked.config, checked.mesh, checked.tokens
+    checkpointer = Checkpointer(
+        workdir / "checkpoints", config, mesh=mesh, data_digest=checked.data_digest
+    )
+    stack.enter_context(checkpointer)
+    if processes.is_primary():
+        write_json(workdir / "config.json", to_dict(config))
+        write_json(workdir / "environment.json", environment(mesh))
+        stream = tokens.first
+        copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
+        for path in tokens.sources:
+            write_bytes(workdir / "sources" / path.name, path.read_bytes())
+    host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
+    progress.copy_to(stack.enter_context(host_log).write)
+    axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    progress.message(
+        f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
+        f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
+    )
+    for text in checked.messages:
+        progress.message(text)
+    return checkpointer
+
+
+def restore(
+    checked: Checked,
+    workdir: Workdir,
+    checkpointer: Checkpointer,
+    watchdog: Watchdog,
+    log: Callable[[str], None],
+) -> Start:
+    """Build the train step, and read the state from the newest sound checkpoint or make a new one.
+
+    Raises:
+      ValueError: no checkpoint is sound.
+    """
+    config, mesh, initial = checked.config, checked.mesh, checked.initial
+    runtime.keep_compiled_programs(workdir, mesh.devices.flat[0].platform)
+    with watchdog.watching("choosing model.remat"):
+        train_step = make_train_step(choose_remat(config, mesh, log), mesh)
+    step = position = 0
+    with watchdog.watching("reading the checkpoint"):
+        if checkpointer.latest_step() is not None:
+            restored = checkpointer.restore(train_step.abstract_state)
+            step = restored.checkpoint.step
+            position = restored.checkpoint.data_position
+            log(f"continuing from step {step}")
+            hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
+            state = dataclasses.replace(restored.state, hyperparams=hyperparams)
+        elif initial is not None:
+            record_origin(workdir, initial)
+            taken = (
+                "weights and optimizer state" if initial.origin["optimizer_state"] else "weights"
+            )
+            log(f"starting from the {taken} of {initial.origin['weights']}")
+            state = initial.state
+        else:
+            state = init_train_state(config, mesh)
+    return Start(train_step=train_step, state=state, step=step, position=position)
+
+
+def make_evaluations(
+    config: TrainConfig,
+    mesh: Mesh,
+    tokens: SplitTokens,
+    watchdog: Watchdog,
+    log: Callable[[str], None],
+) -> Iterator[Evaluation]:
+    """The evaluations that the config asks for: validation loss, HellaSwag.
+
+    `tokens`, of training, have the tokenizer that HellaSwag takes. `log` is told if the data has no
+    split `val`, or fewer windows than the config asks for.
+
+    Raises:
+      ValueError, FileNotFoundError, ImportError: see `open_data`, `ValidationBatches` and
+        `HellaSwagInLoop`.
+    """
+    if config.eval.every is not None:
+        validation = open_data(config.data, "val", model=config.model)
+        for stream in validation.streams:
+            if stream.split != "val":
+                log(f"validation takes split {stream.split!r} of {stream.directory}")
+        batches = ValidationBatches(
+            validation,
+            mesh,
+            length=config.model.max_seq_len,
+            num_windows=config.eval.num_windows,
+            batch_size=config.eval_batch_size,
+        )
+        if batches.num_windows < config.eval.num_windows:
+            log(
+                f"the validation split has {batches.num_windows} windows, fewer than "
+                f"eval.num_windows={config.eval.num_windows}; all are scored."
+            )
+        eval_step = make_eval_step(config.model, mesh)
+
+        def measure_loss(params: Any) -> tuple[dict[str, float], str]:
+            watched = watchdog.over(batches, "batch of the evaluation")
+            loss = validation_loss(eval_step, mesh, params, watched).loss
+            return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
+
+        yield Evaluation(
+            name="validation", every=config.eval.every, metric="eval/loss", measure=measure_loss
+        )
+    if config.eval.hellaswag_every is not None:
+        yield Evaluation(
+            name="HellaSwag",
+            every=config.eval.hellaswag_every,
+            metric="eval/hellaswag_acc_norm",
+            measure=HellaSwagInLoop(config, mesh, tokens),
+        )

@@ -1,0 +1,518 @@
+"""The train step: a pure function of a `TrainState` and a batch, jitted over a mesh.
+
+`train` runs it, `plan` compiles it for hardware that is not there, and tests call it. In reading
+order: the state, how a state is made, the jitted step, what the step computes, and its parts
+(gradients over microbatches, the clip, the guard, the norms).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Shaped
+
+from maxmars.config import GuardConfig, MarsConfig, SophiaConfig, TrainConfig
+from maxmars.config.mesh import check_mesh
+from maxmars.distributed import sharding
+from maxmars.model.gpt2 import (
+    graph_and_abstract_params,
+    init_params,
+    logical_axes,
+    mean_loss,
+)
+from maxmars.optim import needs_sampled_grads, sophia_state
+from maxmars.train.optimizer import (
+    PARTS,
+    make_optimizer,
+    make_schedule,
+    opt_state_shardings,
+    parameter_parts,
+)
+
+Metrics = dict[str, jax.Array]
+
+
+class Guard(NamedTuple):
+    """What the guard remembers of earlier steps; see `check_step`."""
+
+    num_skipped: Any
+    """Steps skipped in all, int32 []."""
+    consecutive_skips: Any
+    """Steps skipped since the last step that was not, int32 []."""
+    num_losses: Any
+    """Finite losses seen, int32 []."""
+    loss_mean: Any
+    """Running mean of the loss, float32 []."""
+    loss_variance: Any
+    """Running variance of the loss, float32 []."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that a train step reads and writes: nested dicts of arrays, and the optimizer's state."""
+
+    step: Any
+    """Number of steps taken, int32 []. The learning rate's schedule follows it."""
+    params: Any
+    """Parameters."""
+    opt_state: Any
+    """State of the optimizer; its arrays have the parameters' shardings."""
+    prev_params: Any
+    """Parameters of the step before, which exact MARS needs; None for other optimizers."""
+    hyperparams: Any
+    """`learning_rate` [], an array, so that another rate does not recompile the step."""
+    guard: Guard
+
+
+# --- making a state ------------------------------------------------------------------------------
+
+
+def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """The state's shapes, dtypes and shardings; nothing is allocated.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    check_mesh(config, mesh.shape)
+    abstract = jax.eval_shape(lambda: _initial_state(config, mesh, 0))
+    params = sharding.with_shardings(
+        abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))
+    )
+    opt_state = opt_state_shardings(
+        config.optimizer, config.model, abstract.opt_state, params, mesh
+    )
+    shardings = sharding.like_params(abstract, params)
+    return sharding.with_shardings(abstract, dataclasses.replace(shardings, opt_state=opt_state))
+
+
+def init_train_state(
+    config: TrainConfig, mesh: Mesh, given: Mapping[str, Any] | None = None
+) -> TrainState:
+    """A new state, created in place on its devices; its values do not depend on the mesh.
+
+    Args:
+      config: what to train.
+      mesh: where the state goes.
+      given: fields of the state that exist already, in the mesh's shardings, by name; only the
+        others are created.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    given = given or {}
+    return TrainState(
+        **given, **make_initializer(config, mesh, tuple(given))(np.uint32(config.seed))
+    )
+
+
+def make_initializer(config: TrainConfig, mesh: Mesh, given: Collection[str] = ()) -> Any:
+    """A `jax.jit` function from a seed (uint32) to the fields of a new state, those named in
+    `given` aside.
+
+    It compiles once for all seeds; the learning rate is the config's (see `make_hyperparams`).
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    abstract = vars(abstract_train_state(config, mesh))
+    missing = {name: field for name, field in abstract.items() if name not in given}
+
+    def create(seed: jax.Array) -> dict[str, Any]:
+        state = _initial_state(config, mesh, seed)
+        return {name: getattr(state, name) for name in missing}
+
+    return jax.jit(create, out_shardings=_shardings(missing))
+
+
+def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    """`TrainState.hyperparams` as the config says."""
+    return jax.jit(lambda: _hyperparams(config), out_shardings=sharding.replicated(mesh))()
+
+
+def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
+    params = init_params(config.model, seed)
+    zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+    return TrainState(
+        step=zero,
+        params=params,
+        opt_state=_optimizer(config, config.optimizer.learning_rate, mesh).init(params),
+        # Never read: the first step's last gradient is zero by definition.
+        prev_params=jax.tree.map(jnp.zeros_like, params) if _is_exact(config) else None,
+        hyperparams=_hyperparams(config),
+        guard=Guard(zero, zero, zero, zero_loss, zero_loss),
+    )
+
+
+def _hyperparams(config: TrainConfig) -> dict[str, jax.Array]:
+    return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, config.model.param_dtype)}
+
+
+def _optimizer(
+    config: TrainConfig, learning_rate: optax.ScalarOrSchedule, mesh: Mesh
+) -> optax.GradientTransformationExtraArgs:
+    return make_optimizer(
+        config.optimizer,
+        config.model,
+        learning_rate,
+        batch_tokens=config.tokens_per_step,
+        mesh=mesh,
+    )
+
+
+def _is_exact(config: TrainConfig) -> bool:
+    return isinstance(config.optimizer, MarsConfig) and config.optimizer.exact
+
+
+def _shardings(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+# --- the jitted step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The jitted step on its mesh. Calling it donates (uses up) the state."""
+
+    mesh: Mesh
+    jitted: Any
+    """`jax.jit` function of (TrainState, batch)."""
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+    def __call__(
+        self, state: TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[TrainState, Metrics]:
+        """Take one optimizer step.
+
+        Args:
+          state: the state; its buffers are reused for the new one.
+          batch: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and any of `mask`,
+            `segment_ids` and `positions` (see `model.mean_loss`) in that shape. The loss is the
+            mean over those targets of all microbatches that the mask counts.
+
+        Returns:
+          The new state, and these metrics, each a scalar unless it says otherwise:
+
+          * `train/loss` in nats a token; `train/learning_rate`;
+          * `train/grad_norm` before the clip, and with a clip `train/grad_clipped`: whether the
+            clip was active;
+          * `train/skipped` and `train/consecutive_skips`: steps whose update was not applied;
+          * `train/update_rms/KIND` for linear, embedding and vector; 0 where the update was not
+            applied;
+          * `train/clip_fraction` of optimizers that clip each matrix, and
+            `train/orthogonality_error` if it is measured;
+          * with `log.norms` the array `train/norms` [3, parts], which `optimizer.named_norms`
+            names: norms of gradients, of parameters after the step, and of updates.
+        """
+        with jax.set_mesh(self.mesh):
+            return self.jitted(state, batch)
+
+    def trace(self) -> jax.stages.Traced:
+        """The step traced ahead of time, from shapes alone."""
+        with jax.set_mesh(self.mesh):
+            return self.jitted.trace(self.abstract_state, self.abstract_batch)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered ahead of time, from shapes alone."""
+        with jax.set_mesh(self.mesh):
+            return self.trace().lower()
+
+    def text(self) -> str:
+        """The compiled step as text, in which the operations of a trace are found."""
+        text = self.lower().compile().as_text()
+        assert text is not None  # every backend of JAX has one
+        return text
+
+
+def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
+    """Build the step for a config and a mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch.
+    """
+    abstract_state = abstract_train_state(config, mesh)
+    shape = (config.num_microbatches, config.microbatch_size, config.model.max_seq_len + 1)
+    batch_sharding = sharding.batch_sharding(mesh)
+    shardings = _shardings(abstract_state)
+    jitted = jax.jit(
+        lambda state, batch: _step(config, mesh, shardings.params, state, batch),
+        donate_argnums=0,
+        in_shardings=(shardings, batch_sharding),
+        out_shardings=(shardings, sharding.replicated(mesh)),
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            shape, jnp.bool if name == "mask" else jnp.int32, sharding=batch_sharding
+        )
+        for name in config.data.arrays
+    }
+    return TrainStep(mesh, jitted, abstract_state, batch)
+
+
+class _Written(NamedTuple):
+    """The fields of the state that a skipped step leaves as they were."""
+
+    params: Any
+    opt_state: Any
+    prev_params: Any
+
+
+def _step(
+    config: TrainConfig,
+    mesh: Mesh,
+    param_shardings: Any,
+    state: TrainState,
+    batch: dict[str, Shaped[Array, "microbatches rows window"]],
+) -> tuple[TrainState, Metrics]:
+    batch = _with_mean_mask_one(batch)
+    learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
+    graph, _ = graph_and_abstract_params(config.model)
+    parts = parameter_parts(config.model)
+
+    def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
+        return mean_loss(nnx.merge(graph, params), **rows)
+
+    def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
+        with jax.named_scope("model"):
+            loss, grads = mean_loss_and_grads(loss_of, params, batch)
+            # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
+        with jax.named_scope("clip"):
+            norm = config.gradient_multiplier * optax.tree.norm(grads)
+        return loss, Gradients(grads, norm, config.gradient_multiplier, config.gradient_clip_norm)
+
+    loss, gradients = gradients_at(state.params)
+    given = {"grads": gradients}
+    if _is_exact(config):
+        _, given["prev_grads"] = gradients_at(state.prev_params)
+    sampled = {}
+    if isinstance(config.optimizer, SophiaConfig):
+        sampled["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, batch)
+    apply, guard = check_step(config.guard, state.guard, loss, [g.norm for g in given.values()])
+    of_gradients = {
+        part: config.gradient_multiplier**2 * square
+        for part, square in squared_norms(parts, gradients.unscaled).items()
+    }
+
+    def update() -> tuple[_Written, Metrics]:
+        tx = _optimizer(config, learning_rate, mesh)
+        clipped = {name: found.clipped() for name, found in given.items()}
+        updates, opt_state = tx.update(
+            clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
+        )
+        written = _Written(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            prev_params=state.params if _is_exact(config) else None,
+        )
+        return written, squared_norms(parts, updates)
+
+    def skip() -> tuple[_Written, Metrics]:
+        old = _Written(state.params, state.opt_state, state.prev_params)
+        return old, jax.tree.map(jnp.zeros_like, of_gradients)
+
+    with jax.named_scope("optimizer"):
+        if mesh.devices.flat[0].platform == "cpu":
+            # XLA's CPU backend copies the arrays of a select, which halves the speed or worse.
+            written, of_updates = jax.lax.cond(apply, update, skip)
+        else:
+            # A select fuses into the update, which reads the old values anyway.
+            written, of_updates = jax.tree.map(
+                lambda new, old: jnp.where(apply, new, old), update(), skip()
+            )
+        of_params = squared_norms(parts, written.params)
+    metrics = {
+        "train/loss": loss,
+        "train/grad_norm": gradients.norm,
+        "train/learning_rate": learning_rate,
+        "train/skipped": guard.num_skipped,
+        "train/consecutive_skips": guard.consecutive_skips,
+        **_update_metrics(parts, state.params, of_updates, written.opt_state),
+    }
+    if config.log.norms:
+        # One array rather than twelve scalars: each output of the step costs the host time.
+        squares = [[of[part] for part in PARTS] for of in (of_gradients, of_params, of_updates)]
+        metrics["train/norms"] = jnp.sqrt(jnp.stack([*map(jnp.stack, squares)])).astype(jnp.float32)
+    if config.gradient_clip_norm is not None:
+        metrics["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
+    new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
+    return new_state, metrics
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def _with_mean_mask_one(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The batch with its mask, if it has one, divided by the mean over all targets of the step.
+
+    The mean over microbatches and devices of the masked loss is then the mean over the targets that
+    count, however these are divided. Where none counts, mask and loss are NaN, and the guard skips
+    the step.
+    """
+    if "mask" not in batch:
+        return batch
+    mask = batch["mask"].astype(jnp.float32)
+    mean = mask[..., 1:].mean()
+    return {**batch, "mask": jnp.where(mean > 0, mask / mean, jnp.nan)}
+
+
+class Gradients(NamedTuple):
+    """Gradients and their scale, which is applied where they are used, to fuse with that use."""
+
+    unscaled: Any
+    norm: Float[Array, ""]
+    """Global norm after the multiplier and before the clip."""
+    multiplier: float
+    max_norm: float | None
+    """Global norm to clip to; None does not clip."""
+
+    def clipped(self) -> Any:
+        """The gradients times the multiplier, scaled by min(1, max_norm / (norm + 1e-6)): the rule
+        of PyTorch's `clip_grad_norm_`."""
+        scale: Any = self.multiplier
+        if self.max_norm is not None:
+            scale = scale * jnp.minimum(1.0, self.max_norm / (self.norm + 1e-6))
+        return jax.tree.map(lambda g: g * jnp.asarray(scale, g.dtype), self.unscaled)
+
+
+def mean_loss_and_grads(
+    loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any
+) -> tuple[jax.Array, Any]:
+    """Loss and gradient, averaged over the microbatches on the first axis of `batch`'s arrays."""
+    value_and_grad = jax.value_and_grad(loss)
+    count = jax.tree.leaves(batch)[0].shape[0]
+    first = jax.tree.map(lambda x: x[0], batch)
+    if count == 1:
+        return value_and_grad(params, first)
+
+    def accumulate(total: Any, microbatch: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, first))
+    total, _ = jax.lax.scan(accumulate, zeros, batch)
+    return jax.tree.map(lambda x: x / count, total)
+
+
+def _sampled_gradients(
+    config: TrainConfig, optimizer: SophiaConfig, state: TrainState, batch: dict[str, jax.Array]
+) -> Any:
+    """Gradient of the loss on labels that the model itself draws, in the steps in which Sophia
+    needs it; zeros in the others.
+
+    It is clipped to global norm 1, as in Sophia's official code.
+    """
+    graph, _ = graph_and_abstract_params(config.model)
+
+    def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
+        rows, key = microbatch
+        return mean_loss(nnx.merge(graph, params), **rows, draw_key=key)
+
+    def sampled(params: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        keys = jax.random.split(key, config.num_microbatches)
+        _, grads = mean_loss_and_grads(loss, params, (batch, keys))
+        clipped = Gradients(grads, optax.tree.norm(grads), 1.0, 1.0).clipped()
+        if "mask" not in batch:
+            return clipped
+        # Sophia multiplies the squares by the tokens of a step, of which only some are in the mean.
+        root = jax.lax.rsqrt(jnp.square(batch["mask"][..., 1:]).mean())
+        return jax.tree.map(lambda g: (root * g).astype(g.dtype), clipped)
+
+    count = sophia_state(state.opt_state).count
+    due = needs_sampled_grads(count, optimizer.update_hessian_every)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    with jax.named_scope("model"):
+        return jax.lax.cond(due, sampled, zeros, state.params)
+
+
+# --- the guard -----------------------------------------------------------------------------------
+
+
+def check_step(
+    config: GuardConfig, guard: Guard, loss: jax.Array, grad_norms: list[jax.Array]
+) -> tuple[jax.Array, Guard]:
+    """Whether to apply a step's update, and the guard after the step.
+
+    A step is skipped if its loss or a gradient is not finite, or if its loss is a spike: above the
+    running mean by `loss_spike_threshold` running standard deviations. Mean and variance weigh the
+    last `history` losses most. A spike enters them cut off at the threshold, so that a loss that
+    stays high raises the threshold until it passes.
+
+    Args:
+      config: the threshold and the history.
+      guard: the guard before the step.
+      loss: the step's loss, [].
+      grad_norms: norms of the gradients that the update is made of, each [].
+    """
+    finite = jnp.isfinite(loss)
+    for norm in grad_norms:
+        finite &= jnp.isfinite(norm)
+    loss = loss.astype(jnp.float32)
+    spike = jnp.zeros([], bool)
+    if config.loss_spike_threshold is not None:
+        limit = guard.loss_mean + config.loss_spike_threshold * jnp.sqrt(guard.loss_variance)
+        spike = (loss > limit) & (guard.num_losses >= config.history)
+        loss = jnp.where(spike, limit, loss)
+    apply = finite & ~spike
+    weight = 1 / jnp.minimum(guard.num_losses + 1, config.history).astype(jnp.float32)
+    change = loss - guard.loss_mean
+    seen = guard._replace(
+        num_losses=guard.num_losses + 1,
+        loss_mean=guard.loss_mean + weight * change,
+        loss_variance=(1 - weight) * (guard.loss_variance + weight * change**2),
+    )
+    guard = jax.tree.map(lambda new, old: jnp.where(finite, new, old), seen, guard)
+    return apply, guard._replace(
+        num_skipped=guard.num_skipped + ~apply,
+        consecutive_skips=jnp.where(apply, 0, guard.consecutive_skips + 1),
+    )
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
+    """The sum of squares of each part of the model.
+
+    Args:
+      parts: the part of each parameter; see `optimizer.parameter_parts`.
+      tree: a tree of the parameters' structure.
+    """
+    sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
+    for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        sums[part] += jnp.sum(jnp.square(wide))
+    return sums
+
+
+def _update_metrics(
+    parts: Any, params: Any, squares: Mapping[str, jax.Array], opt_state: Any
+) -> Metrics:
+    """Root mean square of the update of each kind of parameter, and the optimizer's own metrics."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for part, param in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True):
+        sizes[part] += param.size
+    kinds = {"linear": ("attention", "mlp"), "embedding": ("embedding",), "vector": ("vector",)}
+    metrics = {}
+    for kind, of in kinds.items():
+        total = sum(squares[part] for part in of)
+        metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / sum(sizes[part] for part in of))
+    for name in ("clip_fraction", "orthogonality_error"):
+        found = optax.tree.get_all_with_path(opt_state, name)
+        given = [value for _, value in found if value is not None]
+        if given:
+            metrics[f"train/{name}"] = given[0]
+    return metrics

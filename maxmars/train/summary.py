@@ -1,0 +1,112 @@
+"""What a run came to: `summary.json`, and the lines that end its output."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import numpy as np
+
+from maxmars.config.numbers import duration, short
+from maxmars.distributed import processes
+from maxmars.distributed.files import json_number, write_json
+from maxmars.train.metrics import ACTIVITIES, read_metrics, run_seconds, shares
+from maxmars.train.run import Run
+
+_LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
+_MEDIANS = ("perf/tokens_per_sec", "perf/step_time", "perf/mfu")
+_MEANS = {
+    "train/grad_clip_fraction": "gradients",
+    "train/clip_fraction": "MARS's corrected gradients",
+}
+
+
+def write_summary(run: Run, *, done: bool) -> str:
+    """Write `summary.json`, and return it as lines for people; fewer lines unless all is done.
+
+    Only the primary process, which has the metrics, writes; in the others it is one line.
+    """
+    end = f"done: {run.step} steps"
+    if not done:
+        end = f"stopped after {run.step} steps; the checkpoint is complete, and the same command"
+        end += " continues."
+    if not processes.is_primary():
+        return end
+    found = _summary(run, done=done)
+    write_json(run.workdir / "summary.json", found)
+    lines = _lines(found)
+    if not done:
+        return "\n".join([end, *lines[:2]])
+    end += f", {short(float(found['tokens']))} tokens in {duration(found['wall_time_s'])}"
+    order = sorted(ACTIVITIES, key=lambda name: -found["seconds"][name])
+    table = [
+        f"    {ACTIVITIES[name]:<29}{duration(found['seconds'][name]):>9}{share:>8.1%}"
+        for name in order
+        if (share := found["shares"][name]) >= _LEAST_SHARE
+    ]
+    where = f"  all of it in {run.workdir}"
+    following = f"next: {shlex.join(['maxmars', 'generate', str(run.workdir)])}"
+    return "\n".join([end, *lines, "  time", *table, where, following])
+
+
+def _summary(run: Run, *, done: bool) -> dict[str, Any]:
+    rows = read_metrics(run.workdir)
+    values: dict[str, list[float]] = {}  # by name
+    steps: dict[str, list[int]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(float(value))
+            steps.setdefault(key, []).append(row["step"])
+    sessions = run.goodput.sessions()
+    seconds = run_seconds(sessions)
+    found: dict[str, Any] = {
+        "name": run.config.name,
+        "done": done,
+        "step": run.step,
+        "num_steps": run.config.num_steps,
+        "data_digest": run.data_digest,
+        "tokens": run.batches.position * run.config.model.max_seq_len,
+        **{key: value for row in rows for key, value in row.items() if key.startswith("eval/")},
+        **{key: row[key] for row in rows for key in ("train/loss", "train/skipped") if key in row},
+        **{key: json_number(np.median(values[key])) for key in _MEDIANS if key in values},
+        "sessions": len(sessions),
+        "wall_time_s": sum(seconds.values()),
+        "seconds": seconds,
+        "shares": shares(seconds),
+    }
+    for key in _MEANS:
+        if key in values:  # a line speaks for the steps since the line before
+            weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
+            found[key] = float(np.average(values[key], weights=weights))
+    if "eval/loss" in values:
+        best, step = min(zip(values["eval/loss"], steps["eval/loss"], strict=True))
+        found["best"] = {"eval/loss": json_number(best), "step": step}
+    return found
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The known figures, a line each; the first two are of interest at any time."""
+    losses = []
+    for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
+        if key in found:
+            losses.append(f"{name} {float(found[key]):.4f}")
+    if "best" in found and found["best"]["eval/loss"] != found["eval/loss"]:
+        best = found["best"]
+        losses.append(f"best validation {float(best['eval/loss']):.4f} at step {best['step']}")
+    lines = [f"  loss       {', '.join(losses)}"] if losses else []
+    starts = "" if found["sessions"] == 1 else f", over {found['sessions']} starts"
+    lines.append(
+        f"  goodput    {found['shares']['steps']:.1%} of {duration(found['wall_time_s'])} went "
+        f"into steps{starts}"
+    )
+    if "perf/tokens_per_sec" in found:
+        text = f"{short(float(found['perf/tokens_per_sec']))} tokens/s"
+        text += f", {1000 * found['perf/step_time']:.4g} ms a step"
+        text += f", MFU {found['perf/mfu']:.1%}" if "perf/mfu" in found else ""
+        lines.append(f"  speed      {text} (medians)")
+    clipped = [f"{found[key]:.1%} of {name}" for key, name in _MEANS.items() if key in found]
+    if clipped:
+        lines.append(f"  clipped    {', '.join(clipped)}")
+    if found.get("train/skipped"):
+        lines.append(f"  skipped    {found['train/skipped']} steps; see skipped_steps/")
+    return lines

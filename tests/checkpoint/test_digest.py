@@ -1,0 +1,210 @@
+"""Digests: equal on every mesh, different after any change, and what the formula says they are."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxmars.checkpoint.digest import (
+    combine,
+    digest,
+    from_plain,
+    leaf_paths,
+    leaf_sums,
+    leaf_types,
+    to_plain,
+)
+from maxmars.config import MeshConfig
+from maxmars.distributed.sharding import make_mesh
+from maxmars.plan.collectives import collectives, total_bytes
+
+
+def reference(x):
+    """The formula of the module's docstring in plain numpy, with 64-bit integers cut to 32."""
+    low = 0xFFFFFFFF
+
+    def mix(v, shifts_and_factors):
+        s1, f1, s2, f2, s3 = shifts_and_factors
+        v = (v ^ (v >> s1)) * f1 & low
+        v = (v ^ (v >> s2)) * f2 & low
+        return v ^ (v >> s3)
+
+    x = np.asarray(x)
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}[x.dtype.itemsize]
+    words = np.frombuffer(x.tobytes(), unsigned)
+    words = words.reshape((*x.shape, 2) if x.dtype.itemsize == 8 else x.shape)
+    words = words.astype(np.uint64)
+    sums = []
+    for seed, constants in (
+        (0x243F6A88, (16, 0x7FEB352D, 15, 0x846CA68B, 16)),
+        (0x85A308D3, (15, 0xD168AAAD, 15, 0xAF723597, 15)),
+    ):
+        index = np.full(words.shape, seed, np.uint64)
+        for d, i in enumerate(np.indices(words.shape, np.uint64)):
+            index = (index + mix((i + seed + (d + 1) * 0x9E3779B9) & low, constants)) & low
+        mixed = mix(words ^ mix(index, constants), constants)
+        sums.append(int(mixed.sum()) & low)
+    return f"{sums[0]:08x}{sums[1]:08x}"
+
+
+def bits(shape, dtype):
+    """Random bits, so NaNs with payloads, infinities and denormals too."""
+    dtype = np.dtype(dtype)
+    raw = np.random.default_rng(0).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    return (raw[..., 0] > 127) if dtype.kind == "b" else raw.view(dtype)[..., 0]
+
+
+DTYPES = [
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "bool",
+    "int8", "uint8", "int16", "uint16", "int32", "uint32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_the_numpy_reference(dtype):
+    tree = {
+        str(len(s)): jnp.asarray(bits(s, jnp.dtype(dtype))) for s in [(), (5,), (3, 4), (2, 3, 5)]
+    }
+    assert digest(tree) == {k: reference(v) for k, v in tree.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64"])
+def test_64_bit_types_are_two_words(dtype):
+    with jax.enable_x64(True):
+        tree = {"x": jnp.asarray(bits((3, 5), dtype)), "s": jnp.asarray(bits((), dtype))}
+        assert tree["x"].dtype == dtype
+        assert digest(tree) == {k: reference(v) for k, v in tree.items()}
+
+
+def test_scalars_and_empty_arrays():
+    got = digest(
+        {"i": 3, "b": True, "f": 0.5, "n": np.float32(2), "e": jnp.zeros((0, 4)), "": None}
+    )
+    assert got["i"] == reference(np.int32(3))
+    assert got["b"] == reference(np.bool_(True))
+    assert got["f"] == reference(np.float32(0.5))
+    assert got["e"] == "0" * 16
+    assert "" not in got  # None is no leaf
+    assert digest({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec"),
+    [
+        ((8, 1, 1), P()),
+        ((8, 1, 1), P(None, "data", None)),
+        ((1, 8, 1), P("fsdp", None, None)),
+        ((1, 1, 8), P(None, None, "tensor")),
+        ((2, 2, 2), P("fsdp", None, "tensor")),
+        ((2, 2, 2), P("data", "tensor", "fsdp")),
+        ((2, 2, 2), P(("data", "fsdp", "tensor"), None, None)),
+    ],
+)
+def test_does_not_depend_on_the_mesh(sizes, spec):
+    x = jnp.asarray(bits((8, 8, 16), "float32"))
+    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    assert digest([sharded, jnp.int32(7)]) == digest([x, jnp.int32(7)])
+
+
+def test_any_flipped_bit_changes_both_sums():
+    x = bits((3, 4), "uint32")
+    plain = digest([x])["0"]
+    for bit in range(32):
+        changed = x.copy()
+        changed[1, 2] ^= np.uint32(1 << bit)
+        other = digest([changed])["0"]
+        assert other[:8] != plain[:8]
+        assert other[8:] != plain[8:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[::-1],  # layers
+        lambda x: x[:, ::-1],  # rows
+        lambda x: x[:, :, jnp.array([1, 0, 2, 3])],  # two columns
+        lambda x: x.swapaxes(1, 2),
+        lambda x: jnp.roll(x, 1, axis=1),
+        lambda x: x.at[0, 1].set(x[1, 0]).at[1, 0].set(x[0, 1]),  # two rows of two layers
+        lambda x: -x,
+        lambda x: x.reshape(4, 2, 4).reshape(-1, 2, 4)[jnp.array([1, 0, 2, 3])].reshape(2, 4, 4),
+    ],
+)
+def test_moving_values_changes_both_sums(change):
+    x = jax.random.normal(jax.random.key(0), (2, 4, 4))
+    before, after = digest([x])["0"], digest([change(x)])["0"]
+    assert before[:8] != after[:8]
+    assert before[8:] != after[8:]
+
+
+def test_constant_arrays_of_different_sizes_and_signs_differ():
+    values = [
+        jnp.zeros((4, 4)),
+        jnp.zeros((4, 5)),
+        -jnp.zeros((4, 4)),
+        jnp.zeros(16),
+        jnp.ones((4, 4)),
+    ]
+    assert len(set(digest(values).values())) == len(values)
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: jax.Array
+
+
+def test_paths_name_keys_fields_and_indices():
+    x = jnp.arange(3)
+    nested = {"params": Pair(x, (x, [x]))}
+    assert leaf_paths(nested) == ["params/left", "params/right/0", "params/right/1/0"]
+    plain = {"params": {"left": x, "right": {"0": x, "1": {"0": x}}}}
+    assert digest(nested) == digest(plain)
+    assert jax.tree.structure(to_plain(nested)) == jax.tree.structure(plain)
+    assert jax.tree.structure(from_plain(plain, nested)) == jax.tree.structure(nested)
+
+
+def test_leaf_types():
+    tree = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((), jnp.int32)}
+    assert leaf_types(tree) == {"a": "bfloat16[2,3]", "b": "int32[]"}
+
+
+def test_rejects_what_it_cannot_name_or_digest():
+    with pytest.raises(ValueError, match="leaf path 'a/1' is not unique"):
+        digest({"a": {"1": 0}, "a/1": 0})
+    with pytest.raises(ValueError, match=r"leaf 'k' has type key<fry>.*jax.random.key_data"):
+        digest({"k": jax.random.key(0)})
+    with pytest.raises(ValueError, match="leaf 'c' has type complex64"):
+        digest({"c": 1j * jnp.ones(2)})
+
+
+def test_combine_covers_every_leaf_and_no_order():
+    digests = {"a": "0" * 16, "b": "1" * 16}
+    assert len(combine(digests)) == 64
+    assert combine(dict(reversed(digests.items()))) == combine(digests)
+    assert combine({"a": "1" * 16, "b": "0" * 16}) != combine(digests)
+    assert combine({"a": "0" * 16}) != combine(digests)
+
+
+def test_second_call_compiles_nothing(caplog):
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    x = jax.device_put(jnp.zeros((8, 11, 13)), NamedSharding(mesh, P("fsdp")))
+    first, other = digest({"x": x}), x + 1
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        assert digest({"x": other}) != first
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp"), P(("fsdp", "tensor"))])
+def test_needs_no_memory_and_moves_no_arrays(spec):
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
+    sums = jax.jit(leaf_sums, out_shardings=NamedSharding(mesh, P()))
+    compiled = sums.lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 10_000
+    moved = total_bytes(collectives(compiled, mesh))
+    assert moved < 1_000

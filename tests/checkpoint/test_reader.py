@@ -1,0 +1,267 @@
+"""Reading checkpoints: on any mesh, in parts, every kind of damage, and of other versions."""
+
+import gc
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from states import (
+    ADAMW,
+    MESH,
+    abstract,
+    assert_same,
+    change_meta,
+    config,
+    data_files,
+    flip,
+    make_state,
+    mesh_of,
+    place,
+    restore,
+    truncate,
+)
+
+from maxmars.checkpoint import (
+    Checkpointer,
+    find,
+    list_steps,
+    load,
+    load_arrays,
+    newest_sound,
+    read,
+)
+from maxmars.checkpoint.digest import digest
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with the checkpoints 1 and 2, and the state of each. Not to be changed."""
+    directory = tmp_path_factory.mktemp("saved")
+    states = {step: place(make_state(seed=step)) for step in (1, 2)}
+    with Checkpointer(directory, config(), mesh=MESH) as checkpointer:
+        for step, state in states.items():
+            checkpointer.save(step, state, data_position=8 * step, metrics={"eval/loss": 1.5})
+    return directory, states
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))
+
+
+def test_what_a_checkpoint_says(saved):
+    checkpoint = read(saved[0])
+    assert checkpoint.config == checkpoint.run_config() == config()
+    assert checkpoint.model == config().model
+    assert (checkpoint.step, checkpoint.data_position) == (2, 16)
+    assert checkpoint.metrics == {"eval/loss": 1.5}
+    assert checkpoint.types["params/h/bias"] == "bfloat16[8,32]"
+    assert checkpoint.digests == digest(saved[1][2])
+    assert checkpoint.environment["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert checkpoint.environment["jax"] == jax.__version__
+    assert read(saved[0], 1).step == 1
+    meta = json.loads((saved[0] / "2/meta/data.json").read_text())
+    assert (meta["rng"]["seed"], meta["rng"]["step"]) == (config().seed, 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
+def test_any_mesh(saved, sizes):
+    mesh = mesh_of(*sizes)
+    want = abstract(saved[1][2], mesh)
+    got = load(saved[0], want).state
+    assert_same(got, saved[1][2])
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
+
+
+def test_parts_and_single_arrays(saved, copy):
+    params = saved[1][2]["params"]
+    got = load(copy, {"params": abstract(params)})
+    assert_same(got.state["params"], params)
+    assert (got.checkpoint.step, got.skipped) == (2, ())
+    bare = {"params": {"wte": jax.ShapeDtypeStruct((512, 16), jnp.float32)}}
+    wte = load(copy, bare, 1).state["params"]["wte"]
+    assert_same(wte, saved[1][1]["params"]["wte"])
+    assert wte.devices() == {jax.devices()[0]}
+
+
+def test_one_array_after_the_other_from_the_newest_sound_checkpoint(saved, copy):
+    for file in data_files(copy / "2"):  # the order of arrays within them is by chance
+        file.write_bytes(file.read_bytes()[:100])
+    wanted = abstract(saved[1][1]["params"])
+
+    def use(checkpoint):
+        parts = {}
+        for name, leaf in wanted.items():
+            parts |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
+        return checkpoint.step, parts
+
+    (step, parts), ((skipped, why),) = newest_sound(copy, use)
+    assert (step, skipped) == (1, 2)
+    assert "state cannot be read" in why
+    assert_same(parts, saved[1][1]["params"])
+
+
+def swap_layers(path):
+    """Write a state with two layers exchanged under the meta of the right one."""
+    state = place(make_state(seed=2))
+    state["params"]["h"]["kernel"] = state["params"]["h"]["kernel"][::-1]
+    with Checkpointer(path.parent / "other", config(), mesh=MESH) as checkpointer:
+        checkpointer.save(2, state, data_position=16)
+    shutil.rmtree(path / "state")
+    (path.parent / "other" / "2" / "state").rename(path / "state")
+    shutil.rmtree(path.parent / "other")
+
+
+def change_data_position(path):
+    file = path / "meta" / "data.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"data_position": 17}))
+
+
+DAMAGE = {
+    "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "there is no meta in it"),
+    "truncated data": (lambda p: truncate(data_files(p)[0]), "state cannot be read"),
+    "missing data": (lambda p: data_files(p)[0].unlink(), "state cannot be read"),
+    "missing _METADATA": (lambda p: (p / "state/_METADATA").unlink(), "state cannot be read"),
+    "missing state": (lambda p: shutil.rmtree(p / "state"), "state cannot be read"),
+    "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state cannot be read"),
+    "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta cannot be read"),
+    "changed meta": (change_data_position, "meta does not agree with its checksum"),
+    "swapped layers": (
+        swap_layers,
+        "1 of .* arrays differ from their digest, first params/h/kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
+    damage, reason = DAMAGE[kind]
+    damage(copy / "2")
+    before = sorted(p.name for p in copy.iterdir())
+    with caplog.at_level(logging.WARNING):
+        got = load(copy, abstract(saved[1][1]))
+    assert (got.checkpoint.step, got.checkpoint.data_position) == (1, 8)
+    assert_same(got.state, saved[1][1])
+    ((step, why),) = got.skipped
+    assert step == 2
+    assert re.search(reason, why)
+    assert f"{copy / '2'} skipped: {why}" in caplog.text
+    assert sorted(p.name for p in copy.iterdir()) == before  # readers rename nothing
+    gc.collect()
+    assert "Traceback" not in capfd.readouterr().err  # Orbax's unfinished reads
+
+
+@pytest.mark.parametrize("flips", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_flipped_bits_are_caught_or_harmless(saved, copy, flips):
+    """So many bits of each file with arrays, and one of each other."""
+    arrays, caught = data_files(copy / "2"), 0
+    for file in (path for path in (copy / "2").rglob("*") if path.is_file()):
+        size = file.stat().st_size
+        step = -(-size // flips) if file in arrays else size
+        for offset in range(0, size, step):
+            flip(file, offset)
+            got = load(copy, abstract(saved[1][2]))
+            assert_same(got.state, saved[1][got.checkpoint.step])
+            caught += got.checkpoint.step == 1 and file in arrays
+            flip(file, offset)
+    assert load(copy, abstract(saved[1][2])).skipped == ()
+    assert caught >= 5
+
+
+def test_errors(saved, copy, tmp_path):
+    state = saved[1][1]
+    by_eight = NamedSharding(mesh_of(1, 8, 1), P("fsdp"))
+    odd = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32, sharding=by_eight)
+    table = [
+        (FileNotFoundError, "holds no checkpoint; name a directory", lambda: read(tmp_path / "x")),
+        (FileNotFoundError, r"no checkpoint of step 7, but of 1, 2\.", lambda: read(copy, 7)),
+        (
+            ValueError,
+            r"2 does not fit .* arrays differ, first .*float32\[.*16.* there and float32\[.*32.* ",
+            lambda: load(copy, abstract(make_state(width=32))),
+        ),
+        (
+            ValueError,
+            "first opt_state/1/0/count, which is absent there and int32",
+            lambda: load(copy, abstract(make_state(ADAMW))),
+        ),
+        (
+            ValueError,
+            "which is .* there and absent here",
+            lambda: restore(copy, {"step": state["step"]}),
+        ),
+        (
+            ValueError,  # which is no damage
+            "dimension size is 2",
+            lambda: load(copy, {"params": {"h": {"kernel": odd}}}),
+        ),
+    ]
+    for kind, message, call in table:
+        with pytest.raises(kind, match=message):
+            call()
+    for step in (1, 2):
+        truncate(data_files(copy / str(step))[0])
+    with pytest.raises(ValueError, match=r"no checkpoint in .* could be used \(step 2: .*step 1: "):
+        restore(copy, state)
+    with pytest.raises(ValueError, match=r"could be used \(step 2: state .*; name another step"):
+        restore(copy, state, step=2)
+    assert list_steps(copy) == [1, 2]  # without a sound one, nothing is set aside
+
+
+def test_a_newer_format_is_refused(copy):
+    change_meta(copy / "2", lambda meta: meta.update(format_version=99))
+    with pytest.raises(
+        ValueError, match=r"format 99 and maxmars .* reads up to 3; use the version"
+    ):
+        read(copy)
+
+
+def test_of_an_older_format_the_parameters_can_be_read_but_no_run_continued(saved, copy):
+    def older(meta):
+        meta["format_version"] = 2
+        meta["environment"]["maxmars"] = "0.1.0"
+        meta["config"]["guard"]["max_skipped_in_a_row"] = 0  # a name of that version
+
+    for step in (1, 2):
+        change_meta(copy / str(step), older)
+    message = (
+        r"checkpoints/2 was written by maxmars 0\.1\.0 \(format 2\); this is maxmars .*, which "
+        r"continues runs of format 3\. Continue it with maxmars 0\.1\.0, or .* --init-from .*/2 "
+    )
+    with pytest.raises(ValueError, match=message):
+        restore(copy, saved[1][2])
+    with pytest.raises(ValueError, match=message):
+        read(copy).run_config()
+    assert read(copy).model == config().model
+    params = saved[1][2]["params"]
+    assert_same(load(copy, {"params": abstract(params)}).state["params"], params)
+
+
+def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch):
+    for name in ("4.damaged", "5.orbax-checkpoint-tmp", ".lock.d", "x"):
+        (copy / name).mkdir()
+    (copy / "6").touch()
+    assert list_steps(copy) == [1, 2]
+    assert list_steps(copy / "missing") == []
+    assert find(tmp_path) == find(copy) == (copy, None)
+    assert find(copy / "1") == (copy, 1)
+    assert find(copy / "x") is None
+    monkeypatch.chdir(tmp_path)
+    assert list_steps("checkpoints") == [1, 2]
+    shutil.copytree(copy / "1", tmp_path / "best")
+    with pytest.raises(ValueError, match="best is a checkpoint whose name is not its step"):
+        find(tmp_path / "best")
+
+
+def test_stored_keys_are_plain(saved):
+    stored = json.loads((saved[0] / "2/state/_METADATA").read_text())["tree_metadata"]
+    kinds = {key["key_type"] for leaf in stored.values() for key in leaf["key_metadata"]}
+    assert kinds == {2}  # dict keys only
+    assert any("'params', 'h', 'kernel'" in name for name in stored)

@@ -1,0 +1,221 @@
+"""Saves, what they keep, what a restore sets aside, and when the clock says that one is due."""
+
+import json
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+from states import (
+    ADAMW,
+    MESH,
+    PARTITION,
+    abstract,
+    assert_same,
+    config,
+    data_files,
+    make_state,
+    mesh_of,
+    place,
+    truncate,
+)
+
+from maxmars.checkpoint import Checkpointer, list_steps, load, read, save_params
+from maxmars.checkpoint.writer import Retention, SaveTimer
+from maxmars.config import CheckpointConfig
+
+
+@pytest.mark.parametrize("tx", [PARTITION, ADAMW], ids=["partition", "chain"])
+def test_round_trip_onto_another_mesh_is_bit_exact(tmp_path, tx):
+    state = make_state(tx)
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        assert checkpointer.latest_step() is None
+        checkpointer.save(1, place(state), data_position=80)
+        assert checkpointer.latest_step() == 1
+    mesh = mesh_of(1, 8, 1)
+    with Checkpointer(tmp_path, config(), mesh=mesh) as checkpointer:
+        got = checkpointer.restore(abstract(state, mesh))
+        checkpointer.save(2, got.state, data_position=160)
+    assert (got.checkpoint.step, got.checkpoint.data_position, got.skipped) == (1, 80, ())
+    assert_same(got.state, state)
+    assert_same(load(tmp_path, abstract(state), 2).state, state)
+
+
+def test_saves_are_asynchronous_and_safe_from_donation(tmp_path):
+    state, want = place(make_state()), make_state()
+    update = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        checkpointer.save(1, state, data_position=8)
+        for _ in range(5):
+            state = update(state)
+        assert_same(checkpointer.restore(abstract(want)).state, want)
+        started = time.perf_counter()
+        blocked_s = checkpointer.save(2, state, data_position=16, wait=True)
+        assert 0 < blocked_s < time.perf_counter() - started
+
+
+def test_saving_a_step_again(tmp_path):
+    first, second = place(make_state(seed=1)), place(make_state(seed=2))
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        checkpointer.save(1, first, data_position=8, wait=True)
+        inode = (tmp_path / "1").stat().st_ino
+        assert checkpointer.save(1, first, data_position=8, wait=True) is None
+        assert (tmp_path / "1").stat().st_ino == inode  # the same state: not written again
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        restored = checkpointer.restore(abstract(first)).state
+        assert checkpointer.save(1, restored, data_position=8, wait=True) is None
+        assert (tmp_path / "1").stat().st_ino == inode  # neither after a restart
+        checkpointer.save(1, second, data_position=8)
+        assert_same(checkpointer.restore(abstract(second)).state, second)
+
+
+def test_keeps_the_newest_the_best_and_some_for_good_over_restarts(tmp_path):
+    state, losses = place(make_state()), {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 6.0, 6: None, 7: 9.0}
+    keep = config(keep_last=1, keep_best=2, keep_every=4)
+    for steps in ((1, 2, 3, 4), (5, 6, 7)):
+        with Checkpointer(tmp_path, keep, mesh=MESH) as checkpointer:
+            for step in steps:
+                metrics = None if losses[step] is None else {"eval/loss": losses[step]}
+                checkpointer.save(step, state, data_position=step, metrics=metrics)
+    assert list_steps(tmp_path) == [2, 3, 4, 7]
+    assert read(tmp_path).metrics == {"eval/loss": 9.0}
+
+
+def test_the_metric_to_choose_by_must_be_there(tmp_path):
+    keep, state = config(keep_best=1, best_metric="eval/los"), place(make_state())
+    with (
+        Checkpointer(tmp_path, keep, mesh=MESH) as checkpointer,
+        pytest.raises(ValueError, match=r"best_metric='eval/los' is not .*; eval/loss is\."),
+    ):
+        checkpointer.save(1, state, data_position=8, metrics={"eval/loss": 1.0})
+
+
+def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path):
+    state = place(make_state())
+    with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
+        checkpointer.save(1, state, data_position=8, wait=True)
+        (tmp_path / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+        with pytest.raises(
+            ValueError, match=rf"{tmp_path} is being written by process {os.getpid()} on"
+        ):
+            Checkpointer(tmp_path, config(), mesh=MESH)
+        assert_same(load(tmp_path, abstract(state)).state, state)
+        # A save of the first writer, for all that the second one and readers know.
+        assert (tmp_path / "3.orbax-checkpoint-tmp").exists()
+    (tmp_path / "4.damaged").mkdir()
+    Checkpointer(tmp_path, config(), mesh=MESH).close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "4.damaged"]
+
+
+def test_damaged_checkpoints_are_set_aside_and_stay(tmp_path, caplog):
+    states = {step: place(make_state(seed=step)) for step in (1, 2)}
+    with Checkpointer(tmp_path, config(keep_last=2), mesh=MESH) as checkpointer:
+        for step, state in states.items():
+            checkpointer.save(step, state, data_position=8 * step, wait=True)
+        for name in ("2.damaged", "2.damaged-2", "2.damaged-3"):
+            truncate(data_files(tmp_path / "2")[0])
+            got = checkpointer.restore(abstract(states[1]))
+            assert got.checkpoint.step == 1
+            assert_same(got.state, states[1])
+            assert list_steps(tmp_path) == [1]
+            assert re.search(rf"damaged checkpoint 2 is now \S*/{name};", caplog.text)
+            checkpointer.save(2, states[2], data_position=16, wait=True)
+            assert list_steps(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("2.damaged*/state"))) == 3
+
+
+def test_new_checkpoints_outlive_newer_ones_that_were_passed_over(tmp_path):
+    state = place(make_state())
+    with Checkpointer(tmp_path, config(keep_last=1, keep_every=1), mesh=MESH) as checkpointer:
+        for step in (1, 2, 9):
+            checkpointer.save(step, state, data_position=8)
+    with Checkpointer(tmp_path, config(keep_last=1), mesh=MESH) as checkpointer:
+        assert checkpointer.restore(abstract(state), step=1).checkpoint.step == 1
+        checkpointer.save(2, state, data_position=16)
+        checkpointer.save(3, state, data_position=24, wait=True)
+        assert list_steps(tmp_path) == [3, 9]
+        checkpointer.save(10, state, data_position=80, wait=True)
+        assert list_steps(tmp_path) == [10]
+
+
+def test_parameters_alone(tmp_path):
+    params = place(make_state()["params"])
+    save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
+    checkpoint = read(tmp_path / "checkpoints")
+    assert (checkpoint.step, checkpoint.config) == (0, config().model)
+    loaded = load(tmp_path / "checkpoints", {"params": abstract(params)})
+    assert_same(loaded.state["params"], params)
+    with pytest.raises(ValueError, match=r"parameters of an imported model.* --init-from"):
+        checkpoint.run_config()
+    with pytest.raises(OSError, match="checkpoints/0 could not be written"):
+        save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
+    assert (
+        json.loads((tmp_path / "checkpoints/0/meta/data.json").read_text())["rng"]["seed"] is None
+    )
+
+
+LOSSES = {10: 4.0, 20: 1.0, 35: 3.0, 41: 2.0, 50: float("nan"), 60: 2.0, 70: 5.0}
+
+
+def kept(outdated=(), **config):
+    retention = Retention(CheckpointConfig(**config))
+    for step, loss in LOSSES.items():
+        retention.record(step, {"eval/loss": loss})
+    retention.outdated = set(outdated)
+    steps = list(LOSSES)
+    checkpoints = [SimpleNamespace(step=step) for step in steps]
+    flags = retention.should_preserve(checkpoints, context=None)
+    return [step for step, keep in zip(steps, flags, strict=True) if keep]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"keep_last": 1}, [70]),
+        ({"keep_last": 3}, [50, 60, 70]),
+        ({"keep_last": 99}, list(LOSSES)),
+        ({"keep_last": 1, "keep_best": 1}, [20, 70]),
+        ({"keep_last": 1, "keep_best": 2}, [20, 60, 70]),  # of equals the newer
+        ({"keep_last": 1, "keep_best": 6}, [10, 20, 35, 41, 60, 70]),  # NaN is never best
+        ({"keep_last": 1, "keep_every": 20}, [20, 41, 60, 70]),  # the first from each multiple on
+        ({"keep_last": 1, "keep_every": 100}, [70]),
+        ({"keep_last": 1, "keep_best": 1, "keep_every": 35}, [20, 35, 70]),
+        # Outdated steps count as nothing but stay.
+        ({"outdated": [60, 70], "keep_last": 1}, [50, 60, 70]),
+        ({"outdated": [20, 50, 60, 70], "keep_last": 1, "keep_best": 1}, [41, 50, 60, 70]),
+        ({"outdated": LOSSES, "keep_last": 1}, list(LOSSES)),
+    ],
+)
+def test_what_is_kept(config, expected):
+    assert kept(**config) == expected
+
+
+class Clock:
+    now, looks = 0.0, 0
+
+    def __call__(self):
+        self.looks += 1
+        return self.now
+
+
+@pytest.mark.parametrize("step_s", [0.01, 1.0, 7.0, 100.0])
+def test_due_soon_after_the_time_and_seldom_asked(step_s):
+    clock = Clock()
+    timer = SaveTimer(1.0, clock)
+    for _ in range(3):
+        since, step, clock.looks = clock.now, 0, 0
+        while not timer.is_due(step):
+            step += 1
+            clock.now += step_s
+        assert 60 <= clock.now - since < 60 + step_s + 1e-6
+        assert clock.looks <= min(step + 1, 20)
+        timer.restart()
+
+
+def test_never_due_without_a_time():
+    clock = Clock()
+    timer = SaveTimer(None, clock)
+    clock.now = 1e9
+    assert not timer.is_due(1)

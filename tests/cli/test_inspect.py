@@ -1,0 +1,96 @@
+import pytest
+
+from maxmars.cli import main
+from maxmars.cli.data import differences
+from maxmars.data.prepare import prepare
+from maxmars.data.sources import read_metadata
+from maxmars.data.tokenizer import ByteTokenizer
+
+DOCUMENTS = [(f"{i}", f"{i:04d} ".ljust(20, "x")) for i in range(300)]
+
+
+def run(out, documents=DOCUMENTS, **options):
+    prepare(documents, out, tokenizer=ByteTokenizer(), source="a [test]", **options)
+    return out
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return run(tmp_path / "tokens", task_bytes=1000)
+
+
+def inspect(capsys, *arguments):
+    code = 0
+    try:
+        main(["data", "inspect", *map(str, arguments)])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_counts_and_sample(directory, capsys):
+    code, text = inspect(capsys, directory)
+    assert code == 0
+    split = read_metadata(directory).splits["train"]
+    assert f"{split.num_tokens:,}" in text
+    assert f"{split.num_documents:,}" in text
+    assert "21.0" in text  # tokens a document
+    assert "1.00" in text  # bytes a token
+    assert "a [test]" in text
+    assert "train: '0000 xxxxxxxxxxxxxxx'" in text
+    assert "every file matches its checksum" in text
+    assert text.endswith(f"next: maxmars train quickstart:data={directory}\n")
+
+
+@pytest.mark.parametrize("name", ["train_00001.bin", "val_documents.bin"])
+def test_damage_is_found(directory, capsys, name):
+    data = bytearray((directory / name).read_bytes())
+    data[2] ^= 1  # another token of the vocabulary
+    (directory / name).write_bytes(data)
+    code, text = inspect(capsys, directory)
+    assert code == 1
+    assert f"{name} does not match its checksum" in text
+    assert inspect(capsys, directory, "--no-verify")[0] == 0
+    (directory / name).unlink()
+    code, text = inspect(capsys, directory)
+    assert code == 1
+    assert f"lacks {name}" in text
+
+
+@pytest.mark.parametrize("options", [{"task_bytes": 700}, {"record_tokens": 64}])
+def test_the_same_stream_in_other_files(directory, tmp_path, capsys, options):
+    other = run(tmp_path / "other", **options)
+    code, text = inspect(capsys, directory, "--compare", other)
+    assert code == 0
+    assert "hold the same tokens" in text
+    assert differences(other, directory) == []
+
+
+def test_another_stream(directory, tmp_path, capsys):
+    changed = [(name, text.replace("0250", "025!")) for name, text in DOCUMENTS]
+    other = run(tmp_path / "other", changed)
+    code, text = inspect(capsys, directory, "--compare", other)
+    assert code == 1
+    (found,) = differences(directory, other)
+    assert found in text
+    place = int(found.removeprefix("train from token ").removesuffix(" on").replace(",", ""))
+    assert place % 21 == 3
+    longer = run(tmp_path / "longer", [*DOCUMENTS, ("last", "last")])
+    assert [line.partition(":")[0] for line in differences(directory, longer)] == [
+        "tokens of train"
+    ]
+
+
+def test_no_sample_without_the_tokenizer(directory, capsys):
+    path = directory / "meta.json"
+    path.write_text(path.read_text().replace('"tokenizer": "byte"', '"tokenizer": "gone"'))
+    code, text = inspect(capsys, directory)
+    assert code == 0
+    assert "no sample: there is no tokenizer 'gone'" in text
+
+
+def test_no_such_directory(tmp_path, capsys):
+    code, text = inspect(capsys, tmp_path / "none")
+    assert code == 1
+    assert "does not exist" in text

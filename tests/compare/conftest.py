@@ -1,0 +1,56 @@
+"""One comparison of tiny models, made from the command line, which the tests of this room read."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from tiny import short_config
+
+from maxmars import cli
+from maxmars.compare.cells import Comparison, read_comparison
+
+CONFIG = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from typing import Literal
+from maxmars.config import CheckpointConfig, EvalConfig, LionConfig
+from tiny import ADAMW, short_config
+
+def get_config(optimizer: Literal["adamw", "lion"]):
+    return short_config(
+        Path({tokens!r}),
+        optimizer=ADAMW if optimizer == "adamw" else LionConfig(),
+        eval=EvalConfig(every=9, num_windows=16),
+        checkpoint=CheckpointConfig(every=None),
+    )
+"""
+
+
+@pytest.fixture(scope="session")
+def compare_command(tmp_path_factory) -> list[str]:
+    """The command that compares AdamW, also at a rate at which it diverges, and Lion: four steps,
+    evaluated at the end."""
+    folder = tmp_path_factory.mktemp("comparison")
+    short_config(folder / "tokens")
+    config = folder / "config.py"
+    tests = str(Path(__file__).parents[1])
+    config.write_text(CONFIG.format(tests=tests, tokens=str(folder / "tokens")))
+    words = ["compare", str(config), "--optimizers", "adamw,lion", "--seeds", "2", "--steps", "4"]
+    return [*words, "--learning-rates", "adamw=1e4,4e-3,lion=1e-3,4e-3", "--workdir"]
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory, compare_command) -> Path:
+    """The directory of that comparison when it is complete, beside the file `printed`; tests do not
+    write into it."""
+    folder = tmp_path_factory.mktemp("compared")
+    with (folder / "printed").open("w") as printed, contextlib.redirect_stdout(printed):
+        cli.main([*compare_command, str(folder / "workdir")])
+    return folder / "workdir"
+
+
+@pytest.fixture(scope="session")
+def comparison(compared) -> Comparison:
+    """What that comparison compares."""
+    return read_comparison(compared)

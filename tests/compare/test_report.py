@@ -1,0 +1,148 @@
+"""Curves, figures and reports of runs that are made up."""
+
+import json
+import math
+import sys
+
+import pytest
+from tiny import tiny_config
+
+from maxmars import cli
+from maxmars.compare.curves import Curve, Line, read_run
+from maxmars.compare.figures import draw_losses, draw_rates
+from maxmars.compare.report import write_run_report
+from maxmars.config import to_dict
+from maxmars.train.metrics import ACTIVITIES
+
+PNG = b"\x89PNG"
+
+
+def write_run(path, losses, key="eval/loss", **changes):
+    """The working directory of a run, as far as a report reads it."""
+    config = tiny_config(name=path.name, **changes)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(to_dict(config)))
+    lines = [{"step": 10 * i, key: loss} for i, loss in enumerate(losses)]
+    lines += [{"step": 10, "perf/step_time": t} for t in (0.1, 0.2, 9.0)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (path / "metrics.jsonl").write_text(text + '{"step": 50, "eval')  # a line under way
+    return path
+
+
+def line(name, losses, step_time_s=0.1):
+    curve = Curve(
+        loss_of="validation loss",
+        tokens=tuple(range(0, 100 * len(losses), 100)),
+        losses=tuple(losses),
+        tokens_per_step=100,
+        step_time_s=step_time_s,
+    )
+    return Line(name=name, curves=(curve,))
+
+
+def test_the_curve_of_a_run(tmp_path):
+    curve = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]))
+    assert curve.tokens == (0, 10 * 256, 20 * 256)
+    assert curve.losses == (5.0, 4.0, 3.0)
+    assert curve.step_time_s == 0.2
+    assert curve.loss_of == "validation loss"
+    assert Line(name="one", curves=(curve,)).seconds_per_token == 0.2 / 256
+
+
+def test_a_run_without_evaluations_has_its_training_loss(tmp_path):
+    curve = read_run(write_run(tmp_path / "one", [5.0, "NaN"], key="train/loss"))
+    assert curve.loss_of == "training loss"
+    assert math.isnan(curve.losses[1])
+
+
+def test_seeds_are_drawn_as_far_as_all_of_them_go():
+    first, second = line("a", [3.0, 2.0]).curves[0], line("a", [4.0, 3.0, 2.0]).curves[0]
+    tokens, losses = Line(name="a", curves=(second, first)).points
+    assert tokens.tolist() == [0, 100]
+    assert losses.tolist() == [[4.0, 3.0], [3.0, 2.0]]
+
+
+def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
+    lines = [line("a", [5.0, 3.0, 2.5]), line("b", [5.0, 3.1, math.nan], step_time_s=None)]
+    grids = {"a": {1e-3: [2.0, 2.1], 2e-3: [math.inf], 4e-3: []}}
+    drawn = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert draw_losses(lines, folder / "tokens.png", against="tokens")
+        assert draw_losses(lines, folder / "time.png", against="time")
+        assert draw_rates(grids, folder / "rates.png")
+        drawn.append([path.read_bytes() for path in sorted(folder.iterdir())])
+    assert drawn[0] == drawn[1]
+    assert {content[:4] for content in drawn[0]} == {PNG}
+
+
+def test_what_there_is_nothing_to_draw_of(tmp_path):
+    untimed = line("b", [5.0, 3.1], step_time_s=None)
+    assert not draw_losses([untimed], tmp_path / "none.png", against="time")
+    assert not draw_rates({"a": {2e-3: [math.inf], 4e-3: []}}, tmp_path / "none.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
+    with pytest.raises(ImportError, match=r"the extra `report`: pip install 'maxmars\[report\]'"):
+        draw_losses([line("a", [3.0, 2.0])], tmp_path / "x.png", against="tokens")
+
+
+def test_a_bar_in_a_name_does_not_split_a_cell_of_a_table(tmp_path):
+    write_run_report([line("a|b", [3.0, 2.0])], tmp_path, {})
+    assert "| a&#124;b | validation loss | 100 | 2.0000 " in (tmp_path / "report.md").read_text()
+
+
+def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in ("one", "two")]
+    seconds = dict.fromkeys(ACTIVITIES, 0.0) | {"steps": 90.0, "checkpoint": 10.0}
+    session = {"start": 0.0, "end": 100.0, "first_step": 0, "last_step": 20, "done": True}
+    (runs[1] / "sessions.jsonl").write_text(json.dumps(session | {"seconds": seconds}) + "\n")
+    cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
+    assert str(tmp_path / "out" / "report.md") in capsys.readouterr().out
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| two | validation loss | 5,120 | 3.0000" in text
+    assert "| share of the time | two |\n| --- | ---: |\n| time | 1:40 |" in text
+    assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in text
+    assert (tmp_path / "out" / "figures" / "loss_time.png").is_file()
+    cli.main(["report", str(runs[0])])
+    assert (runs[0] / "report" / "report.md").is_file()
+
+
+def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "run", [5.0, 4.0, 3.0])
+    cli.main(["report", "a/run", "b/run", "--out", "out"])
+    names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
+    assert names == ["a/run", "b/run"]
+
+
+def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, capsys):
+    run = write_run(tmp_path / "one", [5.0, 4.0, 3.0])
+    cli.main(["report", str(compared)])
+    printed = capsys.readouterr().out
+    assert "tokens, time: to the final loss of adamw" in printed
+    assert f"report: {compared / 'report.md'}" in printed
+    cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "out")])
+    names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
+    assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "maxmars report needs a RUN"),
+        (["one", "two"], "several runs needs --out DIR"),
+        (["nowhere"], "nowhere holds no run: there is no config.json"),
+        (["empty"], "has no losses yet"),
+    ],
+)
+def test_what_cannot_be_drawn(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "empty", [])
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["report", *words])
+    assert stop.value.code in (1, 2)
+    assert message in capsys.readouterr().err

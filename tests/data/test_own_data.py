@@ -1,0 +1,335 @@
+"""Data of the user's own: what a source may return, its stream, its digest and its errors."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import MODEL, tiny_config, validation_batches
+from token_directories import write_shards, write_tfds
+
+from maxmars.config import (
+    GrainConfig,
+    GrainPart,
+    MeshConfig,
+    MixtureConfig,
+    MixturePart,
+    TokenShardsConfig,
+)
+from maxmars.data.batches import TrainBatches, open_data
+from maxmars.data.own_data import OwnData
+from maxmars.distributed.sharding import make_mesh
+
+EXAMPLES = Path(__file__).parents[2] / "tools" / "examples" / "own_data.py"
+LENGTH = MODEL.max_seq_len
+COUNTING = """
+import grain
+import numpy as np
+
+def windows(*, split, length, count=40, first=0):
+    return grain.MapDataset.range(count).map(lambda i: np.arange(length + 1) % 7 + first + i)
+"""
+
+
+def batches_of(data, *, steps=3, mesh=(1, 1, 1), **options):
+    config = tiny_config(data=data)
+    tokens = open_data(data, "train", model=config.model)
+    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: np.prod(mesh)])
+    batches = TrainBatches(tokens, config, mesh, **options)
+    found = [jax.tree.map(np.asarray, batch) for batch in itertools.islice(batches, steps)]
+    batches.close()
+    return found
+
+
+def rows_of(found, name="tokens"):
+    return np.concatenate([batch[name].reshape(-1, LENGTH + 1) for batch in found])
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """A source whose window i begins with `first` + i."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    return f"{tmp_path / 'counting.py'}:windows"
+
+
+def test_each_window_once_an_epoch_in_a_new_order(counting):
+    firsts = rows_of(batches_of(GrainConfig(source=counting), steps=10))[:, 0]
+    epochs = firsts.reshape(4, 40)
+    assert np.array_equal(np.sort(epochs), np.tile(np.arange(40), (4, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    in_order = GrainConfig(source=counting, order="sequential", options={"first": 50})
+    assert np.array_equal(rows_of(batches_of(in_order))[:, 0], 50 + np.arange(48) % 40)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 8)])
+def test_it_is_the_same_on_every_mesh_and_from_every_position(counting, mesh):
+    data = GrainConfig(source=counting)
+    whole = rows_of(batches_of(data, steps=6))
+    assert np.array_equal(rows_of(batches_of(data, steps=6, mesh=mesh)), whole)
+    assert np.array_equal(rows_of(batches_of(data, mesh=mesh, position=40)), whole[40:88])
+
+
+def test_a_mixture_with_tokens_fills_in_what_they_lack(tmp_path):
+    write_shards(tmp_path / "tokens", np.arange(2000) % 40 + 100, vocab_size=257)
+    source = f"{EXAMPLES}:additions"
+    parts = (
+        MixturePart(path=str(tmp_path / "tokens"), weight=0.5),
+        GrainPart(source=source, weight=0.5, options={"count": 50}),
+    )
+    found = batches_of(MixtureConfig(parts=parts))
+    assert {name: array.dtype for name, array in found[0].items()} == {
+        "tokens": np.int32,
+        "mask": bool,
+        "segment_ids": np.int32,
+    }
+    tokens, mask, segments = (rows_of(found, n) for n in ("tokens", "mask", "segment_ids"))
+    ours = tokens[:, 0] >= 100
+    assert ours.sum() == 24
+    assert mask[ours].all()
+    assert not segments[ours].any()
+    for row, counted in zip(tokens[~ours], mask[~ours], strict=True):
+        text = bytes(row.tolist()).decode()
+        answers = "".join(c if m else " " for c, m in zip(text, counted, strict=True)).split()
+        problems = text.split(";")[:-1]
+        assert [f"{problem.split('=')[1]};" for problem in problems] == answers[: len(problems)]
+        for question, answer in (problem.split("=") for problem in problems):
+            assert sum(map(int, question.split("+"))) == int(answer)
+
+
+def test_records_of_tfds(tmp_path):
+    records = [np.arange(LENGTH + 5) + i for i in range(30)]
+    path = write_tfds(tmp_path, {"train": records, "val": records[:20]})
+    source = f"{EXAMPLES}:from_tfds"
+    data = GrainConfig(source=source, options={"path": str(path)}, order="sequential")
+    assert np.array_equal(
+        rows_of(batches_of(data, steps=1)), [r[: LENGTH + 1] for r in records[:16]]
+    )
+    config = tiny_config(data=data)
+    val = open_data(data, "val", model=MODEL)
+    (one, *_), mesh = val.streams, make_mesh(MeshConfig())
+    assert (len(one), one.split) == (20, "val")
+    scored = [jax.tree.map(np.asarray, batch) for batch in validation_batches(val, config, mesh)]
+    found = rows_of(scored)[rows_of(scored, "mask").all(1)]
+    assert np.array_equal(found, [r[: LENGTH + 1] for r in records[:20]])
+
+
+def test_texts_of_hugging_face(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    texts = ["short", "a text that is longer than the window"] * 10
+    splits = {"train": datasets.Dataset.from_dict({"text": texts})}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    options = {"path": str(tmp_path / "saved")}
+    source = f"{EXAMPLES}:from_hugging_face"
+    data = GrainConfig(source=source, options=options, order="sequential")
+    found = batches_of(data, steps=1)
+    tokens, mask = rows_of(found), rows_of(found, "mask")
+    assert bytes(tokens[0, 1:6].tolist()) == b"short"
+    assert mask[0].tolist() == [True] * 7 + [False] * (LENGTH - 6)
+    assert bytes(tokens[1, 1:].tolist()) == b"a text that is longer"[:LENGTH]
+    assert mask[1].all()
+
+
+def test_workers_read_the_same_stream(counting):
+    data = GrainConfig(source=counting)
+    expected = rows_of(batches_of(data, steps=5, position=7))
+    workers = dataclasses.replace(data, num_workers=2)
+    assert np.array_equal(rows_of(batches_of(workers, steps=5, position=7)), expected)
+
+
+def test_the_digest_follows_the_text_the_options_and_the_data(counting):
+    def digest(**options):
+        return OwnData(GrainConfig(source=counting, options=options), "train", MODEL).digest()
+
+    path = Path(counting.rpartition(":")[0])
+    found = {digest(), digest(first=1), digest(count=41)}
+    assert len(found) == 3
+    assert digest() in found
+    path.write_text(f"{COUNTING}# longer\n")
+    assert digest() not in found
+    longer = dataclasses.replace(MODEL, max_seq_len=32)
+    assert OwnData(GrainConfig(source=counting), "train", longer).digest() != digest()
+
+
+def test_it_travels_as_its_config(counting):
+    own = OwnData(GrainConfig(source=counting), "train", MODEL)
+    copy = pickle.loads(pickle.dumps(own))
+    assert np.array_equal(copy.read(3, LENGTH + 1), own.read(3, LENGTH + 1))
+
+
+RANGE = "grain.MapDataset.range(40).map(lambda i: np.full(length + 1, i))"
+ERRORS = {
+    "iter dataset": (
+        f"{RANGE}.to_iter_dataset()",
+        "returned a grain.IterDataset, .* return the Map",
+    ),
+    "filter": (
+        f"{RANGE}.filter(lambda x: x[0] > 3)",
+        r"leaves elements out \(filter or flat_map\)",
+    ),
+    "endless": (f"{RANGE}.repeat()", r"has no end; leave out repeat\(\)"),
+    "empty": ("grain.MapDataset.range(0)", "has no elements"),
+    "list": ("[1, 2]", r"returned a list, not a grain.MapDataset; wrap .*MapDataset.source"),
+    "short": (f"{RANGE}.map(lambda x: x[1:])", r"element 0 has the shape \[16\], not \[17\]"),
+    "floats": (f"{RANGE}.map(lambda x: x / 2)", "tokens of element 0 are float64, not integers"),
+    "large ids": (f"{RANGE}.map(lambda x: x + 257)", r"hold 257, which is not in \[0, 257\)"),
+    "negative ids": (f"{RANGE}.map(lambda x: x - 1)", r"hold -1, which is not in \[0, 257\)"),
+    "no tokens": (f"{RANGE}.map(lambda x: {{'ids': x}})", "has ids; it needs tokens"),
+    "other names": (
+        f"{RANGE}.map(lambda x: {{'tokens': x, 'labels': x}})",
+        "has tokens, labels; it",
+    ),
+    "positions": (
+        f"{RANGE}.map(lambda x: {{'tokens': x, 'positions': x + 16}})",
+        r"positions of element 0 hold 16, which is not in \[0, 16\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_source_that_returns_something_else_is_refused(tmp_path, case):
+    returned, message = ERRORS[case]
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"import grain\nimport numpy as np\ndef f(*, split, length):\n    return {returned}\n"
+    )
+    with pytest.raises(
+        ValueError, match=f"^data.source='.*own.py:f', split 'train': .*{message}"
+    ) as e:
+        open_data(GrainConfig(source=f"{path}:f"), "train", model=MODEL)
+    assert "\n" not in str(e.value)
+
+
+def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path):
+    path = tmp_path / "own.py"
+    element = "np.full(length + 1, 300 if i == 20 else i)"
+    path.write_text(
+        "import grain\nimport numpy as np\ndef f(*, split, length):\n"
+        f"    return grain.MapDataset.range(40).map(lambda i: {element})\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"tokens of element 20 hold 300, which is not in \[0, 257"
+    ):
+        batches_of(GrainConfig(source=f"{path}:f", order="sequential"))
+
+
+def test_a_source_that_is_not_there(counting, tmp_path):
+    path = counting.removesuffix(":windows")
+    for source, options, error, message in (
+        (
+            f"{tmp_path}/none.py:f",
+            {},
+            FileNotFoundError,
+            "there is no file .*none.py; a path in a conf",
+        ),
+        (f"{path}:nothing", {}, ValueError, "has no function 'nothing'"),
+        (
+            counting,
+            {"cuont": 3},
+            ValueError,
+            r"with split, length, cuont \(got an unexpected keyword",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            open_data(GrainConfig(source=source, options=options), "train", model=MODEL)
+    config = tiny_config(data=GrainConfig(source=counting), global_batch_size=64)
+    tokens = open_data(config.data, "train", model=MODEL)
+    with pytest.raises(ValueError, match="40 windows are too few for one batch of global_batch"):
+        TrainBatches(tokens, config, make_mesh(config.mesh))
+
+
+CONFIG = """
+import sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, EvalConfig, GrainConfig, MeshConfig
+from tiny import ADAMW, tiny_config
+
+def get_config():
+    data = GrainConfig(source="own_data.py:additions", options={{"count": 50}}, tokenizer="byte")
+    return tiny_config(
+        data=data, optimizer=ADAMW, mesh=MeshConfig(), eval=EvalConfig(every=3, num_windows=8)
+    )
+"""
+
+
+def train(config, workdir, *options):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "maxmars", "train", str(config), "--workdir", str(workdir)]
+    return subprocess.run(
+        [*command, *options], env=environment, cwd="/", capture_output=True, text=True
+    )
+
+
+def losses(workdir):
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {(row["step"], key): row[key] for row in rows for key in row if key.endswith("/loss")}
+
+
+@pytest.mark.slow
+def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path):
+    config, source = tmp_path / "config.py", tmp_path / "own_data.py"
+    config.write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    source.write_text(EXAMPLES.read_text())
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(config, whole).returncode == 0
+    assert train(config, parts, "--num-steps", "4", "--schedule.decay-steps", "6").returncode == 0
+    found = train(config, parts, "--schedule.decay-steps", "6")
+    assert "continuing from step 4" in found.stdout + found.stderr
+    assert losses(whole).items() <= losses(parts).items()  # exactly; step 4 was scored once more
+    assert (parts / "tokenizer").is_dir()
+    assert (parts / "sources" / "own_data.py").read_text() == EXAMPLES.read_text()
+    source.write_text(EXAMPLES.read_text().replace("0, 100, 2", "0, 99, 2"))
+    refused = train(config, parts, "--num-steps", "8")
+    assert refused.returncode == 1
+    assert "was trained on other data: their digest is" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):
+    from maxmars.config import from_dict, to_dict
+    from maxmars.config.command_line import parse_config
+
+    config = tmp_path / "config.py"
+    config.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from maxmars.config import GrainConfig\n"
+        "from tiny import tiny_config\n"
+        "def get_config():\n"
+        "    options = {'count': 30, 'first': 0}\n"
+        "    return tiny_config(data=GrainConfig(source='counting.py:windows', options=options))\n"
+    )
+    found = parse_config(str(config), ["--data.options.first", "5"], "maxmars train")
+    assert found.data == GrainConfig(source=counting, options={"count": 30, "first": 5})
+    assert from_dict(json.loads(json.dumps(to_dict(found)))) == found
+    listed = GrainConfig(source="a.py:f", options={"paths": ["a", "b"], "deep": {"x": [1]}})
+    assert from_dict(json.loads(json.dumps(to_dict(listed)))) == listed
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "windows"}, "must name a file and a function in it"),
+        ({"source": "a.txt:windows"}, "must name a file and a function in it"),
+        ({"source": "a.py:f", "order": "random_windows"}, "choose shuffled or sequential"),
+        ({"source": "a.py:f", "options": {"type": 1}}, "may be called 'type'"),
+        ({"source": "a.py:f", "num_workers": -1}, "must not be negative"),
+    ],
+)
+def test_configs_that_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        GrainConfig(**fields)
+
+
+def test_a_source_of_another_kind_of_data_has_no_random_windows():
+    part = GrainPart(source="a.py:f", weight=1.0)
+    with pytest.raises(ValueError, match="choose shuffled or sequential"):
+        MixtureConfig(parts=(part,), order="random_windows")
+    assert TokenShardsConfig(path="x", order="random_windows").order == "random_windows"

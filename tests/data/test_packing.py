@@ -1,0 +1,191 @@
+"""Windows that know where their documents begin: segments, and the plan of best fit."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+from tiny import MODEL
+from token_directories import write_shards
+
+from maxmars.config import PythonSourcesConfig, TokenShardsConfig
+from maxmars.data.batches import open_data
+from maxmars.data.formats import open_split
+from maxmars.data.packing import (
+    best_fit,
+    plan_best_fit,
+    read_plan,
+    segments_and_positions,
+    write_plans,
+)
+from maxmars.data.sampling import read_places, training_examples
+from maxmars.data.sources import DocumentStarts, read_metadata, write_metadata
+
+END = 256
+
+
+def test_segments_and_positions():
+    found = segments_and_positions(np.array([[0, 0, 1, 1, 0], [1, 0, 0, 0, 1]], bool))
+    assert found["segment_ids"].tolist() == [[0, 0, 1, 2, 2], [1, 1, 1, 1, 2]]
+    assert found["positions"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]]
+    assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
+
+
+def one_by_one(sizes, capacity):
+    """Best fit decreasing as in a textbook: how full each bin is."""
+    rooms = []
+    for size in sorted(sizes, reverse=True):
+        fits = [room for room in rooms if room >= size]
+        if fits:
+            rooms[rooms.index(min(fits))] -= size
+        else:
+            rooms.append(capacity - size)
+    return sorted(capacity - room for room in rooms)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bins_are_as_full_as_those_of_best_fit_decreasing(seed):
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(2, 60))
+    sizes = rng.integers(1, capacity + 1, rng.integers(1, 300))
+    bins, count = best_fit(sizes, capacity)
+    loads = np.bincount(bins, weights=sizes, minlength=count)
+    assert sorted(loads) == one_by_one(sizes, capacity)
+
+
+@pytest.mark.parametrize("length", [2, 5, 16, 200])
+def test_every_token_is_predicted_once(length):
+    sizes = np.random.default_rng(0).integers(1, 60, 100)  # with the token that ends each
+    starts = np.cumsum(sizes) - sizes
+    plan = plan_best_fit(starts, int(sizes.sum()), length)
+    predicted = np.zeros(sizes.sum(), int)
+    for window in range(len(plan)):
+        pieces = slice(*plan.windows[window : window + 2])
+        assert 0 < np.abs(plan.lengths[pieces]).sum() <= length
+        for start, size in zip(plan.starts[pieces], plan.lengths[pieces], strict=True):
+            predicted[start + (size < 0) : start + abs(size)] += 1
+            document = np.searchsorted(starts, start, "right") - 1
+            assert start + abs(size) <= starts[document] + sizes[document]
+            assert (size > 0) == (start == starts[document])
+            if sizes[document] <= length:
+                assert size == sizes[document]
+    assert np.all(predicted == 1)
+    assert len(plan.starts) == plan.windows[-1]
+
+
+def test_windows_of_many_documents_are_full():
+    sizes = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int) + 1
+    plan = plan_best_fit(np.cumsum(sizes) - sizes, int(sizes.sum()), 1024)
+    assert plan.fill > 0.999
+    first, last = (plan.starts[plan.windows[:-1]][part] for part in (slice(100), slice(-100, None)))
+    assert abs(first.mean() / last.mean() - 1) < 0.5  # in random order, not from the longest on
+
+
+# --- directories ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """300 documents of up to 40 tokens, in token shards."""
+    rng = np.random.default_rng(0)
+    documents = [np.append(rng.integers(0, 256, n), END) for n in rng.integers(0, 40, 300)]
+    stream = np.concatenate(documents)
+    path = tmp_path / "tokens"
+    metadata = write_shards(path, stream, vocab_size=257)
+    sizes = np.array([len(document) for document in documents])
+    starts = (np.cumsum(sizes) - sizes).astype("<u8").tobytes()
+    (path / "train_documents.bin").write_bytes(starts)
+    of_starts = DocumentStarts(
+        file="train_documents.bin", count=300, sha256=hashlib.sha256(starts).hexdigest()
+    )
+    train = dataclasses.replace(metadata.splits["train"], documents=of_starts)
+    write_metadata(path, dataclasses.replace(metadata, splits={"train": train}))
+    return path
+
+
+def windows(directory, packing):
+    """All windows of a directory in order, as one batch."""
+    config = TokenShardsConfig(path=str(directory), packing=packing, order="sequential")
+    tokens = open_data(config, "train", model=MODEL)
+    examples = training_examples(
+        tokens.streams, tokens.weights, length=MODEL.max_seq_len, seed=0, order=config.order
+    )
+    count = (tokens.num_tokens - 1) // MODEL.max_seq_len
+    return read_places([examples[i] for i in range(count)], tokens.names), config
+
+
+def documents_of(row):
+    """The tokens of each segment of a row."""
+    return np.split(row["tokens"], np.flatnonzero(np.diff(row["segment_ids"])) + 1)
+
+
+def test_split_windows_tell_their_documents_apart(directory):
+    batch, config = windows(directory, "split")
+    plain, _ = windows(directory, "none")
+    assert set(batch) == set(config.arrays) == {"tokens", "segment_ids", "positions"}
+    np.testing.assert_array_equal(batch["tokens"], plain["tokens"])
+    for i, tokens in enumerate(batch["tokens"]):
+        parts = documents_of({name: array[i] for name, array in batch.items()})
+        assert all(END not in part[1:] for part in parts)
+        assert all(part[0] == END for part in parts[1:])
+        positions = np.concatenate([np.arange(len(part)) for part in parts])
+        np.testing.assert_array_equal(batch["positions"][i], positions)
+        assert len(parts) - (tokens[0] != END) == np.sum(tokens == END)
+
+
+def test_best_fit_windows_hold_whole_documents(directory):
+    plan = write_plans(directory, MODEL.max_seq_len)["train"]
+    batch, config = windows(directory, "best_fit")
+    assert set(batch) == set(config.arrays)
+    assert len(batch["tokens"]) == len(plan)
+    stream = open_data(TokenShardsConfig(path=str(directory)), "train", model=MODEL).streams[0]
+    stream = stream.read(0, stream.num_tokens)
+    # Every token is predicted once, each from the document that it is of.
+    counts = np.bincount(batch["tokens"][batch["mask"]], minlength=257)
+    np.testing.assert_array_equal(counts, np.bincount(stream, minlength=257))
+    pairs = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+    pairs |= batch["tokens"][:, 1:] == END
+    assert np.all(pairs | ~batch["mask"][:, 1:])
+    # A window begins with the end-of-text token, as generated text does.
+    assert np.all(batch["tokens"][:, 0] == END)
+    assert not batch["mask"][:, 0].any()
+
+
+def test_the_digest_of_the_data_tells_plans_apart(directory):
+    write_plans(directory, MODEL.max_seq_len)
+    digests = [
+        open_data(
+            TokenShardsConfig(path=str(directory), packing=packing), "train", model=MODEL
+        ).digest()
+        for packing in ("none", "split", "best_fit")
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_clear_errors(directory, tmp_path):
+    stream = open_split(directory, "train")
+    with pytest.raises(FileNotFoundError, match=r"no plan .* --pack best_fit --pack-length 16"):
+        read_plan(stream, 16)
+    write_plans(directory, 16)
+    file = directory / "train_best_fit_16.npz"
+    whole = file.read_bytes()
+    for content in (b"", whole[:300], b"no zip file", whole.replace(b"windows", b"wind0ws")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train_best_fit_16.npz is damaged .*; delete it"):
+            read_plan(stream, 16)
+    file.write_bytes(whole)
+    metadata = read_metadata(directory)
+    sha256 = metadata.splits["train"].documents.sha256
+    text = (directory / "meta.json").read_text()
+    (directory / "meta.json").write_text(text.replace(sha256, "0" * 64))
+    with pytest.raises(ValueError, match="is the plan of other documents"):
+        read_plan(open_split(directory, "train"), 16)
+    write_shards(tmp_path / "old", np.arange(200))
+    with pytest.raises(ValueError, match="does not say where documents start"):
+        write_plans(tmp_path / "old", 16)
+    with pytest.raises(ValueError, match="--pack-length 1 must be 2 at least"):
+        write_plans(directory, 1)
+    with pytest.raises(ValueError, match=r"data.order=random_windows has no meaning"):
+        TokenShardsConfig(path="x", packing="best_fit", order="random_windows")
+    with pytest.raises(ValueError, match="`maxmars data prepare python DIR --pack best_fit"):
+        PythonSourcesConfig(packing="best_fit")

@@ -1,0 +1,96 @@
+"""Text in a bucket to tokens in a bucket; clients find the imitation of one by the environment of
+their process."""
+
+import json
+import random
+import subprocess
+import sys
+
+import fake_gcs
+import pytest
+
+from maxmars.data.corpus import TextFiles
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import ByteTokenizer
+
+pytest.importorskip("gcsfs")
+
+
+def texts():
+    draw, words = random.Random(0), [f"wörd{i}" for i in range(100)]
+    for i in range(2):
+        lines = (json.dumps({"text": " ".join(draw.choices(words, k=30))}) for _ in range(200))
+        yield f"{i}.jsonl", "".join(f"{line}\n" for line in lines)
+    yield "c.txt", "".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(700))
+
+
+def maxmars(server, *arguments):
+    command = [sys.executable, "-m", "maxmars", "data", *arguments]
+    return subprocess.run(command, env=server.environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "texts").mkdir()
+    with fake_gcs.serve() as server:
+        for name, text in texts():
+            (tmp_path / "texts" / name).write_text(text)
+            server.put(f"texts/{name}", text.encode())
+        yield server
+
+
+def test_the_same_tokens_as_on_a_disk(tmp_path, server):
+    options = {"tokenizer": ByteTokenizer(), "task_bytes": 30_000}
+    corpus = TextFiles([str(tmp_path / "texts" / "*")])
+    prepare(corpus, tmp_path / "tokens", source="gs://bucket/texts/*", **options)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
+    command = ["prepare", "gs://bucket/texts/*", "gs://bucket/tokens", "--task-bytes", "30000"]
+    for share in (["--tasks", "1/2", "--workers", "2"], ["--tasks", "0/2", "--workers", "0"]):
+        result = maxmars(server, *command, *share)
+        assert result.returncode == 0, result.stderr
+    assert "next: maxmars data inspect gs://bucket/tokens" in result.stdout
+    found = {
+        name.removeprefix("tokens/"): content
+        for name, (_, content) in server.objects.items()
+        if name.startswith("tokens/")
+    }
+    assert found.keys() == whole.keys()
+    ours, theirs = (json.loads(files["meta.json"]) for files in (found, whole))
+    generations = {name.removeprefix("tokens/"): g for name, (g, _) in server.objects.items()}
+    for split in ours["splits"].values():
+        for shard in split["shards"]:
+            assert shard.pop("crc32c") == fake_gcs.crc32c(found[shard["file"]])
+            assert shard.pop("generation") == str(generations[shard["file"]])
+    assert ours.pop("command").startswith("maxmars data prepare 'gs://bucket/texts/*'")
+    assert ours == theirs
+    for name in whole.keys() - {"meta.json"}:
+        assert found[name] == whole[name]
+    written = [name for name, *_ in server.writes]
+    deleted = written[written.index("tokens/meta.json") + 1 :]
+    assert all(name.startswith(("tokens/tasks", "tokens/plan.json")) for name in deleted)
+    result = maxmars(server, "inspect", "gs://bucket/tokens", "--compare", str(tmp_path / "tokens"))
+    assert "gs://bucket/tokens: every file matches its checksum" in result.stdout
+    assert result.stdout.endswith("hold the same tokens\n")
+    result = maxmars(server, *command)
+    assert result.returncode == 1
+    assert "gs://bucket/tokens exists; delete it or choose another name" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gs://bucket/texts", "gs://bucket/texts is a directory; name its files: 'gs://bucket/te"),
+        ("gs://bucket/none/*", "no file matches 'gs://bucket/none/*'"),
+        ("gs://status-403/*", "gs://status-403 cannot be used"),
+        ("gs://bucket/bad/cut.jsonl.gz", "gs://bucket/bad/cut.jsonl.gz is damaged or cut short"),
+        ("gs://bucket/bad/a.jsonl", "gs://bucket/bad/a.jsonl, line 2 is no JSON"),
+    ],
+)
+def test_errors_are_one_line(server, source, message):
+    server.put("bad/cut.jsonl.gz", b"no gzip")
+    server.put("bad/a.jsonl", b'{"text": "a"}\n{"te')
+    result = maxmars(server, "prepare", source, "gs://bucket/out", "--workers", "0")
+    assert result.returncode == 1
+    assert message in result.stderr
+    lines = [line for line in result.stderr.splitlines() if "google_auth_provider" not in line]
+    assert len(lines) == 1

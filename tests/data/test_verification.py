@@ -1,0 +1,84 @@
+"""Files of tokens, hashed in a thread once a working directory."""
+
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from token_directories import write_nanogpt, write_shards
+
+from maxmars.data.formats import open_split
+from maxmars.data.verification import Verification
+
+STREAM = np.random.default_rng(0).integers(0, 2000, 5000)
+
+
+def verify(directory, record, share=(0, 1)):
+    """Hash the files of a directory; the names of those that were hashed now, and the error."""
+    before = record.read_text().splitlines() if record.exists() else []
+    found = threading.Event()
+    files = open_split(directory, "train").files
+    with Verification(files, record, share=share) as verification:
+        verification.start(on_damage=found.set)
+        try:
+            verification.check(patience_s=60.0)
+            error = None
+        except ValueError as raised:
+            error = str(raised)
+    assert found.is_set() == (error is not None)
+    lines = record.read_text().splitlines()[len(before) :]
+    return [os.path.basename(json.loads(line)["file"]) for line in lines], error
+
+
+def flip(path, byte):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_shards(tmp_path / "tokens", STREAM, STREAM[:400])
+    return tmp_path / "tokens"
+
+
+def test_a_file_is_hashed_once_and_again_when_its_time_or_content_has_changed(directory, tmp_path):
+    record, names = (
+        tmp_path / "run" / "record.jsonl",
+        sorted(p.name for p in directory.glob("*.b*")),
+    )
+    assert len(names) == 8  # of both splits
+    first, error = verify(directory, record)
+    assert (sorted(first), error) == (names, None)
+    assert verify(directory, record) == ([], None)
+    os.utime(directory / "train_00001.bin", (1, 1))
+    assert verify(directory, record) == (["train_00001.bin"], None)
+    flip(directory / "val_00000.bin", 3)
+    done, error = verify(directory, record)
+    assert done == []
+    assert "val_00000.bin does not match its checksum: its SHA-256 is" in error
+    assert error.count("\n") == 0
+
+
+def test_a_damaged_record_only_costs_time(directory, tmp_path):
+    record = tmp_path / "record.jsonl"
+    verify(directory, record)
+    lines = record.read_text().splitlines()
+    record.write_text("\n".join(["{", '{"file": 3}', "", *lines[:5]]) + "\n")
+    names, error = verify(directory, record)
+    assert (len(names), error) == (3, None)
+
+
+def test_processes_divide_the_files(directory, tmp_path):
+    shares = [verify(directory, tmp_path / f"{i}.jsonl", (i, 3))[0] for i in range(3)]
+    assert [len(names) for names in shares] == [3, 3, 2]
+    assert len({name for names in shares for name in names}) == 8
+
+
+def test_a_file_without_a_checksum_must_stay_as_it_was_first_read(tmp_path):
+    write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
+    record = tmp_path / "record.jsonl"
+    assert verify(tmp_path / "tokens", record) == (["train.bin", "val.bin"], None)
+    flip(tmp_path / "tokens" / "train.bin", 5001)
+    assert "but when this run first read it, it was" in verify(tmp_path / "tokens", record)[1]

@@ -1,0 +1,216 @@
+"""Files of a working directory, on a disk and through the real libraries in a bucket."""
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_gcs
+import pytest
+
+from maxmars.distributed import files
+
+
+def test_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.resolve("a/b") == files.resolve("~/a/b") == tmp_path / "a/b"
+    assert type(files.resolve("a")) is type(Path("a"))
+    path = files.resolve("gs://bucket/run")
+    assert os.fspath(path / "checkpoints") == "gs://bucket/run/checkpoints"
+    assert files.is_remote(path)
+    assert not files.is_remote(files.resolve("a"))
+    for wrong in ("gs:/bucket/run", "gs:///run", "gs://", "s3://bucket/run"):
+        with pytest.raises(ValueError, match=f"{wrong} must be a path on a disk, or gs://BUCKET/"):
+            files.resolve(wrong)
+
+
+def test_files_are_written_and_read(tmp_path):
+    path = tmp_path / "new" / "file"
+    assert files.read_text(path) is None
+    for text in ("one", "zwei\n"):
+        files.write_text(path, text)
+        assert files.read_text(path) == text
+    files.append_line(tmp_path / "new" / "lines", "a")
+    files.append_line(tmp_path / "new" / "lines", "b")
+    assert files.read_text(tmp_path / "new" / "lines") == "a\nb\n"
+    assert {p.name for p in path.parent.iterdir()} == {"file", "lines"}  # nothing temporary
+
+
+def test_a_replacement_that_fails_leaves_the_file(tmp_path):
+    files.write_text(tmp_path / "file", "before")
+
+    def fail():
+        with files.replacing(tmp_path / "file") as temporary:
+            temporary.write_text("half")
+            raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert (tmp_path / "file").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_lines_follow_those_that_are_there(tmp_path):
+    for text in ("one", "two"):
+        lines = files.LineFile(tmp_path / "log")
+        lines.write(text)
+        lines.close()
+    assert files.read_text(tmp_path / "log") == "one\ntwo\n"
+
+
+def test_errors_on_a_disk_stay_what_they_are(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        files.read_text(tmp_path)
+
+
+def test_json(tmp_path):
+    path = tmp_path / "file.json"
+    assert files.read_json(path) is None
+    files.write_json(path, {"a": [1, "ä"]})
+    assert files.read_json(path) == {"a": [1, "ä"]}
+    for damage in (b"\xff", b'{"a": ', b""):
+        path.write_bytes(damage)
+        assert files.read_json(path) is None
+
+
+def test_digest_and_cache(tmp_path, monkeypatch):
+    content, blocks = os.urandom(3_000_000), []
+    (tmp_path / "file").write_bytes(content)
+    assert files.sha256_of(tmp_path / "file", blocks.append) == hashlib.sha256(content).hexdigest()
+    assert sum(blocks) == len(content)
+    monkeypatch.setenv("MAXMARS_CACHE", "~/there")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.cache_directory() == tmp_path / "there"
+    monkeypatch.delenv("MAXMARS_CACHE")
+    assert files.cache_directory() == tmp_path / ".cache" / "maxmars"
+
+
+def test_a_lock_has_one_owner_until_its_file_is_closed(tmp_path):
+    path = tmp_path / "lock"
+    with path.open("w") as first, path.open("w") as second:
+        assert files.try_lock(first, path)
+        assert not files.try_lock(second, path)
+        fcntl.flock(first, fcntl.LOCK_UN)
+        assert files.try_lock(second, path)
+
+
+BUCKET = """
+import logging, sys, time
+from maxmars.distributed import files
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+run = files.resolve("gs://bucket/run")
+files.require_access(run)
+path = run / "file.json"
+assert files.read_text(path) is None
+for text in ("one", "zwei"):
+    files.write_text(path, text)
+    assert files.read_text(path) == text
+for line in "ab":
+    files.append_line(run / "lines", line)
+assert files.read_text(run / "lines") == "a\\nb\\n"
+
+log = run / "log"
+lines = files.LineFile(log)
+lines.write("one")
+assert files.read_text(log) is None
+lines.sync()
+assert files.read_text(log) == "one\\n"
+lines.write("two")
+lines.close()
+lines = files.LineFile(log, lambda: None, every_s=0.05)  # now and then
+lines.write("three")
+deadline = time.monotonic() + 30
+while files.read_text(log) != "one\\ntwo\\nthree\\n":
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+lines.close()
+
+problem = [OSError("another run took over")]
+def may_write():
+    for error in problem:
+        raise error
+lines = files.LineFile(log, may_write)
+lines.write("four")
+lines.sync()  # warns
+assert files.read_text(log).endswith("three\\n")
+problem.clear()
+lines.close()
+assert files.read_text(log).endswith("three\\nfour\\n")
+"""
+
+needs_gcsfs = pytest.mark.skipif(
+    importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)"
+)
+
+
+@needs_gcsfs
+def test_a_bucket_has_whole_files_and_lines_now_and_then():
+    with fake_gcs.serve() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", BUCKET],
+            env=server.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    warning = "new lines of gs://bucket/run/log are not there yet: another run took over"
+    assert warning in done.stdout.splitlines()
+
+
+ASK = """
+import json, sys, time
+from maxmars.distributed import files
+
+found = {}
+for bucket in sys.argv[1:]:
+    started = time.monotonic()
+    try:
+        files.require_access(f"gs://{bucket}/run")
+        place = f"gs://{bucket}/run/checkpoints"
+        with files.reporting(place):
+            files.open_store(place).write("a", b"").result()
+    except (OSError, ImportError) as error:
+        found[bucket] = str(error)
+    assert time.monotonic() - started < 45
+print(json.dumps(found))
+"""
+
+
+def ask(environment, *buckets):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *buckets],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_gcsfs
+def test_buckets_that_cannot_be_used_are_told_in_a_line_each():
+    with fake_gcs.serve() as server:
+        found = ask(server.environment, "bucket", "missing", "status-401", "status-403")
+        unreachable = server.environment | {"TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:9"}
+    assert set(server.objects) == {"run/checkpoints/a"}
+    assert found["missing"] == (
+        "gs://missing/run/checkpoints cannot be used (NOT_FOUND: The specified bucket does not "
+        "exist.); make the bucket, or check its name."
+    )
+    for status in ("401", "403"):
+        error = found.pop(f"status-{status}")
+        assert error.startswith(f"gs://status-{status} cannot be used (PERMISSION_DENIED: ")
+        assert "log in (`gcloud auth application-default login`), or give the machine's" in error
+    assert found.keys() == {"missing"}
+    found = ask(unreachable, "bucket")
+    assert found["bucket"].startswith("gs://bucket cannot be used (")
+    assert found["bucket"].endswith("); check the network.")

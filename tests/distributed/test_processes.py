@@ -1,0 +1,107 @@
+"""How processes find each other, and the words for wrong flags."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from running import free_port
+
+from maxmars.distributed import failures, processes
+
+JOIN = """
+import json, sys
+import jax
+from maxmars.distributed import processes
+
+processes.initialize(*json.loads(sys.argv[1]))
+ok = processes.all_processes(jax.process_index() == 0)
+numbers = processes.from_primary([3, 5] if processes.is_primary() else [])
+processes.barrier("end")
+print(json.dumps([jax.process_index(), jax.process_count(), jax.local_device_count(), ok, numbers]))
+processes.shutdown()
+"""
+SLURM = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_NODELIST": "127.0.0.1",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+
+
+def join(arguments, environments):
+    """What each process of a run says after it has joined."""
+    common = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, json.dumps(arguments)],
+            env=common | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environment in environments
+    ]
+    return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in started]
+
+
+@pytest.mark.multiprocess
+def test_two_processes_of_slurm_find_each_other_and_agree():
+    slurm = SLURM | {"JAX_COORDINATOR_PORT": str(free_port())}
+    places = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    found = join([], [slurm | place for place in places])
+    assert found == [[i, 2, 3, False, [3, 5]] for i in range(2)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [{}, SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}])
+def test_a_process_alone(cluster):
+    """Without a cluster, or with `--num-processes 1` whatever the cluster says."""
+    assert join([None, 1] if cluster else [], [cluster]) == [[0, 1, 3, True, [3, 5]]]
+
+
+def test_one_process_needs_no_cluster_and_agrees_with_itself():
+    processes.initialize(num_processes=1)
+    assert not jax.distributed.is_initialized()
+    assert processes.is_primary()
+    assert processes.all_processes(True)
+    assert not processes.all_processes(False)
+    assert processes.from_primary([1, 2]) == [1, 2]
+    processes.barrier("nobody else")
+    processes.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 2, None), "num_processes=2 is not enough: a run of several processes needs --co"),
+        (("a:1", None, 0), "coordinator=a:1, process_id=0 is not enough"),
+        (("a:1", 2, 2), r"process_id=2 must lie in \[0, 2\)"),
+        (("a:1", 2, -1), "process_id=-1 must lie in"),
+        (("a", 2, 0), "coordinator=a must be HOST:PORT of process 0"),
+    ],
+)
+def test_wrong_flags(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        processes.initialize(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        (RuntimeError("INTERNAL: NCCL operation failed: remote process exited"), True),
+        (RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service."), True),
+        (RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: orbax_save"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("step 3 was skipped: loss nan"), False),
+        (KeyboardInterrupt("barrier"), False),
+    ],
+)
+def test_errors_of_a_lost_peer(error, lost):
+    assert failures.is_of_lost_peer(error) == lost
+    wrapped = OSError("a checkpoint could not be written")
+    wrapped.__cause__ = error
+    assert failures.is_of_lost_peer(wrapped) == lost

@@ -1,0 +1,172 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from maxmars.config.numbers import duration, short
+from maxmars.distributed.progress import HostLog, Progress
+
+pytestmark = pytest.mark.smoke
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_file(clock, **options):
+    output = io.StringIO()
+    console = Console(file=output, width=80, highlight=False)
+    return Progress(console=console, clock=clock, **options), output
+
+
+def on_terminal(width, clock=Clock()):  # noqa: B008
+    output = io.StringIO()
+    console = Console(file=output, width=width, force_terminal=True, highlight=False)
+    return Progress(console=console, clock=clock), output
+
+
+def without_times(text):
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in text.splitlines()]
+
+
+def test_plain_lines_away_from_a_terminal():
+    clock = Clock()
+    progress, output = on_file(clock)
+    progress.message("step 0: validation loss 5.5512")
+    clock.now = 20.0  # compilation
+    progress.update("step 10", 10, 1200, seconds_left=595.0)
+    clock.now = 25.0
+    progress.update("step 20", 20, 1200)  # so soon after the one before it is left out
+    clock.now = 120.0
+    progress.update("step 110", 110, 1200)
+    progress.message("saved [step] 110")
+    progress.update("step 1200", 1200, 1200)
+    progress.close()
+    progress.message("done:\n  a long text " + 30 * "that ")
+    printed = output.getvalue().splitlines()
+    assert without_times("\n".join(printed[:-1])) == [
+        "step 0: validation loss 5.5512",
+        "step 10  ETA 9:55",
+        "step 110  ETA 18:10",
+        "saved [step] 110",
+        "step 1200",
+        "done:",
+    ]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", text) for text in printed[:-1])
+    assert len(printed[-1]) > 150  # files are not wrapped
+    assert "\x1b" not in output.getvalue()
+
+
+def test_one_task_after_another():
+    clock = Clock()
+    progress, output = on_file(clock)
+    for done in (0, 5, 10):
+        progress.update(f"reading {done}", done, 10)
+        clock.now += 50.0
+    for done in (0, 50):
+        progress.update(f"scoring {done}", done, 200)
+        clock.now += 10.0
+    assert without_times(output.getvalue()) == [
+        "reading 0",
+        "reading 5  ETA 0:50",
+        "reading 10",
+        "scoring 0",
+        "scoring 50  ETA 0:30",
+    ]
+
+
+def test_a_short_task_shows_nothing():
+    clock = Clock()
+    progress, output = on_file(clock, stderr=True)
+    progress.update("copying", 1, 3)
+    clock.now = 2.5
+    assert output.getvalue() == ""
+    progress.update("copying", 2, 3)
+    assert without_times(output.getvalue()) == ["copying  ETA 0:02"]
+
+
+def test_the_live_line_fits_80_columns_and_messages_stay_above_it():
+    clock = Clock()
+    progress, output = on_terminal(80, clock)
+    worst = "step       {}/1000000  loss 10.8123  123M tok/s  MFU 51.2%"
+    progress.update(worst.format(1), 1, 1_000_000)
+    clock.now = 10.0
+    progress.message("step 2: validation loss 9.0000")
+    progress.update(worst.format(2), 2, 1_000_000)
+    progress.close()
+    printed = output.getvalue()
+    last = worst.format(2) + "  ETA 115d 17h"
+    assert len(last) <= 80
+    assert last in printed
+    assert printed.index("step 2: validation") < printed.index(last)
+    assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h") == 1  # the cursor comes back
+
+
+def test_on_a_terminal_long_messages_break_between_words_and_the_end_stays_last():
+    progress, output = on_terminal(40)
+    progress.message(
+        "  a message that is rather long for so narrow a screen, with /some/very/long/path"
+    )
+    progress.update("step 1/2", 1, 2)
+    progress.close()
+    progress.message("stopped")
+    printed = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", output.getvalue()).splitlines()
+    assert "  a message that is rather long for so" in printed
+    assert "    narrow a screen, with" in printed
+    assert "    /some/very/long/path" in printed
+    assert printed[-1] == "stopped"
+    assert "━━━━━  step 1/2" in printed[-2]
+
+
+def test_colours_make_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for stderr in (False, True):
+        with Progress(stderr=stderr) as progress:
+            progress.update("step 1/2", 1, 2)
+        progress.message("done")
+    for printed in capsys.readouterr():
+        assert without_times(printed) in (["step 1/2", "done"], ["done"])
+
+
+def test_a_quiet_run_only_writes_its_log():
+    copied = []
+    progress, output = on_file(Clock(), quiet=True)
+    progress.copy_to(copied.append)
+    progress.update("step 1/2", 1, 2)
+    progress.message("text")
+    assert output.getvalue() == ""
+    assert copied == ["step 1/2", "text"]
+
+
+def test_the_log_of_a_host_has_the_time_and_errors(tmp_path):
+    with HostLog(tmp_path, 3) as log:
+        log.write("step 1")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 1\n", log.path.read_text())
+    with pytest.raises(ValueError, match="no data"), HostLog(tmp_path, 3):
+        raise ValueError("no data")
+    text = (tmp_path / "logs" / "host_003.log").read_text()
+    assert text.count("step 1") == 1  # of the run before
+    assert "Traceback" in text
+    assert text.endswith("ValueError: no data\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.4, "0"), (999.4, "999"), (999.6, "1.00k"), (12_345.0, "12.3k"), (999_999.0, "1.00M")],
+)
+def test_short_numbers(number, text):
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7.0, "0:07"), (754.0, "12:34"), (3723.0, "1:02:03"), (86_399.6, "1d 00h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

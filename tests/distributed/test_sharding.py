@@ -1,0 +1,61 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxmars.config import MeshConfig
+from maxmars.distributed import sharding
+
+
+def test_a_mesh_takes_the_devices_left_over():
+    assert dict(sharding.make_mesh(MeshConfig()).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(sharding.make_mesh(MeshConfig(fsdp=4)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2), MeshConfig(tensor=8)])
+def test_one_process_holds_all_rows_and_places_them_in_order(mesh):
+    mesh = sharding.make_mesh(mesh)
+    rows = sharding.local_rows(mesh, (3, 16))
+    np.testing.assert_array_equal(rows, np.arange(48).reshape(3, 16))
+    values = rows[:, :, None] * np.ones(5, int)
+    placed = sharding.to_device(mesh, values.astype(np.int32), 16)
+    np.testing.assert_array_equal(placed, values)
+    assert placed.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 3)
+    assert sharding.batch_shards(mesh) == mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def test_constrain_needs_no_mesh():
+    x = jnp.ones((4, 2))
+    assert sharding.constrain(x, "batch", None) is x
+
+
+def test_constrain_uses_the_ambient_mesh():
+    mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: sharding.constrain(2 * x, "batch", "vocab"))(np.ones((8, 6), np.int8))
+    expected = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+    assert y.sharding.is_equivalent_to(expected, 2)
+
+
+def test_optimizer_state_takes_the_shardings_of_its_parameters():
+    mesh = sharding.make_mesh(MeshConfig(fsdp=8))
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def leaf(shape, place=None):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+    params = {"a": {"w": leaf((16, 2), split)}, "b": {"w": leaf((8,), split)}}
+    state = {
+        "count": leaf(()),
+        "mu": {"a": {"w": leaf((16, 2))}, "b": {"w": leaf((8,))}},
+        "row": {"a": {"w": leaf((16,))}},  # another shape: not the parameter's
+    }
+    found = sharding.like_params(state, params)
+    assert found["mu"]["a"]["w"] == found["mu"]["b"]["w"] == split
+    assert found["count"] == found["row"]["a"]["w"] == sharding.replicated(mesh)
+
+
+def test_bytes_of():
+    tree = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    assert sharding.bytes_of(tree) == 12 + 16

@@ -1,0 +1,163 @@
+"""`maxmars eval` and scores in the loop, on two short runs."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hellaswag_questions import write_questions_file
+from tiny import tiny_config
+from token_directories import write_shards
+
+from maxmars.cli import main
+from maxmars.config import EvalConfig, MeshConfig, ScheduleConfig, TokenShardsConfig
+from maxmars.distributed.sharding import make_mesh
+from maxmars.eval.report import score_models
+from maxmars.train import train
+
+METRICS = ("acc", "acc_norm")
+
+
+def run_eval(*arguments):
+    # Without the last two, JAX would look for other processes, which it does only when it starts.
+    main(["eval", *map(str, arguments), "--num-processes", "1"])
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    return write_questions_file(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokens") / "tokens"
+    rng = np.random.default_rng(0)
+    write_shards(directory, rng.integers(0, 257, 2000), rng.integers(0, 257, 500), vocab_size=257)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, questions, tokens):
+    """A run of two steps that scores HellaSwag at every step."""
+    workdir = tmp_path_factory.mktemp("runs") / "seed0"
+    scoring = EvalConfig(every=2, num_windows=10, hellaswag_every=1, hellaswag_path=str(questions))
+    # Other tests compile the step of this schedule as well.
+    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+    data = TokenShardsConfig(path=str(tokens))
+    train(tiny_config(num_steps=2, eval=scoring, data=data, schedule=schedule), workdir)
+    return workdir
+
+
+def recorded(workdir, key):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+@pytest.fixture(scope="module")
+def report(run, finished_run, questions, tmp_path_factory):
+    """The JSON of `maxmars eval` with --against, and its directory."""
+    path = tmp_path_factory.mktemp("out") / "new" / "scores.json"
+    options = ["--hellaswag.path", questions, "--output", path]
+    run_eval(run, "--against", finished_run, *options)
+    return json.loads(path.read_text()), path.parent
+
+
+def test_the_command_finds_what_the_loop_found(run, report):
+    scores, _ = report
+    assert scores["name"] == "seed0, step 2"
+    assert scores["loss"] == pytest.approx(recorded(run, "eval/loss")[2], abs=1e-6)
+    assert scores["loss_tokens"] == 160
+    for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
+        for metric in METRICS:
+            values = recorded(run, f"eval/{prefix}_{metric}")
+            assert values.keys() == {0, 1, 2}
+            assert scores["hellaswag"][protocol][metric] == values[2]
+    assert all(seconds > 0 for seconds in recorded(run, "perf/hellaswag_time").values())
+    assert scores["environment"]["num_devices"] == 8
+
+
+def test_a_model_with_a_longer_context_is_scored_on_the_same_windows(finished_run, report):
+    scores = report[0]["against"]
+    assert scores["name"] == f"{finished_run.name}, step 6"
+    assert scores["loss_tokens"] == 160
+    assert scores["hellaswag"]["lm_eval"]["num_questions"] == 5
+
+
+def test_the_comparison_is_that_of_the_questions(report):
+    scores, directory = report
+    both = [
+        [json.loads(line) for line in (directory / name).read_text().splitlines()]
+        for name in ("scores.hellaswag.jsonl", "scores.against.hellaswag.jsonl")
+    ]
+    assert [len(rows) for rows in both] == [5, 5]
+    for protocol in ("lm_eval", "completion"):
+        for metric, choice in (("acc", "choice"), ("acc_norm", "choice_norm")):
+            right = [[row[protocol][choice] == row["label"] for row in rows] for rows in both]
+            found = scores["difference"]["hellaswag"][protocol][metric]
+            assert found["difference"] == pytest.approx(np.mean(right[0]) - np.mean(right[1]))
+            assert found["only_first"] == sum(a and not b for a, b in zip(*right, strict=True))
+            assert found["interval_95"][0] <= found["difference"] <= found["interval_95"][1]
+    loss = scores["loss"] - scores["against"]["loss"]
+    assert scores["difference"]["loss"] == pytest.approx(loss)
+
+
+def test_the_table(run, questions, capsys):
+    run_eval(run / "checkpoints" / "2", "--hellaswag.path", questions)
+    table = capsys.readouterr().out
+    assert "seed0, step 2" in table
+    assert "hellaswag acc_norm (completion), %" in table
+    assert "5 HellaSwag questions" in table
+    assert "160 tokens" in table
+
+
+def test_the_mesh_and_the_batch_size_do_not_show(run, questions, report):
+    expected = report[0]
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    found = score_models([run], mesh, hellaswag_path=questions, batch_size=1).fields
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["hellaswag"] == expected["hellaswag"]
+
+
+def test_a_loss_on_other_tokens(run, tokens, tmp_path):
+    write_shards(tmp_path / "other", np.arange(100), np.arange(100), vocab_size=257)
+    mesh = make_mesh(MeshConfig())
+    tasks = ("loss",)
+    one = score_models([run], mesh, tasks=tasks, data_path=str(tmp_path / "other"))
+    assert one.fields["loss_tokens"] == 96
+    assert "hellaswag" not in one.fields
+    few = score_models([run], mesh, tasks=tasks, num_windows=2)
+    assert few.fields["loss_tokens"] == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "loss,arc"], "there is no task 'arc'"),
+        (["--tasks", ","], "no task is named"),
+        (["--data.num-windows", "0"], "num_windows=0 must be positive"),
+        (["--batch-size", "0"], "batch_size=0 must be positive"),
+        (["--hellaswag.num-questions", "0"], "0, must be at least 1"),
+        (["--against", "nowhere"], "nowhere does not exist"),
+        (["--data.path", "nowhere"], "--tasks hellaswag"),
+    ],
+)
+def test_clear_errors(run, questions, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run_eval(run, "--hellaswag.path", questions, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_tokens_of_another_tokenizer(run, reference_dir, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    small = np.arange(100)  # a vocabulary that fits
+    write_shards(tmp_path / "gpt2", small, small, vocab_size=257, tokenizer="gpt2")
+    with pytest.raises(SystemExit):
+        run_eval(run, "--tasks", "loss", "--data.path", tmp_path / "gpt2")
+    assert "another tokenizer: they were made by gpt2" in capsys.readouterr().err
+
+
+def test_a_hugging_face_directory_has_no_validation_data(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SystemExit):
+        run_eval(tmp_path, "--tasks", "loss")
+    assert "--data.path DIR" in capsys.readouterr().err

@@ -1,0 +1,244 @@
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from tiny import MODEL, random_params, tiny_config
+
+from maxmars.config import MeshConfig, TokenShardsConfig
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import ByteTokenizer, load_saved_tokenizer, load_tokenizer
+from maxmars.distributed import sharding
+from maxmars.eval import TrainedModel, load
+from maxmars.eval.generate import (
+    GREEDY,
+    Sampling,
+    bucket_length,
+    choose,
+    generate_texts,
+    generate_tokens,
+)
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.train import train
+
+ALL = Sampling(temperature=1.0, top_k=None)
+RNG = np.random.default_rng(0)
+# One of them is longer than the context of 16 tokens.
+PROMPTS = [RNG.integers(0, 257, n).astype(np.int32) for n in (3, 7, 1, 40)]
+
+
+def one_device():
+    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def model_on(mesh):
+    shardings = sharding.tree_shardings(mesh, logical_axes(MODEL))
+    params = jax.device_put(random_params(MODEL), shardings)
+    return TrainedModel(
+        config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
+    )
+
+
+def generate(model, prompts=PROMPTS, sampling=ALL, **options):
+    return generate_tokens(model, prompts, **({"max_new_tokens": 24} | options), sampling=sampling)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_on(one_device())
+
+
+@pytest.fixture(scope="module")
+def sampled(model):
+    return generate(model)
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def uncached(model, prompt, count):
+    """Plain reference: the likeliest tokens, each by a full forward pass over what is seen."""
+    graph, _ = graph_and_abstract_params(MODEL)
+    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens))
+    longest = MODEL.max_seq_len
+    tokens, start = prompt.tolist(), max(0, len(prompt) - longest)
+    for _ in range(count):
+        if len(tokens) - start > longest:
+            start = len(tokens) - longest // 2
+        seen = tokens[start:]
+        filled = jnp.array([seen + [0] * (longest - len(seen))])  # causal: the rest is not seen
+        tokens.append(int(jnp.argmax(logits(model.params, filled)[0, len(seen) - 1, :257])))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
+    found = generate(model, sampling=GREEDY)
+    assert_equal(found, [uncached(model, prompt, 24) for prompt in PROMPTS])
+    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_a_prompt_gets_does_not_depend_on_the_others(model, sampled, batch_size):
+    assert_equal(generate(model, batch_size=batch_size), sampled)
+    assert_equal(generate(model, PROMPTS[2:0:-1]), sampled[2:0:-1])
+
+
+def test_what_a_prompt_gets_does_not_depend_on_the_mesh(sampled):
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert_equal(generate(model_on(mesh)), sampled)
+
+
+def test_a_seed_repeats_itself_and_a_prompt_that_is_repeated_gets_another_sample(model, sampled):
+    first, second, other = generate(model, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
+    assert_equal([first, other], sampled[:2])
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, generate(model, PROMPTS[:1], seed=1)[0])
+
+
+def test_stopping(model, sampled):
+    stop = int(sampled[0][20])
+    expected = [t[: t.tolist().index(stop)] if stop in t else t for t in sampled]
+    assert len(expected[0]) <= 20
+    assert_equal(generate(model, stop=stop), expected)
+
+    def is_complete(tokens):
+        return stop in tokens
+
+    found = generate(model, is_complete=is_complete)
+    assert_equal(found, [whole[: len(part)] for part, whole in zip(found, sampled, strict=True)])
+    assert all(stop in part or len(part) == 24 for part in found)
+    assert len(found[0]) < 24
+    assert generate(model, []) == []
+
+
+def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn(model):
+    class FewBytes(ByteTokenizer):
+        vocab_size = 10
+
+    for tokens in generate(dataclasses.replace(model, tokenizer=FewBytes())):
+        assert tokens.max() < 10
+
+
+def test_few_lengths_are_compiled_for():
+    lengths = [bucket_length(n, 1000) for n in range(1, 1001)]
+    assert sorted(set(lengths)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
+    assert all(n <= found <= max(16, 1.5 * n) for n, found in enumerate(lengths, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_bad_arguments(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate_texts(model, ["x"], **options)
+
+
+@pytest.mark.peers
+def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    directory = reference_dir / "reference" / "hf_gpt2_tiny"
+    model = load(directory, mesh=one_device())
+    prompts = [RNG.integers(0, 50257, n).astype(np.int32) for n in (3, 40, 1000)]
+    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        whole = theirs.generate(
+            torch.tensor(prompt[None].astype(np.int64)),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=50256,
+            eos_token_id=-1,
+        )
+        np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
+
+
+def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = tokenizers.decoders.ByteLevel()
+    text = "To be, or not to be, that is the question. " * 200
+    vocabulary.train_from_iterator(
+        [text], tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<end>"])
+    )
+    vocabulary.save(str(tmp_path / "own.json"))
+    tokenizer = load_tokenizer(tmp_path / "own.json", eot_token="<end>")
+    tokens = tmp_path / "tokens"
+    prepare([("1", text)], tokens, tokenizer=tokenizer, source="a test", workers=0)
+    config = tiny_config(
+        num_steps=1,
+        data=TokenShardsConfig(path=str(tokens)),
+    )
+    train(config, tmp_path / "run")
+    shutil.rmtree(tokens)
+    model = load(tmp_path / "run", mesh=one_device())
+    found = generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
+    assert all(isinstance(text, str) and text for text in found)
+    assert found == generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
+    saved = load_saved_tokenizer(tmp_path / "run" / "tokenizer")
+    assert saved.digest == tokenizer.digest
+    assert saved.decode(saved.encode("not to be")) == "not to be"
+
+
+# --- drawing one token
+
+PROBABILITIES = np.array([0.05, 0.4, 0.02, 0.3, 0.13, 0.1])
+LOGITS = np.log(PROBABILITIES).astype(np.float32) + 3
+DRAWS = 4000
+
+
+def frequencies(sampling):
+    """How often each id is drawn by as many rows, each with its own key."""
+    logits = jnp.tile(LOGITS, (DRAWS, 1))
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    drawn = jax.jit(lambda logits, keys: choose(logits, keys, sampling))(logits, keys)
+    return np.bincount(drawn, minlength=len(PROBABILITIES)) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept", "temperature"),
+    [
+        (Sampling(temperature=1.0, top_k=None), [0, 1, 2, 3, 4, 5], 1.0),
+        (Sampling(temperature=0.5, top_k=None), [0, 1, 2, 3, 4, 5], 0.5),
+        (Sampling(temperature=1.0, top_k=3), [1, 3, 4], 1.0),
+        # The third of them reaches 0.75.
+        (Sampling(temperature=1.0, top_k=None, top_p=0.75), [1, 3, 4], 1.0),
+        # 0.4 / 0.7 of the two likeliest is 0.57, so that the likeliest alone has 0.5.
+        (Sampling(temperature=1.0, top_k=2, top_p=0.5), [1], 1.0),
+        # A higher temperature flattens the distribution before it is cut.
+        (Sampling(temperature=4.0, top_k=None, top_p=0.75), [1, 3, 4, 5], 4.0),
+        (Sampling(temperature=1e-6, top_k=None), [1], 1.0),
+        (GREEDY, [1], 1.0),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_they_should_be(sampling, kept, temperature):
+    expected = np.zeros(len(PROBABILITIES))
+    expected[kept] = PROBABILITIES[kept] ** (1 / temperature)
+    expected /= expected.sum()
+    found = frequencies(sampling)
+    assert set(np.flatnonzero(found)) == set(kept)
+    np.testing.assert_allclose(found, expected, atol=4 * 0.5 / DRAWS**0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}],
+    ids=str,
+)
+def test_values_out_of_range_are_named(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        Sampling(**options)

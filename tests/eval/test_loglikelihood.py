@@ -1,0 +1,111 @@
+"""Packed continuations score as they do one by one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from plain_scores import plain_scorer
+from tiny import MODEL
+
+from maxmars.config import MeshConfig
+from maxmars.distributed.sharding import make_mesh, tree_shardings
+from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
+from maxmars.model.gpt2 import init_params, logical_axes
+
+# The 16 tokens of this model's context make the longer items lose some of theirs.
+LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda x: 8 * x, init_params(MODEL, 0))
+
+
+@pytest.fixture(scope="module")
+def choices():
+    rng = np.random.default_rng(0)
+
+    def tokens(count):
+        return rng.integers(0, MODEL.vocab_size, count)
+
+    items = [Choices(context=tokens(n), continuations=[*map(tokens, c)]) for n, c in LENGTHS]
+    first = items[0]
+    twice = Choices(context=first.context, continuations=[*first.continuations] * 2)
+    return [*items, twice]
+
+
+def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
+    mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
+    placed = jax.device_put(params, tree_shardings(mesh, logical_axes(model)))
+    packed = pack_choices(choices, model.max_seq_len)
+    return LogLikelihoods(model, mesh, batch_size=batch_size)(
+        placed, packed, progress
+    ).log_likelihoods
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        pytest.param(
+            {"scale_attn_by_inverse_layer_idx": True, "use_bias": False}, marks=pytest.mark.slow
+        ),
+        {"document_end_id": 256},
+    ],
+    ids=["plain", "inverse", "documents"],
+)
+def test_packed_continuations_equal_separate_rows(choices, change):
+    model = dataclasses.replace(MODEL, **change)
+    params = jax.tree.map(lambda x: 8 * x, init_params(model, 0))
+    found = score(params, choices, model=model)
+    plain_score = plain_scorer(model, params)
+    assert [len(f) for f in found] == [4, 4, 4, 2, 1, 8]
+    for f, item in zip(found, choices, strict=True):
+        e = np.array([plain_score(item.context, tokens)[0] for tokens in item.continuations])
+        np.testing.assert_allclose(f, e, atol=2e-5 * abs(e).max())
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_a_mesh_changes_nothing_but_rounding(params, choices, sizes):
+    expected = np.concatenate(score(params, choices))
+    mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))))
+    found = np.concatenate(score(params, choices, mesh))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_batch_size_and_the_order_change_nothing_but_rounding(params, choices):
+    expected = np.concatenate(score(params, choices))
+    for batch_size in (1, 64):
+        found = score(params, choices[::-1], batch_size=batch_size)[::-1]
+        np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-5)
+
+
+def test_equal_continuations_tie_exactly(params, choices):
+    twice = score(params, choices)[-1]
+    np.testing.assert_array_equal(twice[:4], twice[4:])
+
+
+def test_progress_counts_rows(params, choices):
+    seen = []
+    score(params, choices, batch_size=4, progress=lambda done, total: seen.append((done, total)))
+    # The third item has a row for each ending, since they cut its context differently.
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+def test_few_programs_and_little_padding():
+    lengths = [padded_length(size) for size in range(1, 513)]
+    assert len(set(lengths)) <= 15
+    assert all(size <= length <= 1.15 * size + 32 for size, length in enumerate(lengths, 1))
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "message"),
+    [(0, 3, "context of 0"), (3, 0, "continuation of 0"), (3, 17, "max_seq_len=16")],
+)
+def test_clear_errors(context, continuation, message):
+    item = Choices(context=np.arange(context), continuations=[np.arange(continuation)])
+    with pytest.raises(ValueError, match=message):
+        pack_choices([item], MODEL.max_seq_len)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        LogLikelihoods(MODEL, make_mesh(MeshConfig()), batch_size=0)

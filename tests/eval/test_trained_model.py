@@ -1,0 +1,365 @@
+"""Loading, exporting and importing models. Hugging Face's own logits of our exports are frozen in
+`tests/model/transformers_logits.npz`; `pytest tests/eval/test_trained_model.py -m peers
+--update-goldens` renews them."""
+
+import contextlib
+import dataclasses
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hf_models import (
+    BASE,
+    BYTES,
+    TOKENS,
+    VARIANTS,
+    hf_arrays,
+    hf_fields,
+    logits,
+    make_run,
+    one_device_mesh,
+    plain_hf_logits,
+    random_params,
+    read_hf,
+    write_hf,
+)
+
+from maxmars import cli
+from maxmars.checkpoint import list_steps, read
+from maxmars.config import MeshConfig
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.distributed import sharding
+from maxmars.eval import load
+from maxmars.eval.trained_model import export_model, import_model
+from maxmars.model.gpt2 import logical_axes
+
+PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "own", BYTES, PARAMS, ByteTokenizer())
+
+
+def assert_same(params, expected):
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize(
+    ("inside", "step"),
+    [("", 4), ("checkpoints", 4), ("checkpoints/2", 2), ("checkpoints/4/", 4)],
+)
+def test_a_run_and_its_checkpoints(run, inside, step):
+    model = load(f"{run}/{inside}", mesh=one_device_mesh())
+    assert model.config == BYTES
+    assert model.tokenizer.name == "byte"
+    assert model.name == f"own, step {step}"
+    assert model.source == str(run / "checkpoints" / str(step))
+    assert_same(model.params, PARAMS[step])
+
+
+def test_the_python_api(run):
+    model = load(run)
+    found = model.model(jax.numpy.asarray(TOKENS))
+    np.testing.assert_allclose(found[..., :257], logits(BYTES, PARAMS[4]), rtol=0, atol=1e-5)
+
+
+def test_parameters_are_laid_out_as_in_training(run):
+    mesh = sharding.make_mesh(MeshConfig(fsdp=8))
+    model = load(run, mesh=mesh)
+    assert_same(model.params, PARAMS[4])
+    expected = sharding.tree_shardings(mesh, logical_axes(model.config))
+    assert jax.tree.map(lambda x: x.sharding, model.params) == expected
+
+
+def test_a_hugging_face_directory_on_any_mesh(tmp_path, monkeypatch, reference_dir, capsys):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    config = dataclasses.replace(BASE, vocab_size=50257, num_layers=1)
+    write_hf(tmp_path / "theirs", hf_fields(config), hf_arrays(config))
+    tokens = np.array([[5, 50256, 7]], np.int32)
+    alone = load(tmp_path / "theirs", mesh=one_device_mesh())
+    assert "GPT-2's tokenizer is used" in capsys.readouterr().err
+    assert (alone.name, alone.tokenizer.name, alone.config) == ("theirs", "gpt2", config)
+    # tensor=2 does not divide 50,257: the embedding is padded.
+    model = load(tmp_path / "theirs", mesh=sharding.make_mesh(MeshConfig(tensor=2)))
+    assert model.config.padded_vocab_size == 50258
+    np.testing.assert_allclose(
+        logits(model.config, model.params, tokens),
+        logits(alone.config, alone.params, tokens),
+        atol=1e-5,
+    )
+
+
+def test_a_mesh_that_does_not_divide_the_model(run):
+    with pytest.raises(ValueError, match=r"tensor=8 does not divide model.num_heads=2"):
+        load(run, mesh=sharding.make_mesh(MeshConfig(tensor=8)))
+
+
+def test_what_is_no_model(tmp_path, run):
+    def refused(target, error, message):
+        with pytest.raises(error, match=message):
+            load(target, mesh=one_device_mesh())
+
+    refused(tmp_path / "missing", FileNotFoundError, "missing does not exist; name the working")
+    refused(run / "checkpoints" / "3", FileNotFoundError, "3 does not exist")
+    refused(tmp_path, ValueError, "is neither a run .* nor a Hugging Face directory")
+    refused(run / "tokenizer" / "description.json", ValueError, "is neither a run")
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    refused(tmp_path / "new", FileNotFoundError, "holds no checkpoint yet")
+    refused(tmp_path / "new" / "checkpoints", FileNotFoundError, "holds no checkpoint yet")
+    write_hf(tmp_path / "bytes", hf_fields(BYTES), hf_arrays(BYTES))
+    refused(tmp_path / "bytes", FileNotFoundError, "has no tokenizer .* of 257 tokens is not")
+
+
+def test_a_run_without_its_tokenizer_or_with_anothers(tmp_path):
+    one = {1: random_params(BASE)}
+    bare = make_run(tmp_path / "bare", BASE, one, None)
+    with pytest.raises(FileNotFoundError, match="tokenizer is missing: a run keeps"):
+        load(bare, mesh=one_device_mesh())
+    make_run(tmp_path / "other", BASE, one, ByteTokenizer())
+    with pytest.raises(ValueError, match="has 257 tokens, but the model only 61"):
+        load(tmp_path / "other", mesh=one_device_mesh())
+    assert read(tmp_path / "other" / "checkpoints").model == BASE
+
+
+# --- export and import
+
+FROZEN = Path(__file__).parents[1] / "model" / "transformers_logits.npz"
+HF_NAMES = set(hf_arrays(BASE))
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return np.load(FROZEN)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Export of each variant, made once."""
+    directory, made = tmp_path_factory.mktemp("variants"), {}
+
+    def export(kind):
+        if kind not in made:
+            run = make_run(
+                directory / kind, VARIANTS[kind], {1: random_params(VARIANTS[kind])}, None
+            )
+            made[kind] = directory / f"{kind}-hf"
+            result = export_model(run, made[kind])
+            assert "Tokenizer files were not written" in result.notes[0]
+        return made[kind]
+
+    return export
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_logits_are_those_of_transformers(exported, frozen, kind):
+    config = VARIANTS[kind]
+    ours = logits(config, random_params(config))
+    np.testing.assert_allclose(ours, frozen[kind], rtol=0, atol=1e-4)
+    fields, arrays = read_hf(exported(kind))
+    assert arrays.keys() == HF_NAMES
+    assert arrays["wte.weight"].shape == (61, 16)
+    theirs = [plain_hf_logits(fields, arrays, row) for row in TOKENS]
+    np.testing.assert_allclose(theirs, frozen[kind], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_an_export_is_imported_bit_by_bit(exported, tmp_path, kind):
+    config, params = VARIANTS[kind], random_params(VARIANTS[kind])
+    shutil.copytree(exported(kind), tmp_path / "hf")
+    # These models have no tokenizer: any that fits is good enough.
+    vocabulary = {chr(ord("A") + i): i for i in range(60)} | {"<|endoftext|>": 60}
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")
+    assert import_model(tmp_path / "hf", tmp_path / "imported") == config
+    for target in (tmp_path / "hf", tmp_path / "imported"):
+        model = load(target, mesh=one_device_mesh())
+        assert model.config == config
+        assert model.tokenizer.eot == 60
+        embedding = np.asarray(model.params["wte"]["embedding"])
+        assert not embedding[61:].any()  # padding is not exported
+        embedding = np.concatenate([embedding[:61], params["wte"]["embedding"][61:]])
+        restored = model.params | {"wte": {"embedding": embedding}}
+        jax.tree.map(np.testing.assert_array_equal, restored, params)
+    export_model(tmp_path / "imported", tmp_path / "again")
+    first, second = (
+        (d / "model.safetensors").read_bytes() for d in (tmp_path / "hf", tmp_path / "again")
+    )
+    assert first == second
+
+
+def test_an_import_is_no_run_to_continue(run, tmp_path):
+    export_model(run, tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    assert list_steps(tmp_path / "imported" / "checkpoints") == [0]
+    assert load(tmp_path / "imported", mesh=one_device_mesh()).name == "imported, step 0"
+    with pytest.raises(ValueError, match="no run that could be continued"):
+        read(tmp_path / "imported" / "checkpoints").run_config()
+    with pytest.raises(ValueError, match="is a run of maxmars already"):
+        import_model(run, tmp_path / "other")
+
+
+def test_files_of_an_export(run, tmp_path):
+    result = export_model(run / "checkpoints" / "2", tmp_path / "hf")
+    assert (result.name, result.num_files, result.notes) == ("own, step 2", 1, [])
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert fields | hf_fields(BYTES) == fields
+    assert (fields["architectures"], fields["dtype"]) == (["GPT2LMHeadModel"], "float32")
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (256, 256)
+    again = load(tmp_path / "hf", mesh=one_device_mesh())
+    assert again.tokenizer.name == "byte"
+    jax.tree.map(np.testing.assert_array_equal, again.params, random_params(BYTES, 2))
+
+
+def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    largest = max((tmp_path / "run/checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert export_model(tmp_path / "run", tmp_path / "hf").name == "run, step 2"
+    found = load(tmp_path / "hf", mesh=one_device_mesh())
+    jax.tree.map(np.testing.assert_array_equal, found.params, random_params(BYTES, 2))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* could be used"):
+        export_model(tmp_path / "run/checkpoints/4", tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_types(run, tmp_path, dtype):
+    export_model(run, tmp_path / "hf", dtype=dtype)
+    _, arrays = read_hf(tmp_path / "hf")
+    table = random_params(BYTES, 4)["wte"]["embedding"]
+    kind = jax.numpy.bfloat16 if dtype == "bfloat16" else np.float16
+    np.testing.assert_array_equal(arrays["wte.weight"], table.astype(kind))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_numbers_beyond_the_type(tmp_path):
+    arrays = hf_arrays(BYTES)
+    arrays["h.1.ln_1.bias"][3] = 7e4
+    write_hf(tmp_path / "hf", hf_fields(BYTES), arrays)
+    with pytest.raises(ValueError, match=r"h.1.ln_1.bias holds 7e\+04, which is beyond the range"):
+        export_model(tmp_path / "hf", tmp_path / "half", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    export_model(tmp_path / "hf", tmp_path / "brain", dtype="bfloat16")
+
+
+def test_several_files_above_a_size(run, tmp_path):
+    result = export_model(run, tmp_path / "hf", max_file_bytes=20_000)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    count = len(files)
+    assert result.num_files == count > 2
+    assert files[0].name == f"model-00001-of-{count:05}.safetensors"
+    assert all(path.stat().st_size < 25_000 for path in files)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == result.num_bytes
+    assert index["weight_map"].keys() == {f"transformer.{name}" for name in HF_NAMES}
+    found = load(tmp_path / "hf", mesh=one_device_mesh())
+    jax.tree.map(np.testing.assert_array_equal, found.params, random_params(BYTES, 4))
+
+
+def test_attention_within_documents_is_noted_and_kept(tmp_path):
+    config = dataclasses.replace(BYTES, document_end_id=256)
+    params = {1: random_params(config)}
+    run = make_run(tmp_path / "run", config, params, ByteTokenizer())
+    (note,) = export_model(run, tmp_path / "hf").notes
+    assert "attention within documents (document_end_id=256)" in note
+    assert load(tmp_path / "hf", mesh=one_device_mesh()).config == config
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file gets longer than 8 kB."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_errors_are_one_line_and_leave_nothing(run, tmp_path, capsys):
+    def refused(message, *arguments):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*map(str, arguments)])
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        assert sorted(tmp_path.iterdir()) == before
+
+    out = tmp_path / "out"
+    (tmp_path / "taken").mkdir()
+    refused("taken exists; delete it", "export", run, tmp_path / "taken")
+    refused("is no local path", "export", run, "gs://bucket/out")
+    refused("does not exist; name", "export", tmp_path / "missing", out)
+    with full_disk():
+        refused("model.safetensors cannot be written (", "export", run, out)
+    hf = write_hf(tmp_path / "hf", hf_fields(BYTES), hf_arrays(BYTES))
+    refused("has no tokenizer", "import", hf, out)
+    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
+    refused("A .bin file is a pickle", "export", hf, out)
+    refused("A .bin file is a pickle", "import", hf, out)
+
+
+def test_an_export_that_was_killed_is_made_anew(run, tmp_path):
+    left = tmp_path / ".hf.partial"
+    left.mkdir(parents=True)
+    (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    cli.main(["export", str(run), str(tmp_path / "hf")])
+    assert not left.exists()
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_transformers_loads_an_export(exported, tmp_path, kind, request):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config, params = VARIANTS[kind], random_params(VARIANTS[kind])
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(
+        exported(kind), output_loading_info=True
+    )
+    assert not any(info.values())
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
+    np.testing.assert_allclose(logits(config, params), theirs, rtol=0, atol=1e-4)
+    if request.config.getoption("--update-goldens"):
+        known = dict(np.load(FROZEN)) if FROZEN.exists() else {}
+        np.savez_compressed(FROZEN, **(known | {kind: theirs}))
+    np.testing.assert_allclose(np.load(FROZEN)[kind], theirs, rtol=0, atol=1e-5)
+    # What it saves is read back, and is still the same.
+    model.save_pretrained(tmp_path / "saved")
+    _, arrays = read_hf(exported(kind))
+    _, saved = read_hf(tmp_path / "saved")
+    assert saved.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+@pytest.mark.peers
+def test_transformers_loads_several_files_and_the_tokenizer(run, tmp_path):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    export_model(run, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000)
+    _, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(info.values())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "caf\u00e9 \U0001f642"
+    assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
+    assert tokenizer.eos_token_id == 256

@@ -1,0 +1,114 @@
+"""The packed checkout, and the names of machines."""
+
+import io
+import subprocess
+import tarfile
+
+import pytest
+
+from maxmars.launch.gke import parse_topology
+from maxmars.launch.job import pack
+from maxmars.launch.tpu_vm import TpuOptions
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    root = tmp_path / "checkout"
+    for name in (
+        "configs/a.py",
+        "maxmars/b.py",
+        "runs/big.bin",
+        ".gitignore",
+        "old.py",
+        "tests/c.py",
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("runs\n" if name == ".gitignore" else name)
+    (root / "pyproject.toml").touch()
+    return root
+
+
+def names(packed):
+    with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
+        return {member.name for member in tar.getmembers()} - {"launch-constraints.txt"}
+
+
+def test_the_present_state_of_a_git_checkout(checkout):
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "old.py", "configs"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    (checkout / "old.py").unlink()
+    (checkout / "configs" / "a.py").write_text("changed")
+    packed = pack(f"{checkout}/configs/a.py:size=xl", root=checkout)
+    assert names(packed) == {"configs/a.py", "maxmars/b.py", ".gitignore", "pyproject.toml"}
+    assert packed.config == "configs/a.py:size=xl"
+    with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
+        assert tar.extractfile("configs/a.py").read() == b"changed"
+        constraints = tar.extractfile("launch-constraints.txt").read().decode()
+    assert "jax==" in constraints
+    assert pack(f"{checkout}/configs/a.py", root=checkout).digest == packed.digest
+    (checkout / "maxmars" / "b.py").write_text("changed")
+    assert pack(f"{checkout}/configs/a.py", root=checkout).digest != packed.digest
+
+
+def test_without_git_and_with_a_config_from_elsewhere(checkout, tmp_path):
+    config = tmp_path / "mine.py"
+    config.write_text("x")
+    packed = pack(str(config), root=checkout, setup=config)
+    inside = {"configs/a.py", "maxmars/b.py", "old.py", "pyproject.toml"}
+    assert names(packed) == inside | {"launch-config/mine.py", "launch-setup.sh"}
+    assert packed.config == "launch-config/mine.py"
+
+
+def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
+    with pytest.raises(ValueError, match=r"is no checkout of maxmars .* `pip install -e CHECKOUT"):
+        pack("x.py", root=tmp_path)
+    with (checkout / "large.bin").open("wb") as file:
+        file.truncate(50_000_001)
+    with pytest.raises(ValueError, match=r"the largest large\.bin; list what the run does not"):
+        pack(f"{checkout}/configs/a.py", root=checkout)
+
+
+def test_this_checkout_packs():
+    packed = pack("configs/quickstart.py")
+    assert {"maxmars/train/loop.py", "pyproject.toml", "configs/quickstart.py"} <= names(packed)
+    assert len(packed.archive) < 1_000_000  # a ConfigMap takes it
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts", "chips"),
+    [
+        ("v5p:4x4x4", 16, 4),
+        ("v5p:2x2x1", 1, 4),
+        ("v4:2x2x4", 4, 4),
+        ("v5e:1x1", 1, 1),
+        ("v5e:2x4", 1, 8),
+        ("v5e:4x4", 4, 4),
+        ("v6e:16x16", 64, 4),
+        ("h100:8", 1, 8),
+        ("h100:2", 1, 2),
+        ("a100-80gb:64", 8, 8),
+    ],
+)
+def test_hosts_of_topologies(topology, hosts, chips):
+    nodes = parse_topology(topology)
+    assert (nodes.hosts, nodes.chips_per_host) == (hosts, chips)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "chips", "software"),
+    [
+        ("v4-8", 4, "tpu-ubuntu2204-base"),
+        ("v5litepod-16", 16, "v2-alpha-tpuv5-lite"),
+        ("v5p-128", 64, "v2-alpha-tpuv5"),
+        ("v6e-8", 8, "v2-alpha-tpuv6e"),
+    ],
+)
+def test_chips_and_software_of_accelerators(accelerator, chips, software):
+    options = TpuOptions(
+        config="quickstart", name="x", workdir="/x", zone="us-east5-a", accelerator=accelerator
+    )
+    assert options.num_chips == chips
+    assert f"--version={software}" in options.create()

@@ -1,0 +1,170 @@
+"""The chunked loss against the plain one: values, gradients, meshes, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmars.config import MeshConfig
+from maxmars.distributed import sharding
+from maxmars.model import cross_entropy
+
+VOCAB, PADDED = 250, 256
+# Sizes of chunks that split the 96 tokens into one chunk, 3 of 32, and 5 of 20, the last padded.
+CHUNKS = pytest.mark.parametrize(
+    "chunk_bytes", [4 * PADDED * tokens for tokens in (96, 32, 20)], ids=["one", "even", "padded"]
+)
+
+
+def inputs(rows=8, length=12, vocab=PADDED):
+    rng = np.random.default_rng(0)
+    x, embedding = rng.normal(size=(rows, length, 16)), rng.normal(size=(vocab, 16))
+    targets = rng.integers(0, VOCAB, (rows, length))
+    return *(jnp.asarray(a, jnp.float32) for a in (x, embedding)), jnp.asarray(targets, jnp.int32)
+
+
+def plain(x, embedding, targets):
+    logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+    logits = jnp.where(jnp.arange(len(embedding)) < VOCAB, logits, jnp.finfo(jnp.float32).min)
+    return cross_entropy.cross_entropy(logits, targets)
+
+
+def weighted(losses, x, embedding, targets):
+    """A sum in which each token has another weight, so that no gradient can hide in a mean."""
+    found = losses(x, embedding, targets)
+    return (found * jnp.arange(found.size).reshape(found.shape)).mean()
+
+
+def with_grads(function, *arguments):
+    return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(*arguments)
+
+
+def assert_same(found, expected, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+FUNCTIONS = {
+    "mean_loss": (
+        lambda *arrays, chunk_bytes: cross_entropy.mean_loss(*arrays, VOCAB, chunk_bytes),
+        lambda *arrays: plain(*arrays).mean(),
+    ),
+    "token_losses": (
+        lambda *arrays, chunk_bytes: weighted(
+            lambda *arrays: cross_entropy.token_losses(*arrays, VOCAB, chunk_bytes), *arrays
+        ),
+        functools.partial(weighted, plain),
+    ),
+}
+
+
+@CHUNKS
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_loss_and_gradients_equal_the_plain_ones(name, chunk_bytes):
+    chunked, reference = FUNCTIONS[name]
+    chunked = functools.partial(chunked, chunk_bytes=chunk_bytes)
+    assert_same(with_grads(chunked, *inputs()), with_grads(reference, *inputs()))
+    assert_same(jax.jit(chunked)(*inputs()), reference(*inputs()))
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**29, 4 * PADDED // 2 * 10], ids=["one", "padded"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
+def test_the_same_on_a_mesh(name, shape, chunk_bytes):
+    chunked, reference = FUNCTIONS[name]
+    chunked = functools.partial(chunked, chunk_bytes=chunk_bytes)
+    data, fsdp, tensor = shape
+    expected = with_grads(reference, *inputs())
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))):
+        assert_same(with_grads(chunked, *inputs()), expected)
+
+
+# Of so many tokens and a vocabulary of so many, the logits take 32 MB and the embedding 0.5 MB.
+LARGE = {"rows": 8, "length": 128, "vocab": 8192}
+
+
+def temporaries(function, *arguments):
+    """Bytes that a program holds beside its arguments and results."""
+    program = jax.jit(function).lower(*arguments).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_logits_of_all_tokens_are_never_there(name):
+    chunked, reference = FUNCTIONS[name]
+    chunked = functools.partial(chunked, chunk_bytes=2**20)
+    arrays = inputs(**LARGE)
+    grads = [jax.value_and_grad(function, argnums=(0, 1)) for function in (chunked, reference)]
+    logits = 4 * 8 * 128 * 8192
+    assert temporaries(grads[1], *arrays) > logits
+    assert temporaries(grads[0], *arrays) < logits / 4
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=2, tensor=4))):
+        assert temporaries(grads[0], *arrays) < logits / 8  # the logits of a device
+
+
+# --- drawn targets -------------------------------------------------------------------------------
+
+
+def draw(*arrays, chunk_bytes=2**29):
+    return jax.jit(lambda *arrays: cross_entropy.draw_targets(*arrays, VOCAB, chunk_bytes))(*arrays)
+
+
+def uniforms(rows=8, length=12, seed=1):
+    return jax.random.uniform(jax.random.key(seed), (rows, length))
+
+
+def in_order(x, embedding, uniforms):
+    """The first token whose cumulated probability exceeds the uniform number, in float64."""
+    logits = np.asarray(x, np.float64) @ np.asarray(embedding, np.float64)[:VOCAB].T
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    ends = weights.cumsum(-1) / weights.sum(-1, keepdims=True)
+    return (ends > np.asarray(uniforms, np.float64)[..., None]).argmax(-1)
+
+
+@CHUNKS
+def test_targets_are_those_of_the_uniform_numbers_on_every_mesh(chunk_bytes):
+    x, embedding, _ = inputs()
+    x = x / 4  # several likely tokens everywhere
+    expected = in_order(x, embedding, uniforms())
+    assert len(np.unique(expected)) > 30
+    found = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
+    np.testing.assert_array_equal(found, expected)
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+        found = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_targets_are_drawn_as_often_as_they_should_be(tensor):
+    """Over 200,000 positions with the same logits, against the softmax."""
+    logits = np.random.default_rng(0).normal(0, 2, PADDED).astype(np.float32)
+    x, embedding = jnp.ones((8, 25_000, 1)), jnp.asarray(logits[:, None])
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=8 // tensor, tensor=tensor))):
+        drawn = draw(x, embedding, uniforms(8, 25_000))
+    counts = np.bincount(np.ravel(drawn), minlength=PADDED)
+    assert counts[VOCAB:].sum() == 0
+    expected = drawn.size * np.asarray(jax.nn.softmax(logits[:VOCAB]), np.float64)
+    statistic = np.square(counts[:VOCAB] - expected) / expected
+    assert statistic[expected > 5].sum() < 2 * (expected > 5).sum()  # chi squared: about 1 each
+    np.testing.assert_allclose(counts[:VOCAB], expected, atol=6 * expected.max() ** 0.5)
+
+
+def test_nothing_without_probability_is_drawn():
+    """Whatever rounding does at the ends: the first and the last tokens have none here."""
+    logits = np.full((PADDED, 1), -1e4, np.float32)
+    logits[[40, 41, 130]] = [[0.0], [-16.0], [-16.0]]
+    ends = jnp.asarray([[0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-23, 1.0]])
+    drawn = draw(jnp.ones((1, 5, 1)), jnp.asarray(logits), ends)
+    assert drawn[0, 0] == drawn[0, 1] == 40
+    assert set(np.ravel(drawn)) <= {40, 41, 130}
+
+
+def test_the_logits_of_all_tokens_are_not_there_when_targets_are_drawn():
+    arrays = (*inputs(**LARGE)[:2], uniforms(8, 128))
+    draw_in_chunks = functools.partial(
+        cross_entropy.draw_targets, vocab_size=VOCAB, chunk_bytes=2**20
+    )
+    assert temporaries(draw_in_chunks, *arrays) < 4 * 8 * 128 * 8192 / 4

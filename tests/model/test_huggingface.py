@@ -1,0 +1,332 @@
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hf_models import (
+    BASE,
+    TOKENS,
+    VARIANTS,
+    hf_arrays,
+    hf_fields,
+    logits,
+    plain_hf_logits,
+    write_hf,
+)
+from safetensors.numpy import save_file
+
+from maxmars.config import GPT2Config, MeshConfig
+from maxmars.distributed import sharding
+from maxmars.model import huggingface
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+
+
+def load(directory, config=None, mesh=None):
+    config = config or huggingface.read_config(directory)
+    abstract = graph_and_abstract_params(config)[1]
+    if mesh is not None:
+        shardings = sharding.tree_shardings(mesh, logical_axes(config))
+        abstract = sharding.with_shardings(abstract, shardings)
+    params = huggingface.load_params(directory, config, abstract)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), abstract
+    )
+    return config, params
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory that tests may damage."""
+    return write_hf(tmp_path / "model", hf_fields(BASE), hf_arrays(BASE), prefix="transformer.")
+
+
+def expected(arrays, fields=None):
+    fields = fields or hf_fields(BASE)
+    return np.stack([plain_hf_logits(fields, arrays, row) for row in TOKENS])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_logits_equal_a_plain_numpy_gpt2(tmp_path, prefix, inverse):
+    fields = hf_fields(BASE) | {"scale_attn_by_inverse_layer_idx": inverse}
+    arrays = hf_arrays(BASE)
+    config, params = load(write_hf(tmp_path, fields, arrays, prefix))
+    assert config == dataclasses.replace(BASE, scale_attn_by_inverse_layer_idx=inverse)
+    np.testing.assert_allclose(logits(config, params), expected(arrays, fields), atol=2e-5)
+
+
+def test_old_files_with_the_mask_and_the_tied_head_in_them(tmp_path):
+    arrays = hf_arrays(BASE)
+    extra = {"lm_head.weight": arrays["wte.weight"]}
+    for i in range(BASE.num_layers):
+        extra[f"h.{i}.attn.bias"] = np.tri(12, dtype=np.uint8)[None, None]
+        extra[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    fields = hf_fields(BASE) | {"n_ctx": 12}
+    _, params = load(write_hf(tmp_path, fields, arrays | extra))
+    np.testing.assert_allclose(logits(BASE, params), expected(arrays), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, jax.numpy.bfloat16])
+def test_other_types_are_converted(tmp_path, dtype):
+    arrays = {name: array.astype(dtype) for name, array in hf_arrays(BASE).items()}
+    _, params = load(write_hf(tmp_path, hf_fields(BASE), arrays))
+    np.testing.assert_allclose(logits(BASE, params), expected(arrays), atol=2e-5)
+
+
+def test_several_files_with_an_index(tmp_path):
+    arrays = hf_arrays(BASE)
+    write_hf(tmp_path, hf_fields(BASE), arrays)
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(arrays)}
+    for file in set(weight_map.values()):
+        save_file({n: arrays[n] for n, f in weight_map.items() if f == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert huggingface.is_hf_directory(tmp_path)
+    np.testing.assert_allclose(logits(*load(tmp_path)), expected(arrays), atol=2e-5)
+
+    def refused(match, **changes):
+        index.write_text(json.dumps({"weight_map": weight_map | changes}))
+        with pytest.raises((ValueError, FileNotFoundError), match=match):
+            load(tmp_path)
+
+    refused("which does not hold it", **{"h.0.ln_1.bias": weight_map["wte.weight"]})
+    refused(r"other-1.safetensors is missing", **{"h.0.ln_1.bias": "other-1.safetensors"})
+    for unsafe in ("../model-0.safetensors", "/etc/passwd", "model-0.bin", ""):
+        refused("may only name safetensors files beside it", **{"h.0.ln_1.bias": unsafe})
+    for text in ("[]", "{}", '{"weight_map": []}', "{"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json (is no|must hold)"):
+            load(tmp_path)
+
+
+def test_the_reference_model_on_one_device_and_on_eight(reference_dir):
+    directory = reference_dir / "reference" / "hf_gpt2_tiny"
+    reference = np.load(reference_dir / "reference" / "hellaswag_reference.npz")
+    tokens = reference["tokens"].astype(np.int32)
+    config = huggingface.read_config(directory)
+    config = dataclasses.replace(config, vocab_pad_multiple=2)
+    for mesh in (None, sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))):
+        _, params = load(directory, config, mesh)
+        got = logits(config, params, tokens)
+        np.testing.assert_allclose(got[..., :64], reference["logits_head"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(got[:, -1], reference["logits_last"], rtol=0, atol=1e-4)
+        normalizer = np.log(np.exp(got.astype(np.float64)).sum(-1))
+        np.testing.assert_allclose(normalizer, reference["logsumexp"], rtol=0, atol=1e-4)
+
+
+def test_sharded_loading_gives_the_same_bits(model):
+    config = dataclasses.replace(BASE, vocab_pad_multiple=8)
+    _, alone = load(model, config)
+    _, sharded = load(model, config, sharding.make_mesh(MeshConfig(fsdp=4, tensor=2)))
+    jax.tree.map(np.testing.assert_array_equal, alone, sharded)
+    kernel = sharded["h"]["mlp"]["c_fc"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (3, 4, 32)
+    assert not np.any(alone["wte"]["embedding"][61:])
+
+
+def test_a_model_without_biases_takes_zeros_only(tmp_path):
+    config = dataclasses.replace(BASE, use_bias=False)
+    arrays = hf_arrays(BASE)
+    zeroed = {n: a * (not n.endswith("bias")) for n, a in arrays.items()}
+    _, params = load(write_hf(tmp_path / "zero", hf_fields(BASE), zeroed), config)
+    np.testing.assert_allclose(logits(config, params), expected(zeroed), atol=2e-5)
+    with pytest.raises(ValueError, match=r"bias in .* is not zero"):
+        load(write_hf(tmp_path / "biased", hf_fields(BASE), arrays), config)
+
+
+def changed(name, change):
+    def change_arrays(arrays):
+        result = change(arrays.pop(name))
+        if result is not None:
+            arrays[name] = result
+
+    return change_arrays
+
+
+WRONG_ARRAYS = {
+    "missing": (changed("h.2.mlp.c_fc.weight", lambda x: None), r"lacks 1 arrays, first h.2.mlp"),
+    "shape": (
+        changed("h.1.attn.c_attn.weight", np.transpose),
+        r"has shape \[48, 16\], but the model's is \[16, 48\]",
+    ),
+    "vocabulary": (changed("wte.weight", lambda x: x[:60]), r"has shape \[60, 16\]"),
+    "another layer": (
+        lambda arrays: arrays.update({"h.3.ln_1.bias": np.zeros(16, np.float32)}),
+        "also has 1 arrays, first h.3.ln_1.bias",
+    ),
+    "head": (
+        lambda arrays: arrays.update({"lm_head.weight": arrays["wte.weight"] + 1}),
+        "lm_head.weight in .* differs from wte.weight",
+    ),
+    "integers": (
+        changed("h.0.ln_1.weight", lambda x: x.astype(np.int32)),
+        "has type I32, but only F64, F32, F16, BF16 are read",
+    ),
+    "twice": (
+        lambda arrays: arrays.update({"transformer.ln_f.bias": arrays["ln_f.bias"]}),
+        "has arrays twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ARRAYS)
+def test_wrong_arrays(tmp_path, kind):
+    change, message = WRONG_ARRAYS[kind]
+    arrays = hf_arrays(BASE)
+    change(arrays)
+    with pytest.raises(ValueError, match=message):
+        load(write_hf(tmp_path, hf_fields(BASE), arrays))
+
+
+def header_of(path):
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def rewrite(path, header, data):
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + data)
+
+
+def with_entry(name, **changes):
+    def damage(path):
+        header, data = header_of(path)
+        header[f"transformer.{name}"] |= changes
+        rewrite(path, header, data)
+
+    return damage
+
+
+def overlap(path):
+    header, data = header_of(path)
+    header["transformer.ln_f.bias"]["data_offsets"] = header["transformer.ln_f.weight"][
+        "data_offsets"
+    ]
+    rewrite(path, header, data)
+
+
+DAMAGE = {
+    "half": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
+    "last byte": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "in the header": lambda p: p.write_bytes(p.read_bytes()[:100]),
+    "empty": lambda p: p.write_bytes(b""),
+    "a web page": lambda p: p.write_bytes(b"<!DOCTYPE html>" * 9),
+    "more bytes": lambda p: p.write_bytes(p.read_bytes() + b"x"),
+    "no JSON": lambda p: rewrite(p, b"{nothing}", b""),
+    "no object": lambda p: rewrite(p, b"[1, 2]", b""),
+    "nested": lambda p: rewrite(p, b"[" * 99999, b""),
+    "overlap": overlap,
+    "negative": with_entry("ln_f.bias", data_offsets=[-64, 0]),
+    "beyond": with_entry("ln_f.bias", data_offsets=[10**15, 10**15 + 64]),
+    "bool": with_entry("ln_f.bias", shape=[True]),
+    "size": with_entry("ln_f.bias", shape=[17]),
+    "type": with_entry("ln_f.bias", dtype="F4"),
+    "type of type": with_entry("ln_f.bias", dtype=["F32"]),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_safetensors(model, kind):
+    DAMAGE[kind](model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .*; copy") as raised:
+        load(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_pickles_are_not_opened(model):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert huggingface.is_hf_directory(model)
+    with pytest.raises(ValueError, match=r"save_pretrained\('.*model-safetensors'\)"):
+        load(model)
+    (model / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor"):
+        load(model)
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+
+def read_config(directory, fields):
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    (directory / "config.json").write_text(text)
+    return huggingface.read_config(directory)
+
+
+def test_the_published_config(tmp_path):
+    fields = {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "n_positions": 1024,
+        "output_past": True,
+        "summary_type": "cls_index",
+        "vocab_size": 50257,
+    }
+    assert read_config(tmp_path, fields).num_layers == 48
+    small = fields | {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_inner": 3072}
+    assert read_config(tmp_path, small) == GPT2Config(compute_dtype="float32")
+    del fields["n_positions"]
+    assert read_config(tmp_path, fields).max_seq_len == 1024
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_ours_come_back(tmp_path, kind):
+    config = VARIANTS[kind]
+    fields = huggingface.config_fields(config, dtype="float32", end_of_text=60)
+    assert read_config(tmp_path, fields) == config
+
+
+WRONG = {
+    "no JSON": ("{", "is no valid JSON"),
+    "no object": ("[1]", "must hold a JSON object, but holds list"),
+    "missing": ({"n_embd": ...}, "has no n_embd"),
+    "text": ({"n_layer": "3"}, 'n_layer is "3"; it must be of type int'),
+    "bool": ({"n_head": True}, "n_head is true; it must be of type int"),
+    "zero": ({"n_head": 0}, "n_head is 0; it must be greater than zero"),
+    "heads": ({"n_head": 3}, "must be a multiple of"),
+    "epsilon": ({"layer_norm_epsilon": -1}, "describes no GPT-2"),
+    "scaling": ({"scale_attn_by_inverse_layer_idx": None}, "must be of type bool"),
+    "context": ({"n_ctx": 13}, "n_positions is 12 and n_ctx 13"),
+    "activation": ({"activation_function": "relu"}, 'activation_function is "relu", but maxmars'),
+    "model": ({"model_type": "llama"}, 'model_type is "llama"'),
+    "scale": ({"scale_attn_weights": False}, "scale_attn_weights is false"),
+    "width": ({"n_inner": 100}, "n_inner is 100"),
+    "head": ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),
+    "cross": ({"add_cross_attention": True}, "add_cross_attention is true"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    "ours": ({"maxmars": {"use_bias": 0}}, "as `maxmars export` writes them"),
+    "ours unknown": ({"maxmars": {"remat": "full"}}, "as `maxmars export` writes them"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_malformed_and_unsupported(tmp_path, kind):
+    changes, message = WRONG[kind]
+    if not isinstance(changes, str):
+        fields = hf_fields(BASE) | changes
+        changes = {name: value for name, value in fields.items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path, changes)
+
+
+def test_no_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+        huggingface.read_config(tmp_path)
+    assert not huggingface.is_hf_directory(tmp_path)
+    assert not huggingface.is_hf_directory(tmp_path / "missing")
+    (tmp_path / "config.json").write_text('{"type": "TrainConfig"}')  # of a run
+    assert not huggingface.is_hf_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert huggingface.is_hf_directory(tmp_path)

@@ -1,0 +1,87 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import MODEL, random_params
+
+from maxmars.config import MeshConfig
+from maxmars.distributed import sharding
+from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.model.kv_cache import decode, prefill
+from maxmars.plan.collectives import collectives
+
+LENGTHS = np.array([3, 5, 9, 1], np.int32)
+NEW, SLOTS, PROMPT = 6, 7, 10
+DOCUMENTS = dataclasses.replace(
+    MODEL, document_end_id=7, use_bias=False, scale_attn_by_inverse_layer_idx=True
+)
+TOKENS = np.random.default_rng(0).integers(0, 20, (4, 16)).astype(np.int32)  # 7 occurs
+
+
+def uncached_logits(config, params):
+    """Plain reference: the logits after each prompt and each new token, by full forward passes."""
+    graph, _ = graph_and_abstract_params(config)
+    logits = jax.jit(lambda params: nnx.merge(graph, params)(jnp.asarray(TOKENS)))(params)
+    return np.stack([logits[i, n - 1 : n + NEW] for i, n in enumerate(LENGTHS)])
+
+
+def cached(config):
+    """A function of the parameters: the same logits by `prefill` and `decode`."""
+    graph, _ = graph_and_abstract_params(config)
+    new = np.stack([row[n : n + NEW] for row, n in zip(TOKENS, LENGTHS, strict=True)])
+    prompts = np.where(np.arange(PROMPT) < LENGTHS[:, None], TOKENS[:, :PROMPT], 7)
+
+    def run(params):
+        model = nnx.merge(graph, params)
+        hidden, cache = prefill(model, jnp.asarray(prompts), jnp.asarray(LENGTHS), SLOTS)
+
+        def step(cache, tokens):
+            hidden, cache = decode(model, tokens, cache)
+            return cache, hidden
+
+        cache, more = jax.lax.scan(step, cache, new.T)
+        hidden = jnp.concatenate([hidden[:, None], more.swapaxes(0, 1)], axis=1)
+        return model.logits(hidden), cache
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 2e-5),
+        # Attention weights and activations are rounded to 8 bits in both, in another order.
+        ({"compute_dtype": "bfloat16", "document_end_id": None}, 0.1),
+    ],
+    ids=["documents", "bfloat16"],
+)
+def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
+    config = dataclasses.replace(DOCUMENTS, **changes)
+    expected = uncached_logits(config, params)
+    found, cache = jax.jit(cached(config))(params)
+    assert expected[..., : config.vocab_size].std() > 1
+    np.testing.assert_allclose(found, expected, atol=tolerance)
+    assert cache.prompt_keys.dtype == cache.new_values.dtype == config.compute_dtype
+    assert int(cache.num_new) == NEW
+
+
+def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
+    shardings = sharding.tree_shardings(mesh, logical_axes(DOCUMENTS))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
+        found, cache = compiled(jax.device_put(params, shardings))
+    np.testing.assert_allclose(found, uncached_logits(DOCUMENTS, params), atol=2e-5)
+    for part in (cache.prompt_keys, cache.prompt_values, cache.new_keys, cache.new_values):
+        rows, heads = part.shape[1] // 2, part.shape[2] // 4
+        assert part.sharding.shard_shape(part.shape)[1:3] == (rows, heads)
+    # Sums of activations over the heads' devices; keys and values never travel.
+    assert {collective.op for collective in collectives(compiled, mesh)} == {"all-reduce"}

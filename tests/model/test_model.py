@@ -1,0 +1,352 @@
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gpt2_reference import Reference
+from tiny import MODEL
+
+from maxmars.config import GPT2Config, MeshConfig
+from maxmars.distributed import sharding
+from maxmars.model.gpt2 import (
+    graph_and_abstract_params,
+    init_params,
+    logical_axes,
+    mean_loss,
+    num_parameters,
+    token_losses,
+)
+from maxmars.plan.compile import matmul_flops
+from maxmars.train.auto import POLICIES
+
+
+@functools.cache
+def compiled(config):
+    """The logits, and the loss with its gradients, of parameters and tokens."""
+    graph, _ = graph_and_abstract_params(config)
+    loss = jax.value_and_grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
+    return jax.jit(lambda p, t: nnx.merge(graph, p)(t)), jax.jit(loss)
+
+
+def apply(config, params, tokens):
+    return compiled(config)[0](params, tokens)
+
+
+def loss_and_grads(config, params, tokens):
+    return compiled(config)[1](params, tokens)
+
+
+@functools.cache
+def initial_params(config):
+    return jax.jit(lambda: init_params(config, 0))()
+
+
+def random_tokens(config, rows=2, length=None, seed=0):
+    shape = (rows, length or config.max_seq_len)
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, shape)
+    return tokens.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        # Hugging Face's gpt2, gpt2-medium, gpt2-large and gpt2-xl.
+        (GPT2Config.small(), 124_439_808),
+        (GPT2Config.medium(), 354_823_168),
+        (GPT2Config.large(), 774_030_080),
+        (GPT2Config.xl(), 1_557_611_200),
+    ],
+    ids=["small", "medium", "large", "xl"],
+)
+def test_parameter_counts(preset, count):
+    assert num_parameters(preset) == count
+    per_layer = 10 * preset.embed_dim + 3 * preset.embed_dim  # biases and LayerNorm biases
+    without = dataclasses.replace(preset, use_bias=False)
+    assert count - num_parameters(without) == (
+        preset.num_layers * (per_layer - 2 * preset.embed_dim) + preset.embed_dim
+    )
+
+
+@pytest.mark.smoke
+def test_logits_and_gradients_equal_the_official_model_in_float64(reference_dir, x64):
+    reference = Reference(reference_dir)
+    config = reference.model_config("float64")
+    params = jax.tree.map(jnp.asarray, reference.tree("params0"))
+    tokens = reference.arrays["batches"][0, 0].astype(np.int32)
+
+    logits = apply(config, params, tokens[:, :-1])
+    assert logits.dtype == jnp.float64
+    np.testing.assert_allclose(logits, reference.arrays["logits"], rtol=0, atol=1e-10)
+
+    loss, grads = loss_and_grads(config, params, tokens)
+    np.testing.assert_allclose(loss, reference.arrays["loss"], rtol=0, atol=1e-12)
+    for ours, theirs in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(reference.tree("grad")), strict=True
+    ):
+        assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
+
+
+def test_logits_and_gradients_equal_the_official_model_in_float32(reference_dir):
+    reference = Reference(reference_dir)
+    config = reference.model_config("float32")
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), reference.tree("params0"))
+    tokens = reference.arrays["batches"][0, 0].astype(np.int32)
+    np.testing.assert_allclose(
+        apply(config, params, tokens[:, :-1]), reference.arrays["logits"], rtol=0, atol=1e-5
+    )
+    _, grads = loss_and_grads(config, params, tokens)
+    for ours, theirs in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(reference.tree("grad")), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def plain_logits(config, params, tokens, start=0):
+    """GPT-2 in float64 NumPy, one sequence, one layer and one head at a time.
+
+    The first token is at position `start`.
+    """
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def norm(x, weights, i=None):
+        scale, bias = (weights[k] if i is None else weights[k][i] for k in ("scale", "bias"))
+        x = x - x.mean(-1, keepdims=True)
+        return (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon) * scale + bias
+        )
+
+    length = len(tokens)
+    x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][start : start + length]
+    for i in range(config.num_layers):
+        h = p["h"]
+        y = norm(x, h["ln_1"], i)
+        attended = np.zeros_like(x)
+        for head in range(config.num_heads):
+            kernel = h["attn"]["c_attn"]["kernel"][i][:, :, head]
+            bias = h["attn"]["c_attn"]["bias"][i][:, head]
+            q, k, v = (y @ kernel[:, j] + bias[j] for j in range(3))
+            scores = q @ k.T / np.sqrt(config.head_dim)
+            if config.scale_attn_by_inverse_layer_idx:
+                scores = scores / (i + 1)
+            scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            attended += weights @ v @ h["attn"]["c_proj"]["kernel"][i][head]
+        x = x + attended + h["attn"]["c_proj"]["bias"][i]
+        y = norm(x, h["ln_2"], i) @ h["mlp"]["c_fc"]["kernel"][i] + h["mlp"]["c_fc"]["bias"][i]
+        y = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+        x = x + y @ h["mlp"]["c_proj"]["kernel"][i] + h["mlp"]["c_proj"]["bias"][i]
+    return (norm(x, p["ln_f"]) @ p["wte"]["embedding"].T)[:, : config.vocab_size]
+
+
+def noisy_params(config):
+    """Biases start at zero, which would hide them, and attention starts almost uniform."""
+    noise = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32),
+        initial_params(config),
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("inverse", [False, True])
+def test_logits_equal_a_plain_numpy_gpt2(inverse):
+    config = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=inverse)
+    params, tokens = noisy_params(config), random_tokens(config)
+    logits = apply(config, params, tokens)[..., : config.vocab_size]
+    for row, expected in zip(logits, tokens, strict=True):
+        np.testing.assert_allclose(row, plain_logits(config, params, expected), atol=2e-5)
+
+
+def test_initial_values():
+    params = initial_params(dataclasses.replace(MODEL, embed_dim=256))
+    h = params["h"]
+    assert np.std(params["wte"]["embedding"]) == pytest.approx(0.02, rel=0.02)
+    assert np.std(h["attn"]["c_attn"]["kernel"]) == pytest.approx(0.02, rel=0.02)
+    residual = 0.02 / np.sqrt(2 * MODEL.num_layers)
+    assert np.std(h["attn"]["c_proj"]["kernel"]) == pytest.approx(residual, rel=0.02)
+    assert np.std(h["mlp"]["c_proj"]["kernel"]) == pytest.approx(residual, rel=0.02)
+    assert not np.any(h["mlp"]["c_fc"]["bias"])
+    assert np.all(h["ln_1"]["scale"] == 1)
+    kernels = h["mlp"]["c_fc"]["kernel"]
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+def test_vocabulary_padding_does_not_change_the_loss():
+    plain = dataclasses.replace(MODEL, vocab_pad_multiple=1)
+    padded = dataclasses.replace(MODEL, vocab_pad_multiple=64)
+    params = initial_params(plain)
+    table = np.asarray(params["wte"]["embedding"])
+    extra = np.full((padded.padded_vocab_size - plain.vocab_size, plain.embed_dim), 9.0, np.float32)
+    padded_params = params | {"wte": {"embedding": np.concatenate([table, extra])}}
+    tokens = random_tokens(plain, length=plain.max_seq_len + 1)
+    loss, grads = loss_and_grads(plain, params, tokens)
+    padded_loss, padded_grads = loss_and_grads(padded, padded_params, tokens)
+    assert padded_loss == pytest.approx(float(loss), abs=1e-6)
+    padded_table = padded_grads["wte"]["embedding"]
+    np.testing.assert_allclose(
+        padded_table[: plain.vocab_size], grads["wte"]["embedding"], atol=1e-6
+    )
+    assert not np.any(padded_table[plain.vocab_size :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remat": "full"},
+        {"remat": "attention"},
+        {"remat": "dots"},
+        {"scan_unroll": 3},
+        {"scan_unroll": 100},
+    ],
+)
+def test_remat_and_unroll_change_nothing_but_rounding(change):
+    params = initial_params(MODEL)
+    tokens = random_tokens(MODEL, length=MODEL.max_seq_len + 1)
+    loss, grads = loss_and_grads(MODEL, params, tokens)
+    other_loss, other_grads = loss_and_grads(dataclasses.replace(MODEL, **change), params, tokens)
+    assert other_loss == pytest.approx(float(loss), abs=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_remat_saves_memory():
+    def temporaries(remat):
+        config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
+        graph, abstract = graph_and_abstract_params(config)
+        tokens = jax.ShapeDtypeStruct((8, config.max_seq_len + 1), jnp.int32)
+        loss = jax.grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
+        return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [temporaries(remat) for remat in reversed(POLICIES)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_remat_recomputes_no_more_than_it_says():
+    def flops(remat):
+        graph, abstract = graph_and_abstract_params(dataclasses.replace(MODEL, remat=remat))
+        tokens = jax.ShapeDtypeStruct((1, MODEL.max_seq_len + 1), jnp.int32)
+        grad = jax.grad(lambda p, t: token_losses(nnx.merge(graph, p), t).mean())
+        return sum(matmul_flops(jax.make_jaxpr(grad)(abstract, tokens)).values())
+
+    layers, length, width = MODEL.num_layers, MODEL.max_seq_len, MODEL.embed_dim
+    product = 2 * layers * length * width**2  # FLOPs of one [T, D] x [D, D] in each layer
+    logits = 2 * layers * length**2 * width
+    least = flops(None)
+    assert flops("auto") == least
+    # What the gradients need again: the weights of attention; under `attention` also its projection
+    # and the MLP's hidden layer; under `full` also q, k, v and what attention made of them.
+    assert flops("dots") == least + logits
+    assert flops("attention") == least + 5 * product + logits
+    assert flops("full") == least + 8 * product + 2 * logits
+
+
+def test_bfloat16_compute_keeps_logits_and_loss_in_float32():
+    config = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    params = initial_params(config)
+    tokens = random_tokens(config, length=config.max_seq_len + 1)
+    assert apply(config, params, tokens[:, :-1]).dtype == jnp.float32
+    loss, grads = loss_and_grads(config, params, tokens)
+    exact, _ = loss_and_grads(MODEL, params, tokens)
+    assert loss.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    assert float(loss) == pytest.approx(float(exact), abs=5e-3)  # bfloat16 has 8 bits of mantissa
+
+
+def test_a_token_does_not_see_later_ones():
+    params = initial_params(MODEL)
+    tokens = random_tokens(MODEL)
+    changed = tokens.copy()
+    changed[:, 9:] = (changed[:, 9:] + 1) % MODEL.vocab_size
+    before, after = apply(MODEL, params, tokens), apply(MODEL, params, changed)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not np.allclose(before[:, 9:], after[:, 9:])
+
+
+MASKED = dataclasses.replace(MODEL, document_end_id=256)
+# A window that begins within a document, with a document of no tokens, one that ends with the
+# window, and another without an end.
+DOCUMENTS = [[0, 3, 4, 11, 16], [0, 15, 16], [0, 16]]
+
+
+def documents_of(rows):
+    tokens = np.random.default_rng(3).integers(0, 256, (len(rows), 16)).astype(np.int32)
+    for row, borders in zip(tokens, rows, strict=True):
+        row[borders[1:-1]] = MASKED.document_end_id
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"remat": "full", "scan_unroll": 3}, {"scale_attn_by_inverse_layer_idx": True}]
+)
+def test_documents_are_read_one_by_one(change):
+    config = dataclasses.replace(MASKED, **change)
+    params, tokens = noisy_params(config), documents_of(DOCUMENTS)
+    logits = apply(config, params, tokens)[..., : config.vocab_size]
+    for row, ids, borders in zip(logits, tokens, DOCUMENTS, strict=True):
+        for start, end in itertools.pairwise(borders):
+            expected = plain_logits(config, params, ids[start:end], start)
+            np.testing.assert_allclose(row[start:end], expected, atol=2e-5)
+    whole = apply(dataclasses.replace(config, document_end_id=None), params, tokens)
+    np.testing.assert_allclose(whole[2], apply(config, params, tokens)[2], atol=1e-5)
+    assert not np.allclose(whole[0, 3:, :256], logits[0, 3:, :256], atol=1e-2)
+
+
+def test_a_document_does_not_depend_on_those_before_it():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS[:1])
+    changed = tokens.copy()
+    changed[:, :11] = 7  # other tokens and other borders
+    before, after = apply(MASKED, params, tokens), apply(MASKED, params, changed)
+    np.testing.assert_array_equal(before[:, 11:], after[:, 11:])
+    assert not np.allclose(before[:, :11], after[:, :11])
+
+
+def test_every_token_is_predicted_with_the_mask_too():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS)
+    graph, _ = graph_and_abstract_params(MASKED)
+    losses = token_losses(nnx.merge(graph, params), jnp.asarray(tokens))
+    assert losses.shape == (3, 15)
+    assert np.all(np.asarray(losses) > 0)
+    # The first token after an end is predicted from the end alone.
+    logits = plain_logits(MASKED, params, tokens[0, 3:4], start=3)[0]
+    expected = np.log(np.sum(np.exp(logits))) - logits[tokens[0, 4]]
+    assert float(losses[0, 3]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_mask_is_the_same_on_a_mesh():
+    params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS + DOCUMENTS[:1])
+    expected, grads = loss_and_grads(MASKED, params, tokens)
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+        loss, sharded = loss_and_grads(MASKED, params, tokens)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(sharded), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_logical_axes_match_the_parameters():
+    _, abstract = graph_and_abstract_params(MODEL)
+    axes = logical_axes(MODEL)
+    ndims = jax.tree.map(lambda _, names: len(names), abstract, axes)
+    assert ndims == jax.tree.map(lambda p: p.ndim, abstract)
+    assert axes["h"]["attn"]["c_attn"]["kernel"] == ("layers", "embed", "qkv", "heads", "head_dim")
+    assert axes["h"]["attn"]["c_attn"]["bias"] == ("layers", "qkv", "heads", "head_dim")
+    assert axes["ln_f"]["scale"] == ("norm",)
+
+
+def test_abstract_parameters_do_not_depend_on_the_ambient_mesh():
+    config = dataclasses.replace(MODEL, num_layers=5)  # not in the cache yet
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=8))):
+        _, abstract = graph_and_abstract_params(config)
+    assert {leaf.sharding for leaf in jax.tree.leaves(abstract)} == {None}
+
+
+def test_clear_errors():
+    with pytest.raises(ValueError, match="JAX_ENABLE_X64=1"):
+        init_params(dataclasses.replace(MODEL, param_dtype="float64"), 0)
+    with pytest.raises(ValueError, match=r"17 tokens is longer than model.max_seq_len=16"):
+        apply(MODEL, initial_params(MODEL), np.zeros((1, 17), np.int32))

@@ -1,0 +1,148 @@
+"""Several documents in one row: each has the logits, loss and gradients that it has alone."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import MODEL, random_params
+
+from maxmars.config import MeshConfig
+from maxmars.distributed import sharding
+from maxmars.model.attention import (
+    attention_on_mesh,
+    blocked_attention,
+    causal_attention,
+    splash_attention,
+)
+from maxmars.model.gpt2 import document_segments, graph_and_abstract_params, mean_loss
+
+# The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
+LENGTHS = [[9, 4, 4], [17], [4, 9], [9, 4]]
+PLAIN = dataclasses.replace(MODEL, attention="plain")
+MESH = MeshConfig(data=2, fsdp=2, tensor=2)
+
+
+def random_documents(seed=0):
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(0, 256, n).astype(np.int32) for n in row] for row in LENGTHS]
+
+
+def packed(documents):
+    """One row a list of documents; the first token of each is not predicted."""
+    shape = (len(documents), MODEL.max_seq_len + 1)
+    tokens, mask = np.full(shape, 256, np.int32), np.zeros(shape, bool)
+    segment_ids, positions = np.full(shape, 99, np.int32), np.zeros(shape, np.int32)
+    for row, of_row in enumerate(documents):
+        at = 0
+        for number, document in enumerate(of_row):
+            place = row, slice(at, at + len(document))
+            tokens[place], segment_ids[place] = document, 3 * number  # any numbers will do
+            positions[place], mask[place] = np.arange(len(document)), True
+            mask[row, at] = False
+            at += len(document)
+    return {"tokens": tokens, "mask": mask, "segment_ids": segment_ids, "positions": positions}
+
+
+@functools.cache
+def loss_and_grads(config):
+    graph, _ = graph_and_abstract_params(config)
+    return jax.jit(jax.value_and_grad(lambda p, batch: mean_loss(nnx.merge(graph, p), **batch)))
+
+
+def with_mean_one(mask):
+    return mask / mask[:, 1:].mean(dtype=np.float32)
+
+
+def assert_close(found, expected):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def one_by_one(texts):
+    """Mean loss and gradients over all targets, from a plain row a text."""
+    params = random_params(MODEL)
+    found = [loss_and_grads(PLAIN)(params, {"tokens": text[None]}) for text in texts]
+    sizes = np.array([len(text) - 1 for text in texts])
+    return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *found)
+
+
+@pytest.mark.parametrize("attention", ["plain", "blocked"])
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one", "mesh"])
+def test_loss_and_gradients_are_those_of_the_documents_alone(attention, on_mesh):
+    config, batch = dataclasses.replace(MODEL, attention=attention), packed(random_documents())
+    batch["mask"] = with_mean_one(batch["mask"])
+    with jax.set_mesh(sharding.make_mesh(MESH)) if on_mesh else contextlib.nullcontext():
+        found = loss_and_grads(config)(random_params(MODEL), batch)
+    assert_close(found, one_by_one(list(itertools.chain(*random_documents()))))
+
+
+@pytest.mark.parametrize("attention", ["plain", "blocked"])
+def test_logits_are_those_of_the_documents_alone(attention):
+    config, params = dataclasses.replace(MODEL, attention=attention), random_params(MODEL)
+    graph, _ = graph_and_abstract_params(config)
+    apply = jax.jit(lambda params, tokens, **given: nnx.merge(graph, params)(tokens, **given))
+    documents = random_documents()
+    batch = {name: array[:, :-1] for name, array in packed(documents).items() if name != "mask"}
+    logits = apply(params, **batch)
+    for row, of_row in zip(logits, documents, strict=True):
+        at = 0
+        for document in of_row:
+            found = row[at : at + len(document)]  # the last token of a window is no input
+            expected = apply(params, document[None, : len(found)])[0]
+            np.testing.assert_allclose(found, expected, atol=2e-5)
+            at += len(document)
+
+
+KERNELS = {
+    "plain": causal_attention,
+    "blocked": blocked_attention,
+    "splash": functools.partial(splash_attention, interpret=True),
+    "splash on a mesh": functools.partial(
+        attention_on_mesh, functools.partial(splash_attention, interpret=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_attends_within_segments(name):
+    """Segments of a row in any order of numbers, one of them shorter than a block."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(8, 200, 2, 16)), jnp.float32) for _ in range(3))
+    borders = [0, 7, 130, 200]
+    ids = jnp.broadcast_to(jnp.repeat(jnp.array([5, 0, 2]), np.diff(borders)), (8, 200))
+    with jax.set_mesh(sharding.make_mesh(MESH)):
+        found = jax.jit(KERNELS[name])(q, k, v, jnp.float32(0.3), ids)
+    for start, stop in itertools.pairwise(borders):
+        part = (x[:, start:stop] for x in (q, k, v))
+        expected = causal_attention(*part, jnp.float32(0.3))
+        np.testing.assert_allclose(found[:, start:stop], expected, atol=1e-5)
+
+
+def test_a_mask_counts_the_targets_that_it_names():
+    """The other targets are as if they were not there; a row's first token is none anyway."""
+    tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
+    until = np.array([17, 9, 4, 4])
+    batch = {"tokens": tokens, "mask": with_mean_one(np.arange(17) < until[:, None])}
+    found = loss_and_grads(PLAIN)(random_params(MODEL), batch)
+    assert_close(found, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
+
+
+@pytest.mark.parametrize(
+    ("given", "end", "expected"),
+    [
+        ([7, 7, 7, 7, 7], 1, [0, 0, 1, 1, 2]),
+        ([0, 0, 0, 4, 4], 1, [0, 0, 1, 2, 3]),
+        ([0, 0, 0, 4, 4], None, [0, 0, 0, 4, 4]),
+        (None, 1, [0, 0, 1, 1, 2]),
+    ],
+)
+def test_the_end_of_a_document_divides_given_segments(given, end, expected):
+    tokens = jnp.array([[5, 6, 1, 6, 1]])
+    given = None if given is None else jnp.array([given])
+    assert document_segments(tokens, end, given).tolist() == [expected]

@@ -1,0 +1,28 @@
+"""Plain reference: a continuation's log-likelihood by a row and a forward pass of its own."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from maxmars.model.cross_entropy import cross_entropy
+from maxmars.model.gpt2 import graph_and_abstract_params
+
+
+def plain_scorer(model, params):
+    """A function of the tokens of a context and a continuation: nats, and whether it is greedy."""
+    graph, _ = graph_and_abstract_params(model)
+
+    @jax.jit
+    def forward(params, tokens):
+        logits = nnx.merge(graph, params)(tokens[None, :-1])[0]
+        return cross_entropy(logits, tokens[1:]), logits.argmax(axis=-1) == tokens[1:]
+
+    def score(context, continuation):
+        seen = np.concatenate([context, continuation])[-(model.max_seq_len + 1) :]
+        tokens = np.zeros(model.max_seq_len + 1, np.int32)
+        tokens[: len(seen)] = seen  # causal: what follows is not seen
+        losses, likeliest = jax.device_get(forward(params, tokens))
+        own = slice(len(seen) - 1 - len(continuation), len(seen) - 1)
+        return -float(losses[own].sum()), bool(likeliest[own].all())
+
+    return score

@@ -1,0 +1,553 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from tiny import MODEL, tiny_config
+
+from maxmars.config import MeshConfig
+from maxmars.distributed import sharding
+from maxmars.plan.collectives import Collective, collectives, total_bytes, wire_bytes
+from maxmars.train.step import make_train_step
+
+AXES = sharding.AXES
+SETS = [
+    ("data",),
+    ("fsdp",),
+    ("tensor",),
+    ("data", "fsdp"),
+    ("data", "tensor"),
+    ("fsdp", "tensor"),
+    ("data", "fsdp", "tensor"),
+]
+LOCAL = 8 * 16 * 4
+"""Bytes of the [8, 16] float32 array that each device holds."""
+
+
+def mesh_222(order=range(8)):
+    devices = np.array(jax.devices())[list(order)].reshape(2, 2, 2)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def compile_on(mesh, function):
+    """Compile a function of each device's own [8, 16] array."""
+    spec = P(AXES)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile()
+
+
+def without_trip_counts(text):
+    assert "known_trip_count" in text
+    return text.replace("known_trip_count", "unknown")
+
+
+def psum(x, axes="fsdp"):
+    return jnp.sin(jax.lax.psum(x, axes))
+
+
+def ring(x, axes):
+    size = 2 ** len(axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
+
+
+OPERATIONS = {
+    "all-gather": lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
+    "all-reduce": lambda x, axes: jax.lax.psum(x, axes),
+    "reduce-scatter": lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True),
+    "all-to-all": lambda x, axes: jax.lax.all_to_all(x, axes, 0, 1, tiled=True),
+    "collective-permute": ring,
+}
+
+
+# Device numbers in replica groups are places in the mesh, so its order must not matter.
+@pytest.mark.parametrize("order", [range(8), (3, 1, 6, 0, 7, 2, 5, 4)], ids=["plain", "permuted"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operation_bytes_and_axes(op, order):
+    mesh = mesh_222(order)
+    compiled = compile_on(mesh, lambda x: tuple(OPERATIONS[op](x, axes) for axes in SETS))
+    found = collectives(compiled, mesh)
+    assert sorted(c.axes for c in found) == sorted(SETS)
+    for c in found:
+        devices = 2 ** len(c.axes)
+        assert c.op == op
+        assert (c.count, c.scopes) == (1, frozenset())
+        assert c.bytes == LOCAL * (devices if op == "all-gather" else 1)
+        assert c.group_size == (2 if op == "collective-permute" else devices)
+    assert {c.axes for c in collectives(compiled)} == {None}
+
+
+def test_combined_collectives_sum_their_parts():
+    mesh = mesh_222()
+    compiled = compile_on(mesh, lambda x: (jax.lax.psum((x, x[:4] + 1, x[0]), "data"))[0])
+    assert total_bytes(collectives(compiled, mesh), op="all-reduce") <= LOCAL * 1.6
+    compiled = compile_on(mesh, lambda x: jnp.concatenate(jax.lax.psum((x, x[:4] + 1), "data")))
+    assert total_bytes(collectives(compiled, mesh), op="all-reduce") == LOCAL * 1.5
+
+
+def scan(function, length):
+    return lambda x: jax.lax.scan(lambda x, _: (function(x), None), x, length=length)[0]
+
+
+def bound_from_arrays(x):
+    bound = jnp.arange(4).sum()  # an array while tracing, a constant once compiled
+    return jax.lax.fori_loop(0, bound, lambda _, x: psum(x), x)
+
+
+def countdown(x):
+    def body(state):
+        return state[0] - 2, psum(state[1])
+
+    return jax.lax.while_loop(lambda state: state[0] >= 1, body, (11, x))[1]
+
+
+def limit_in_state(x):
+    def body(state):
+        limit, i, x = state
+        return limit, i + 3, psum(x)
+
+    return jax.lax.while_loop(lambda s: s[1] < s[0], body, (jnp.int32(10), 1, x))[2]
+
+
+LOOPS = {
+    "scan": (scan(psum, 5), 5),
+    "nested scans": (scan(scan(scan(psum, 2), 3), 4), 24),
+    "fori_loop": (lambda x: jax.lax.fori_loop(2, 9, lambda _, x: psum(x), x), 7),
+    "bound from arrays": (bound_from_arrays, 6),
+    "countdown": (countdown, 6),
+    "limit in state": (limit_in_state, 3),
+    "checkpointed": (scan(jax.checkpoint(psum), 5), 5),
+    "one trip or none": (lambda x: scan(psum, 7)(scan(psum, 0)(scan(psum, 1)(x))), 8),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_multiply(name):
+    function, count = LOOPS[name]
+    mesh = mesh_222()
+    text = compile_on(mesh, function).as_text()
+    for known in (text, without_trip_counts(text)):
+        found = collectives(known, mesh)
+        assert sum(c.count for c in found) == count
+        assert total_bytes(found, op="all-reduce", axes=("fsdp",)) == count * LOCAL
+        assert total_bytes(found) == count * LOCAL
+
+
+def test_loops_that_run_until_something_happens():
+    def until(function):
+        return lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 1, function, x)
+
+    mesh = mesh_222()
+    with pytest.raises(ValueError, match=r"loop '[\w.]*while[\w.]*' runs: .* is not known"):
+        collectives(compile_on(mesh, until(psum)), mesh)
+    compiled = compile_on(mesh, lambda x: psum(until(jnp.cos)(x)))
+    assert [c.count for c in collectives(compiled, mesh)] == [1]
+
+
+def test_an_inner_loop_whose_length_varies_is_an_error():
+    def triangle(x):
+        return jax.lax.fori_loop(
+            0, 4, lambda i, x: jax.lax.fori_loop(0, i, lambda _, x: psum(x), x), x
+        )
+
+    with pytest.raises(ValueError, match="cannot tell how often the loop"):
+        collectives(compile_on(mesh_222(), triangle))
+
+
+def test_the_larger_branch_counts():
+    def branches(x):
+        gather = lambda x: jax.lax.all_gather(x, "data", tiled=True)[4:12]  # noqa: E731
+        return jax.lax.cond(jax.lax.axis_index("tensor") == 0, psum, gather, x)
+
+    found = collectives(compile_on(mesh_222(), branches), mesh_222())
+    assert [(c.op, c.bytes) for c in found] == [("all-gather", 2 * LOCAL)]
+
+
+def test_scopes():
+    def scoped(x):
+        with jax.named_scope("model"):
+            x = jax.grad(lambda x: psum(x, "data").sum())(x)
+        with jax.named_scope("clip"):
+            x = psum(x, "fsdp")
+        with jax.named_scope("optimizer"):
+            x = scan(functools.partial(psum, axes="tensor"), 3)(jnp.clip(x, -1, 1))
+        return psum(jnp.clip(x, -1, 1), AXES)
+
+    mesh = mesh_222()
+    found = {tuple(c.scopes): c for c in collectives(compile_on(mesh, scoped), mesh)}
+    assert {scopes: (c.axes, c.phase) for scopes, c in found.items()} == {
+        ("model",): (("data",), "model"),
+        ("clip",): (("fsdp",), "model"),
+        ("optimizer",): (("tensor",), "optimizer"),
+        (): (AXES, "mixed"),
+    }
+    assert found["optimizer",].count == 3
+
+
+@functools.cache
+def train_step():
+    config = tiny_config(mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = sharding.make_mesh(config.mesh)
+    step = make_train_step(config, mesh)
+    return config, step, step.lower().compile()
+
+
+def test_collectives_of_the_train_step():
+    config, step, compiled = train_step()
+    text = compiled.as_text()
+    found = collectives(text, step.mesh)
+    assert collectives(without_trip_counts(text), step.mesh) == found
+    # XLA joins the norms of the gradients with those of parameters and updates.
+    alone = {scope for c in found if len(c.scopes) == 1 for scope in c.scopes}
+    assert alone == {"model", "clip", "optimizer"}
+    model = [c for c in found if c.scopes == {"model"}]
+    rest = [c for c in found if c.scopes != {"model"}]
+    assert {c.op for c in rest} == {"all-reduce"}
+    assert total_bytes(rest) < 1000  # norms
+
+    d, repeats = MODEL.embed_dim, config.model.num_layers * config.num_microbatches
+    kernels = 12 * d * d * 4 // 2  # of a layer, in bytes, split over tensor: 3 + 1 + 4 + 4 squares
+    biases = 2 * d * 4  # of the two projections; the others are split over heads or not at all
+    tables = (MODEL.padded_vocab_size // 2 + MODEL.max_seq_len) * d * 4
+    rows = config.microbatch_size // 4
+    # Of the logits, three numbers a token, from which its loss follows.
+    (of_loss,) = (c for c in model if c.op == "all-gather" and c.axes == ("tensor",))
+    numbers = 2 * 3 * rows * MODEL.max_seq_len
+    assert (of_loss.count, of_loss.bytes) == (config.num_microbatches, 2 * numbers * 4)
+    gathers = [c for c in model if c.op == "all-gather" and c != of_loss]
+    assert {c.axes for c in gathers} == {("fsdp",)}
+    # Kernels are gathered forward and backward in every layer and microbatch, the tables once.
+    assert sorted({c.count for c in gathers}) == [1, repeats]
+    assert total_bytes(c for c in gathers if c.count > 1) == repeats * (2 * kernels + biases)
+    assert total_bytes(c for c in gathers if c.count == 1) == tables
+
+    # Gradients are summed over fsdp, whole, and then each half over data.
+    of_model = functools.partial(total_bytes, model, op="all-reduce")
+    assert of_model(axes=("fsdp",)) == repeats * kernels
+    assert of_model(axes=("data",)) == repeats * kernels // 2
+    activations = rows * MODEL.max_seq_len * d * 4
+    # Two in a block forward, two backward; one each at the token table and its output head.
+    large = [c for c in model if c.axes == ("tensor",) and c.bytes // c.count == activations]
+    assert sum(c.count for c in large) == 4 * repeats + 2 * config.num_microbatches
+
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"))
+
+# Asynchronous collectives as GPU programs write them; operands with shapes, as older printers do.
+ASYNC = """HloModule jit_f, is_scheduled=true, replica_count=1, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%x, %y)
+}
+
+%async_wrapped (p.1: f32[16,4]) -> f32[4,4] {
+  %p.1 = f32[16,4]{1,0} parameter(0)
+  ROOT %inner = f32[4,4]{1,0} reduce-scatter(%p.1), replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+ENTRY %main (p: f32[16,4], q: bf16[3]) -> f32[4,4] {
+  %p = f32[16,4]{1,0} parameter(0)
+  %q = bf16[3]{0} parameter(1)
+  %ags = ((f32[16,4]{1,0}, bf16[3]{0}), (f32[64,4]{1,0}, bf16[12]{0})) all-gather-start(f32[16,4]{1,0} %p, bf16[3]{0} %q), replica_groups=[2,4]<=[8], dimensions={0}
+  %agd = (f32[64,4]{1,0}, bf16[12]{0}) all-gather-done(%ags)
+  %ars = (f32[16,4]{1,0}, /*index=1*/bf16[3]{0}) all-reduce-start(%p, /*index=1*/%q), replica_groups={}, to_apply=%add
+  %ard = (f32[16,4]{1,0}, bf16[3]{0}) all-reduce-done(%ars)
+  %cps = (f32[16,4]{1,0}, f32[16,4]{1,0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,4},{4,0}}
+  %cpd = f32[16,4]{1,0} collective-permute-done(%cps)
+  %ats = ((f32[16,4]{1,0}), f32[16,4]{1,0}) all-to-all-start(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %atd = f32[16,4]{1,0} all-to-all-done(%ats)
+  %rss = ((f32[16,4]{1,0}), f32[4,4]{1,0}) async-start(%cpd), calls=%async_wrapped, metadata={op_name="jit(f)/(model/x:clip/y)"}
+  %rsu = ((f32[16,4]{1,0}), f32[4,4]{1,0}) async-update(%rss), calls=%async_wrapped
+  ROOT %rsd = f32[4,4]{1,0} async-done(%rsu), calls=%async_wrapped
+}
+"""  # noqa: E501
+
+
+def test_asynchronous_pairs_count_once():
+    found = {c.name: c for c in collectives(ASYNC, MESH)}
+    p, q = 16 * 4 * 4, 3 * 2
+    assert {name: (c.op, c.bytes, c.axes) for name, c in found.items()} == {
+        "ags": ("all-gather", 4 * (p + q), ("fsdp",)),
+        "ars": ("all-reduce", p + q, ("data", "fsdp")),
+        "cps": ("collective-permute", p, ("data",)),
+        "ats": ("all-to-all", p, ("data",)),
+        "inner": ("reduce-scatter", p, ("fsdp",)),
+    }
+    assert len(found["inner"].scopes) > 1
+    assert {c.count for c in found.values()} == {1}
+
+
+# The habits of libtpu: tiled layouts, no trip counts, limits that an outer loop hands on, a
+# gather that four fusions repeat, a reduce-scatter that is an all-reduce in a fusion.
+TPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+FileNames
+1 "step.py"
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[]{:T(128)} parameter(0)
+  %y = f32[]{:T(128)} parameter(1)
+  ROOT %s = f32[]{:T(128)} add(%x, %y)
+}
+
+%start (p0: bf16[1,16]) -> (bf16[1,16], bf16[8,16], u32[]) {
+  %p0 = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %gather.1 = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p0), channel_id=5, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, frontend_attributes={chain_id="0"}, metadata={op_name="jit(step)/model/while/body/x"}
+  ROOT %cc = (bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%middle (p0.1: bf16[1,16]) -> bf16[8,16] {
+  %p0.1 = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %gather.2 = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p0.1), channel_id=5, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%done (p0.2: bf16[1,16]) -> bf16[8,16] {
+  %p0.2 = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %gather.3 = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p0.2), channel_id=5, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %cc.1 = bf16[8,16]{1,0:T(8,128)(2,1)} custom-call(%p0.2, %gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.7.clone (input: f32[8,16]) -> f32[4,16] {
+  %input = f32[8,16]{1,0:T(8,128)} parameter(0)
+  %all-reduce.9 = f32[8,16]{1,0:T(8,128)} all-reduce(%input), channel_id=6, replica_groups=mesh['a'=8], device_ids=([2,4]T(1,0)) {'a':(4)2}, to_apply=%sum
+  %zero.1 = s32[]{:T(128)} constant(0)
+  ROOT %ds = f32[4,16]{1,0:T(8,128)} dynamic-slice(%all-reduce.9, %zero.1, %zero.1), dynamic_slice_sizes={4,16}
+}
+
+%plus (a: s32[], b: s32[]) -> s32[] {
+  %a = s32[]{:T(128)} parameter(0)
+  %b = s32[]{:T(128)} parameter(1)
+  ROOT %ab = s32[]{:T(128)} add(%a, %b)
+}
+
+%body (state: (s32[], s32[], bf16[1,16], f32[8,16], s32[])) -> (s32[], s32[], bf16[1,16], f32[8,16], s32[]) {
+  %state = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %limit = s32[]{:T(128)} get-tuple-element(%state), index=1
+  %shard = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%state), index=2
+  %g = f32[8,16]{1,0:T(8,128)} get-tuple-element(%state), index=3
+  %stride = s32[]{:T(128)} get-tuple-element(%state), index=4
+  %next = s32[]{:T(128)} fusion(%stride, %i), kind=kLoop, calls=%plus
+  %f.1 = (bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%shard), kind=kCustom, calls=%start
+  %f.2 = bf16[8,16]{1,0:T(8,128)(2,1)} fusion(%shard), kind=kOutput, calls=%middle
+  %f.3 = bf16[8,16]{1,0:T(8,128)(2,1)} fusion(%shard), kind=kCustom, calls=%done
+  %f.4 = f32[4,16]{1,0:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.7.clone, metadata={op_name="jit(step)/clip/reduce_sum"}
+  ROOT %out = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) tuple(%next, %limit, %shard, %g, %stride)
+}
+
+%cond (state.1: (s32[], s32[], bf16[1,16], f32[8,16], s32[])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %limit.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=1
+  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %gt = pred[]{:T(512)} compare(%limit.1, %i.1), direction=GT
+}
+
+%outer_body (os: (s32[], s32[], bf16[1,16], f32[8,16])) -> (s32[], s32[], bf16[1,16], f32[8,16]) {
+  %os = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}) parameter(0)
+  %oi = s32[]{:T(128)} get-tuple-element(%os), index=0
+  %ol = s32[]{:T(128)} get-tuple-element(%os), index=1
+  %oshard = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%os), index=2
+  %og = f32[8,16]{1,0:T(8,128)} get-tuple-element(%os), index=3
+  %one = s32[]{:T(128)} constant(1)
+  %two = s32[]{:T(128)} constant(2)
+  %from = s32[]{:T(128)} copy(%one)
+  %cs = (s32[]{:T(128)S(1)}, s32[]{:T(128)}, u32[]{:S(2)}) copy-start(%ol)
+  %cd = s32[]{:T(128)S(1)} copy-done(%cs)
+  %init = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) tuple(%from, %cd, %oshard, %og, %two)
+  %inner = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) while(%init), condition=%cond, body=%body
+  %kept = s32[]{:T(128)} get-tuple-element(%inner), index=1
+  %onext = s32[]{:T(128)} subtract(%oi, %one)
+  ROOT %oout = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}) tuple(%onext, %kept, %oshard, %og)
+}
+
+%outer_cond (os.1: (s32[], s32[], bf16[1,16], f32[8,16])) -> pred[] {
+  %os.1 = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}) parameter(0)
+  %oi.1 = s32[]{:T(128)} get-tuple-element(%os.1), index=0
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %ne = pred[]{:T(512)} compare(%oi.1, %zero), direction=NE
+}
+
+ENTRY %main (shard.1: bf16[1,16], g.1: f32[8,16]) -> s32[] {
+  %shard.1 = bf16[1,16]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="state.params[\\'w\\']"}
+  %g.1 = f32[8,16]{1,0:T(8,128)} parameter(1)
+  %three = s32[]{:T(128)} constant(3)
+  %six = s32[]{:T(128)} constant(6)
+  %oinit = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}) tuple(%three, %six, %shard.1, %g.1)
+  %outer = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}) while(%oinit), condition=%outer_cond, body=%outer_body
+  ROOT %end = s32[]{:T(128)} get-tuple-element(%outer), index=0
+}
+"""  # noqa: E501
+
+
+def test_a_program_in_the_manner_of_libtpu():
+    gather, scatter = collectives(TPU, MESH)
+    count = 3 * 3  # 3, 2, 1; and 1, 3, 5 below 6
+    assert gather == Collective(
+        op="all-gather",
+        bytes=count * 8 * 16 * 2,
+        count=count,
+        axes=("data", "fsdp"),
+        group_size=8,
+        name="gather.1",
+        scopes=frozenset({"model"}),
+    )
+    # Devices 0 4 1 5 2 6 3 7 in pairs: those that differ in `data`.
+    assert scatter == Collective(
+        op="reduce-scatter",
+        bytes=count * 8 * 16 * 4,
+        count=count,
+        axes=("data",),
+        group_size=2,
+        name="all-reduce.9",
+        scopes=frozenset({"clip"}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("subtract(%oi, %one)", "add(%oi, %one)"), "'outer' runs: it is still running after"),
+        (("%onext, %kept", "%onext, %onext"), "'inner' runs: a counter of the loop 'outer'"),
+        (("constant(6)", "parameter(2)"), "'inner' runs: parameter 'six' is not known"),
+        (("constant(0)\n  ROOT %ne", "rng()\n  ROOT %ne"), "'outer' runs: rng 'zero' is not known"),
+    ],
+)
+def test_unresolved_loops_are_named(change, reason):
+    assert change[0] in TPU
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        collectives(TPU.replace(*change), MESH)
+
+
+GROUPS = {
+    "{{0,1,2,3},{4,5,6,7}}": ("fsdp",),
+    "{{0,4},{1,5},{2,6},{3,7}}": ("data",),
+    "{}": ("data", "fsdp"),
+    "{{0},{1},{2},{3},{4},{5},{6},{7}}": (),
+    "{{0,1},{2,3},{4,5},{6,7}}": None,
+    "[2,4]<=[8]": ("fsdp",),
+    "[4,2]<=[2,4]T(1,0)": ("data",),
+    "[1,8]<=[8]": ("data", "fsdp"),
+    "mesh['x'=2,'y'=4] {'y'}": ("fsdp",),
+    "mesh['x'=2,'y'=4] {'y','x'}": ("data", "fsdp"),
+    "mesh['x'=8] {'x':(1)2}": ("data",),
+    "mesh['x'=8] {'x':(2)4}": ("fsdp",),
+    "mesh['x'=8] {'x':(1)2,'x':(4)2}": None,
+    "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}": ("data",),
+    "mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'x'}": ("fsdp",),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_notations_of_replica_groups(groups):
+    text = re.sub(r"replica_groups=\[4,2\]\S*(?=, dim)", f"replica_groups={groups}", ASYNC)
+    found = {c.name: c for c in collectives(text, MESH)}
+    assert found["ats"].axes == GROUPS[groups]
+
+
+def test_text_that_is_not_hlo():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        collectives("module @jit_f {\n}\n")
+    with pytest.raises(ValueError, match="unknown notation of replica groups"):
+        collectives(ASYNC.replace("[2,4]<=[8]", "V9(8)"))
+
+
+def test_wire_bytes():
+    found = collectives(ASYNC, MESH)
+    p, q = 256, 6
+    assert {c.name: wire_bytes(c) for c in found} == {
+        "ags": 4 * (p + q) * 3 / 4,
+        "ars": (p + q) * 2 * 7 / 8,
+        "cps": p,
+        "ats": p / 2,
+        "inner": p * 3 / 4,
+    }
+    assert total_bytes(found, axes=("data",)) == 2 * p
+    # The permute has no path of its own; the instruction that uses it has one.
+    assert total_bytes(c for c in found if len(c.scopes) > 1) == 2 * p
+
+
+# Two slices of four devices: one slice's program, which sends what it has reduced to the other.
+SLICES = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %r = f32[8,128]{1,0:T(8,128)} all-reduce(%p), channel_id=9, replica_groups={{0,1,2,3}}, to_apply=%sum, metadata={op_name="jit(step)/model/grad"}
+  %b = f32[8,128]{1,0:T(8,128)} bitcast(%r)
+  %after = token[] after-all()
+  %send = (f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}, token[]) send(%b, %after), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}, token[]) recv(%after), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=4, is_host_transfer=true
+  %got = (f32[8,128]{1,0:T(8,128)}, token[]) recv-done(%recv), channel_id=3, is_host_transfer=true
+  ROOT %out = f32[8,128]{1,0:T(8,128)} get-tuple-element(%got), index=0
+}
+"""  # noqa: E501
+
+
+def test_exchanges_between_slices_are_the_sends_to_the_runtime():
+    mesh = AbstractMesh((2, 4, 1), AXES)
+    inside, between = collectives(SLICES, mesh, num_slices=2)
+    assert (inside.op, inside.axes, inside.between_slices) == ("all-reduce", ("fsdp",), False)
+    assert between == Collective(
+        op="all-reduce",
+        bytes=8 * 128 * 4,
+        count=1,
+        axes=("data",),
+        group_size=2,
+        name="send",
+        scopes=frozenset({"model"}),
+        between_slices=True,
+    )
+
+
+KERNEL = """HloModule jit_step, is_scheduled=true, num_partitions=1
+
+%double (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %inside = f32[4,8]{1,0} negate(%a)
+  ROOT %twice = f32[4,8]{1,0} add(%inside, %inside)
+}
+
+%body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %s = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %kernel = (bf16[4,2]{1,0}, f32[4,128]{1,0}) custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{512}"
+}}, metadata={op_name="jit(step)/model/kernel"}
+  %y = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%double
+  %r = f32[4,8]{1,0} all-reduce(%y), replica_groups={{0}}, to_apply=%double
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%j, %r)
+}
+
+%condition (s: (s32[], f32[4,8])) -> pred[] {
+  %s = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (p: f32[4,8]) -> (s32[], f32[4,8]) {
+  %p = f32[4,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,8]{1,0}) tuple(%zero, %p)
+  ROOT %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+def test_kernels_attributes_have_line_breaks():
+    (reduced,) = collectives(KERNEL)
+    assert (reduced.count, reduced.bytes) == (3, 3 * 4 * 8 * 4)

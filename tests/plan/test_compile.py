@@ -1,0 +1,158 @@
+"""Memory and FLOPs of compiled programs, and the search for a setting that fits."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+from tiny import tiny_config
+
+from maxmars.config import MeshConfig
+from maxmars.config.chips import CHIPS
+from maxmars.distributed.sharding import bytes_on_chip, make_mesh
+from maxmars.plan import get_topology
+from maxmars.plan.compile import (
+    cheapest_that_fits,
+    compile_chosen,
+    compile_train_step,
+    find_fit,
+    matmul_flops,
+    optimizer_state_bytes,
+)
+from maxmars.train.auto import POLICIES, USABLE, with_remat
+from maxmars.train.step import abstract_train_state, make_train_step
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "mars")]
+
+
+@pytest.mark.parametrize("name", ["shampoo", *SLOW])
+def test_memory_is_the_compilers(plan_of, name):
+    plan = plan_of(name)
+    stats = plan.train_step.executable.memory_analysis()
+    memory = plan.memory
+    assert memory.compiler.argument_bytes == stats.argument_size_in_bytes
+    assert memory.compiler.temp_bytes == stats.temp_size_in_bytes
+    assert memory.compiler.alias_bytes == stats.alias_size_in_bytes
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert memory.peak_bytes == stats.argument_size_in_bytes + stats.temp_size_in_bytes + made
+    counted = memory.parameters_bytes + sum(memory.optimizer_state_bytes.values())
+    counted += memory.previous_parameters_bytes + memory.other_arguments_bytes
+    assert counted + memory.padding_bytes == stats.argument_size_in_bytes
+    assert memory.padding_bytes == 0  # a CPU has no tiles
+    rest = memory.gradients_bytes + memory.temporaries_bytes
+    assert rest == memory.peak_bytes - stats.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "mars", "shampoo", "exact"])
+def test_state_bytes_are_the_arithmetic_of_the_config(config_of, name):
+    d, layers, vocab, length = 32, 3, 264, 16
+    kernels = 4 * 12 * layers * d * d // 8  # split over fsdp and tensor
+    embeddings = 4 * (vocab * d // 8 + length * d // 4)  # positions over fsdp only
+    vectors = 4 * (2 * layers + 1) * d  # a copy everywhere
+    every = kernels + embeddings + vectors
+    expected = {
+        "adamw": {"mu": every, "nu": every},
+        "mars": {"mu": every, "nu": every, "last_grad": kernels + embeddings},
+        "shampoo": {
+            "mu": embeddings + vectors,
+            "nu": embeddings + vectors,
+            "ema": kernels,
+            "last_grad": kernels,
+        },
+        "exact": {"mu": every, "nu": every},
+    }[name]
+    config = config_of(name)
+    state = abstract_train_state(config, make_mesh(config.mesh))
+    found = optimizer_state_bytes(state.opt_state)
+    assert {kind: size for kind, size in found.items() if size > 100} == expected
+    assert bytes_on_chip(state.params) == every
+    assert bytes_on_chip(state.prev_params) == (every if name == "exact" else 0)
+
+
+def test_flops_of_the_model(plan_of, config_of):
+    plan = plan_of("shampoo")
+    tokens, d, layers, length = plan.config.tokens_per_step, 32, 3, 16
+    forward = 2 * 12 * layers * d * d + 2 * 264 * d + 4 * layers * length * d
+    of_model = 3 * forward * tokens  # no rematerialisation
+    assert plan.flops.hardware - plan.flops.optimizer == of_model
+    on_devices = 8 * sum(group.flops() for group in plan.exchange.groups)
+    assert plan.flops.optimizer == pytest.approx(on_devices, rel=0.01)
+    assert plan.flops.model / tokens == 6 * plan.num_parameters + 12 * layers * d * length
+    exact = make_train_step(config_of("exact"), plan.mesh)
+    assert matmul_flops(exact.trace().jaxpr).total() == 2 * of_model
+
+
+BYTES = {None: 100, "dots": 60, "attention": 40, "full": 20}
+"""Memory of a sequence on a chip by policy, on top of 50 bytes of state."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (460, (None, 2)),
+        (449, (None, 4)),
+        (150, (None, 8)),
+        (149, ("dots", 8)),
+        (90, ("attention", 8)),
+        (89, ("full", 8)),
+        (69, None),
+    ],
+)
+def test_the_cheapest_policy_and_the_largest_microbatch(limit, expected):
+    tried = []
+
+    def fits(remat, count):
+        tried.append((remat, count))
+        return 50 + 8 // count * BYTES[remat] <= limit
+
+    assert cheapest_that_fits([1, 2, 4, 8], fits) == expected
+    assert len(set(tried)) == len(tried)  # no program is compiled twice
+    assert expected is None or expected in tried
+
+
+@pytest.mark.slow
+def test_nothing_fits():
+    config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig(fsdp=8))
+    lines = []
+    with pytest.raises(
+        ValueError, match=r"does not fit in 0\.00 GB a chip on cpu:8, not even with 1"
+    ):
+        find_fit(config, get_topology("cpu:8"), 60, log=lines.append)
+    assert [line.split(",")[0] for line in lines] == [f"remat {remat}" for remat in POLICIES]
+    assert all(line.endswith(", too much") for line in lines)
+
+
+def test_a_batch_that_no_microbatch_divides():
+    config = tiny_config(global_batch_size=12, num_microbatches=1, mesh=MeshConfig(fsdp=8))
+    with pytest.raises(ValueError, match="global_batch_size=12 does not divide over 8 devices"):
+        find_fit(config, get_topology("cpu:8"), 60, log=print)
+
+
+@pytest.mark.slow
+def test_a_plan_takes_for_auto_the_first_policy_that_fits():
+    config = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
+    topology, mesh = get_topology("cpu:8"), make_mesh(config.mesh)
+    peaks = {
+        remat: compile_train_step(with_remat(config, remat), mesh, topology).peak_bytes
+        for remat in POLICIES
+    }
+    assert peaks[None] > min(peaks.values())
+    auto = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="auto"))
+    for remat in POLICIES:
+        limit = math.ceil(peaks[remat] / USABLE)
+        chip = dataclasses.replace(CHIPS["h100"], memory_bytes=limit)
+        chosen, step = compile_chosen(auto, mesh, dataclasses.replace(topology, chip=chip))
+        expected = next(r for r in POLICIES if peaks[r] <= USABLE * limit)
+        assert chosen.model.remat == expected
+        assert step.peak_bytes == peaks[expected]
+    chosen, _ = compile_chosen(auto, mesh, topology)
+    assert chosen.model.remat is None  # a fake device's memory means nothing
+
+
+def test_flops_of_loops_branches_and_devices():
+    def program(x):
+        x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=5)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct((4, 4), "float32"))
+    assert matmul_flops(traced.jaxpr) == {"": (5 + 2) * 2 * 4**3}

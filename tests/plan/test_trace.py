@@ -1,0 +1,67 @@
+"""Traces of real steps, and what is read from them."""
+
+import re
+
+import pytest
+from tiny import short_config
+
+from maxmars.plan.trace import PHASES, Event, busy_ns, phase_of, read_trace, trace_tables
+from maxmars.train import train
+
+
+@pytest.mark.parametrize(
+    ("path", "phase"),
+    [
+        ("jit(<lambda>)/model/jvp()/closed_call/dot_general", "forward"),
+        ("jit(<lambda>)/model/transpose(jvp())/closed_call/dot_general", "backward"),
+        ("jit(f)/model/jvp()/checkpoint/rematted_computation/tanh", "backward"),
+        ("jit(f)/optimizer/jit(clip)/max", "optimizer"),
+        ("jit(f)/clip/sqrt", "clip"),
+        ("jit(clip)/add", "other"),
+        ("", "other"),
+    ],
+)
+def test_phases_come_from_the_scopes_of_the_step(path, phase):
+    assert phase_of(path) == phase
+
+
+def test_operations_at_the_same_time_are_busy_once():
+    times = [(0.0, 10.0), (5.0, 10.0), (7.0, 1.0), (20.0, 1.0)]
+    rest = {"name": "add", "program": 1, "device": ("cpu", 0)}
+    events = [Event(start_ns=start, duration_ns=duration, **rest) for start, duration in times]
+    assert busy_ns(events) == 16
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
+    config = short_config(tmp_path / "tokens", num_steps=4)
+    train(config, tmp_path / "run", profile=(2, 3), trace_tables=trace_tables)
+    directory = tmp_path / "run" / "profile" / "host_000"
+    assert len(list(directory.rglob("*.xplane.pb"))) == 1
+    text = (directory / "operations.txt").read_text()
+    shown = capsys.readouterr().out
+    assert text in shown
+    assert f"trace of steps 2 to 3 in {directory}" in shown
+    shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
+    assert {name for name in PHASES if name in shares} == set(PHASES)
+    assert sum(shares[name] for name in PHASES) == pytest.approx(100, abs=0.5)
+    assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 0
+    counts = re.findall(r"│ +([\d.]+) │ +[\d.]+ │ +[\d.]+% │", text)
+    assert counts
+    assert all(float(count).is_integer() for count in counts)  # of whole steps and all devices
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (3, 2), (2, 5)])
+def test_steps_that_cannot_be_traced_are_refused(tmp_path, steps):
+    config = short_config(tmp_path / "tokens", num_steps=4)
+    with pytest.raises(
+        ValueError, match=r"--profile \d:\d must name steps of this run from step 2"
+    ):
+        train(config, tmp_path / "run", profile=steps)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no trace"):
+        read_trace(tmp_path, "HloModule x")

@@ -1,0 +1,80 @@
+"""Training processes that the tests of faults start, signal and read; their config is theirs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from xla_flags import xla_flags
+
+
+def environment(cache, devices=1):
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(devices),
+        "MAXMARS_CACHE": str(cache),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def start_python(folder, *arguments, devices=1):
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=environment(folder / "cache", devices),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start(folder, name, *arguments, devices=2):
+    """`maxmars train` of `<folder>/config.py` in `<folder>/<name>`."""
+    command = ["-m", "maxmars", "train", folder / "config.py", "--workdir", folder / name]
+    return start_python(folder, *command, *arguments, devices=devices)
+
+
+def start_two(folder, name, *arguments):
+    """Two processes of one run, with a device each."""
+    shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
+    return [start(folder, name, *arguments, *shared, str(i), devices=1) for i in range(2)]
+
+
+def finish(process, timeout_s=240):
+    """Exit code and output."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def records(workdir):
+    """Losses by step and key."""
+    path = workdir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    keys = ("train/loss", "eval/loss")
+    return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
+
+
+def wait_until(condition, process):
+    """Wait while the process runs and the condition does not hold."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if condition():
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(f"it never came to that: {process.communicate()[0]}")
+
+
+def wait_for_steps(workdir, count, process):
+    path = workdir / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("train/loss") >= count, process)
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]

@@ -1,0 +1,126 @@
+"""What `auto` becomes: the type of matrix products, and rematerialisation."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from tiny import MODEL, short_config, tiny_config
+
+from maxmars.distributed.sharding import make_mesh
+from maxmars.model.gpt2 import GPT2, mean_loss
+from maxmars.train import train
+from maxmars.train.auto import (
+    POLICIES,
+    USABLE,
+    choose_precision,
+    choose_remat,
+    fastest_dtype,
+    first_that_fits,
+    peak_bytes,
+    with_remat,
+)
+from maxmars.train.step import make_train_step
+
+AUTO_DTYPE = tiny_config(model=dataclasses.replace(MODEL, compute_dtype="auto"))
+AUTO_REMAT = tiny_config(model=dataclasses.replace(MODEL, remat="auto"))
+
+
+# --- the type of matrix products -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "expected"),
+    [
+        ("avx512_bf16 amx_bf16 amx_tile", (0, 11, 2), "bfloat16"),
+        ("avx512_bf16 amx_bf16 amx_tile", (0, 12, 0, 1), "bfloat16"),
+        ("avx512_bf16 amx_bf16 amx_tile", (0, 11, 1), "float32"),
+        ("avx512_bf16 amx_int8 amx_tile", (0, 12, 0), "float32"),
+        ("", (0, 12, 0), "float32"),
+    ],
+)
+def test_a_cpu_takes_bfloat16_where_it_is_faster(flags, version, expected):
+    cpu = {"processor_flags": flags.split(), "jaxlib_version": version}
+    assert fastest_dtype("cpu", **cpu)[0] == expected
+    assert fastest_dtype("tpu", **cpu)[0] == fastest_dtype("cuda", **cpu)[0] == "bfloat16"
+
+
+def test_the_choice_is_logged_and_a_given_type_stays():
+    logged, mesh = [], make_mesh(AUTO_DTYPE.mesh)
+    dtype, reason = fastest_dtype("cpu")
+    chosen = choose_precision(AUTO_DTYPE, mesh, logged.append)
+    assert chosen.model == dataclasses.replace(MODEL, compute_dtype=dtype)
+    assert logged == [f"model.compute_dtype=auto: {dtype}, as {reason}"]
+    assert choose_precision(tiny_config(), mesh, pytest.fail) == tiny_config()
+
+
+def test_a_model_whose_type_was_not_chosen_says_so():
+    model = nnx.eval_shape(lambda: GPT2(AUTO_DTYPE.model, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"model\.compute_dtype=auto names no type"):
+        jax.eval_shape(mean_loss, model, jnp.zeros((1, MODEL.max_seq_len + 1), jnp.int32))
+
+
+@pytest.mark.slow
+def test_a_run_in_the_other_type_continues_in_it(tmp_path, capsys):
+    other = "float32" if fastest_dtype("cpu")[0] == "bfloat16" else "bfloat16"
+    config = short_config(tmp_path / "tokens")
+    for dtype, steps in ((other, 1), ("auto", 2)):
+        model = dataclasses.replace(MODEL, compute_dtype=dtype)
+        train(dataclasses.replace(config, model=model, num_steps=steps), tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert "continuing from step 1" in shown
+    assert "compute_dtype" not in shown
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["model"]["compute_dtype"] == other
+
+
+# --- rematerialisation ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "asked"),
+    [(2000, None, 1), (1999, "dots", 2), (600, "attention", 3), (190, "full", 4)],
+)
+def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
+    needed, tried = {None: 2000, "dots": 1200, "attention": 600, "full": 190}, []
+
+    def fits(remat):
+        tried.append(remat)
+        return needed[remat] <= limit
+
+    assert first_that_fits(fits) == (policy, True)
+    assert tried == list(POLICIES[:asked])
+
+
+def test_what_a_compiled_step_needs_decides():
+    mesh, logged = make_mesh(AUTO_REMAT.mesh), []
+    step = make_train_step(with_remat(AUTO_REMAT, None), mesh)
+    needed = peak_bytes(step.lower().compile(), tpu=False)
+
+    def choose(limit):
+        return choose_remat(AUTO_REMAT, mesh, logged.append, memory_bytes=lambda _: int(limit))
+
+    assert choose(needed / USABLE + 2) == with_remat(AUTO_REMAT, None)
+    assert logged[-1].startswith(f"model.remat=auto: None needs {needed / 1e9:.2f} GB of ")
+    assert choose(1) == with_remat(AUTO_REMAT, "full")
+    assert logged[-1].endswith("nothing fits; raise num_microbatches or mesh.fsdp")
+    assert len(logged) == 2
+
+
+def test_a_given_policy_stays_and_unknown_memory_recomputes_nothing():
+    mesh, logged = make_mesh(AUTO_REMAT.mesh), []
+    given = with_remat(AUTO_REMAT, "dots")
+    assert choose_remat(given, mesh, pytest.fail, memory_bytes=lambda _: 1) == given
+    assert choose_remat(AUTO_REMAT, mesh, logged.append) == with_remat(AUTO_REMAT, None)
+    assert logged == ["model.remat=auto: None, as this device's memory is not known"]
+
+
+@pytest.mark.slow
+def test_a_run_under_auto_continues_under_another_policy(tmp_path, capsys):
+    config = short_config(tmp_path / "tokens", model=AUTO_REMAT.model)
+    train(dataclasses.replace(config, num_steps=1), tmp_path / "run")
+    assert "model.remat=auto: None, as this device's memory is not known" in capsys.readouterr().out
+    train(with_remat(config, "attention"), tmp_path / "run")
+    assert "continuing from step 1" in capsys.readouterr().out

@@ -1,0 +1,212 @@
+"""A run knows its data: by digest when it continues, by checksums while it trains."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+
+import fake_gcs
+import numpy as np
+import pytest
+import running
+import tiny
+from token_directories import write_shards
+
+from maxmars.checkpoint import read
+from maxmars.checkpoint.reader import checksum
+from maxmars.cli import main
+from maxmars.config import EvalConfig, TokenShardsConfig
+from maxmars.train import train
+
+STREAM = np.random.default_rng(0).integers(0, 200, 2000)
+
+
+@pytest.fixture
+def short_config(tmp_path):
+    """Makes configs of a few steps on `<tmp_path>/tokens`."""
+    tiny.short_config(tmp_path / "tokens")
+    return functools.partial(tiny.short_config, tmp_path / "tokens", eval=EvalConfig(every=None))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps and its tokens, for tests that copy them."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = tiny.short_config(folder / "tokens", eval=EvalConfig(every=None))
+    train(config, folder / "run")
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path, short_config):
+    """The config of the finished run's tokens in `tmp_path`, and its workdir there."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "tokens")
+    shutil.copytree(finished / "tokens", tmp_path / "tokens")
+    return short_config(num_steps=4), tmp_path / "run"
+
+
+def zero(tokens):
+    path = tokens / "train_00001.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def swap(tokens):
+    one, other = tokens / "train_00000.bin", tokens / "train_00002.bin"
+    cut = min(one.stat().st_size, other.stat().st_size)
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[1][:cut].ljust(len(contents[0]), b"\0"))
+    other.write_bytes(contents[0][:cut].ljust(len(contents[1]), b"\0"))
+
+
+def flip(tokens, name="train_00003.bin", byte=7):
+    content = bytearray((tokens / name).read_bytes())
+    content[byte] ^= 1
+    (tokens / name).write_bytes(content)
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("damage", [slow(zero), slow(swap), flip])
+def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, tmp_path, damage):
+    tokens, config = tmp_path / "tokens", short_config(num_steps=500)
+    shutil.copytree(tokens, tmp_path / "sound")
+    damage(tokens)
+    with pytest.raises(ValueError, match=r"train_0000\d\.bin does not match its checksum: its SHA"):
+        train(config, tmp_path / "run")
+    shutil.rmtree(tokens)
+    (tmp_path / "sound").rename(tokens)
+    before = len(running.records(tmp_path / "run"))
+    assert before < 400  # it did not train to the end
+    result = train(dataclasses.replace(config, num_steps=before + 2), tmp_path / "run")
+    assert result.done
+
+
+def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
+    config = short_config()
+    zero(tmp_path / "tokens")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, verify=False))
+    assert train(config, tmp_path / "run").done
+    assert "data.verify is off: files are not compared" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "verified").exists()
+
+
+def test_other_data_at_the_same_path_are_refused(copied, tmp_path, capsys):
+    _, workdir = copied
+    recorded = read(workdir / "checkpoints").data_digest
+    assert json.loads((workdir / "summary.json").read_text())["data_digest"] == recorded
+    shutil.rmtree(tmp_path / "tokens")
+    write_shards(tmp_path / "tokens", STREAM[::-1], STREAM[:400], vocab_size=257)
+    write_config(tmp_path, num_steps=4)
+    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
+    command = ["train", str(tmp_path / "config.py"), "--workdir", str(workdir)]
+    command += ["--num-processes", "1", "--mesh.data", "8"]
+    for more in ([], ["--resume-overrides", "data.path"]):
+        with pytest.raises(SystemExit) as error:
+            main([*command, *more])
+        assert error.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        match = re.match(
+            rf"maxmars: error: {workdir} was trained on other data: their digest is (\w+), and "
+            rf"that of the data here is (\w+)\. .* --init-from {workdir} and another --workdir\.",
+            line,
+        )
+        assert match is not None, line
+        assert recorded.startswith(match[1])
+        assert match[1] != match[2]
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
+
+
+def test_the_same_data_at_another_path_continue(copied, tmp_path):
+    config, workdir = copied
+    (tmp_path / "tokens").rename(tmp_path / "moved")
+    config = dataclasses.replace(config, data=TokenShardsConfig(path=str(tmp_path / "moved")))
+    assert train(config, workdir).step == 4
+    (line,) = (workdir / "config_changes.jsonl").read_text().splitlines()
+    assert "data.path" in json.loads(line)["changed"]
+
+
+def test_a_checkpoint_that_names_no_data_is_continued_on_the_data_of_its_path(
+    copied, tmp_path, capsys
+):
+    config, workdir = copied
+    digest = read(workdir / "checkpoints").data_digest
+    for path in (workdir / "checkpoints").glob("*/meta/data.json"):
+        meta = json.loads(path.read_text())
+        del meta["data_digest"]
+        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    # As it was before digests: the path decides.
+    with pytest.raises(ValueError, match=r"holds another run: it differs in data\.path"):
+        train(config, workdir)
+    assert train(config, workdir, resume_overrides=["data.path"]).done
+    assert f"name no data; from the next one on they hold the digest of these, {digest[:16]}" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    assert read(workdir / "checkpoints").data_digest == digest
+
+
+CONFIG = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+import tiny
+from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig
+
+def get_config():
+    return tiny.short_config(
+        pathlib.Path({tokens!r}),
+        num_steps={num_steps},
+        mesh=MeshConfig(data=2),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=50),
+    )
+"""
+
+
+def write_config(folder, num_steps):
+    fields = {"tests": os.path.dirname(tiny.__file__), "tokens": str(folder / "tokens")}
+    text = CONFIG.format(**fields, num_steps=num_steps)
+    (folder / "config.py").write_text(text)
+
+
+@pytest.mark.multiprocess
+def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
+    tokens = tmp_path / "tokens"
+    tiny.short_config(tokens)
+    flip(tokens, "train_00001.bin")  # of the share of process 1
+    write_config(tmp_path, num_steps=100_000)
+    for code, output in list(map(running.finish, running.start_two(tmp_path, "run"))):
+        assert code == 1, output
+        assert re.search(r"error: the token shard .*/train_00001\.bin does not match", output)
+        assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)")
+def test_two_processes_read_the_same_stream_from_a_bucket_that_fails_now_and_then(
+    tmp_path, monkeypatch
+):
+    steps, tokens = 80, tmp_path / "tokens"
+    stream = np.random.default_rng(0).integers(0, 200, 80 * 16 * 16 + 1)  # one epoch
+    write_shards(tokens, stream, stream[:400], vocab_size=257)
+    write_config(tmp_path, num_steps=steps)
+    code, output = running.finish(running.start(tmp_path, "disk"))
+    assert code == 0, output
+    with fake_gcs.serve() as server:
+        server.put_directory(tokens, "tokens")
+        server.failing = lambda number, name: number % 50 == 20 and name.endswith(".bin")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        both = running.start_two(tmp_path, "bucket", "--data.path", "gs://bucket/tokens")
+        for code, output in list(map(running.finish, both)):
+            assert code == 0, output
+    assert running.records(tmp_path / "bucket") == running.records(tmp_path / "disk")
+    digests = {read(tmp_path / name / "checkpoints").data_digest for name in ("disk", "bucket")}
+    assert len(digests) == 1
+    needed = steps * 16 * 17 * 2  # bytes of all rows
+    assert sum(count for name, count in server.reads if name.endswith(".bin")) <= 1.2 * needed
+    assert sum(name == "tokens/meta.json" for name, _ in server.reads) == 1

@@ -1,0 +1,190 @@
+"""Kinds, matrices, groups and parts of parameters; the optimizer and schedule of a config."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
+
+from maxmars.config import MarsConfig, MeshConfig, ScheduleConfig
+from maxmars.distributed import sharding
+from maxmars.model.gpt2 import graph_and_abstract_params, mean_loss
+from maxmars.optim import MatrixSpec
+from maxmars.train.optimizer import (
+    PARTS,
+    learning_rate_scales,
+    make_optimizer,
+    make_schedule,
+    matrix_specs,
+    named_norms,
+    parameter_groups,
+    parameter_kinds,
+    parameter_parts,
+)
+from maxmars.train.step import init_train_state, make_train_step
+
+
+def test_kinds_follow_the_names_of_the_axes():
+    kinds = parameter_kinds(MODEL)
+    block = kinds["h"]
+    assert block["attn"]["c_attn"] == {"kernel": "linear", "bias": "vector"}
+    assert block["attn"]["c_proj"] == {"kernel": "linear", "bias": "vector"}
+    assert block["mlp"]["c_fc"] == {"kernel": "linear", "bias": "vector"}
+    assert block["ln_1"] == {"scale": "vector", "bias": "vector"}
+    assert kinds["wte"] == kinds["wpe"] == {"embedding": "embedding"}
+
+
+def test_specs_of_stacked_parameters():
+    block = matrix_specs(MODEL)["h"]
+    assert block["attn"]["c_attn"]["kernel"] == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
+    assert block["attn"]["c_proj"]["kernel"] == MatrixSpec(batch=(0,), rows=(1, 2), cols=(3,))
+    assert block["attn"]["c_attn"]["bias"] == MatrixSpec(batch=(0,), rows=(), cols=(1, 2, 3))
+    assert block["ln_1"]["scale"] == MatrixSpec(batch=(0,), rows=(), cols=(1,))
+
+
+def first_step(optimizer, params, grads):
+    """Parameters after one step at a rate of 0.1."""
+    tx = make_optimizer(optimizer, MODEL, jnp.float32(0.1))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MarsConfig(), MarsConfig(optimize_vectors=True)])
+def test_groups_say_what_the_optimizer_does(optimizer):
+    # With zero gradients a step is the decay alone: p <- p (1 - rate * scale * decay).
+    params = jax.tree.map(lambda x: x + 1, random_params(MODEL))
+    after = jax.jit(first_step, static_argnums=0)(
+        optimizer, params, jax.tree.map(np.zeros_like, params)
+    )
+    groups = parameter_groups(optimizer, MODEL)
+
+    def check(before, after, group):
+        factor = 1 - 0.1 * group.learning_rate_scale * group.weight_decay
+        np.testing.assert_allclose(after, before * factor, rtol=1e-6)
+
+    jax.tree.map(check, params, after, groups)
+
+
+def test_groups_say_the_rates():
+    # Adam's first step has the size of the rate, wherever the gradient is not tiny.
+    zeros, ones = (
+        jax.tree.map(like, random_params(MODEL)) for like in (np.zeros_like, np.ones_like)
+    )
+    optimizer = MarsConfig(weight_decay=0.0, vector_weight_decay=0.0, clip_threshold=None)
+    updates = jax.jit(first_step, static_argnums=0)(optimizer, zeros, ones)
+    groups = parameter_groups(optimizer, MODEL)
+    jax.tree.map(
+        lambda u, g: np.testing.assert_allclose(u, -0.1 * g.learning_rate_scale, rtol=1e-5),
+        updates,
+        groups,
+    )
+    assert groups["ln_f"]["scale"].learning_rate_scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"decay": "cosine"}, [0, 0.5, 1, 0.55, 0.1, 0.1]),
+        ({"decay": "linear"}, [0, 0.5, 1, 0.55, 0.1, 0.1]),
+        (
+            {"decay": "exponential"},
+            [0, 0.5, 1, 0.1 + 0.9 * 0.9**50, 0.1 + 0.9 * 0.9**100, 0.1],
+        ),
+        (
+            {"decay": "wsd", "wsd_decay_fraction": 0.5},
+            [0, 0.5, 1, 0.1 + 0.9 * 50 / 55, 0.1, 0.1],
+        ),
+        ({"decay": "wsd", "final_fraction": 0.0}, [0, 0.5, 1, 1, 0, 0]),
+    ],
+    ids=["cosine", "linear", "exponential", "wsd half", "wsd fifth"],
+)
+def test_schedules(options, expected):
+    config = tiny_config(num_steps=110, schedule=ScheduleConfig(warmup_steps=10, **options))
+    schedule = make_schedule(config)
+    found = [float(schedule(step)) for step in (0, 5, 10, 60, 110, 1000)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "exponential", "wsd"])
+def test_without_a_warmup_a_schedule_starts_at_the_peak(decay):
+    schedule = ScheduleConfig(warmup_steps=0, decay=decay)
+    assert float(make_schedule(tiny_config(schedule=schedule))(0)) == 1
+
+
+def test_a_warmup_may_last_to_the_end():
+    config = tiny_config(num_steps=10, schedule=ScheduleConfig(warmup_steps=10))
+    assert float(make_schedule(config)(10)) == pytest.approx(1.0)
+
+
+def test_schedule_ends_at_decay_steps_or_num_steps():
+    config = tiny_config(num_steps=100, schedule=ScheduleConfig(warmup_steps=10))
+    assert float(make_schedule(config)(100)) == pytest.approx(0.1)
+    schedule = dataclasses.replace(config.schedule, decay_steps=50)
+    assert float(make_schedule(dataclasses.replace(config, schedule=schedule))(50)) == (
+        pytest.approx(0.1)
+    )
+
+
+def one_step(config):
+    """Parameters before, gradient, update and metrics of the first step."""
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    step, state = make_train_step(config, mesh), init_train_state(config, mesh)
+    shape = step.abstract_batch["tokens"].shape
+    tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
+    before = jax.device_get(state.params)
+    graph, _ = graph_and_abstract_params(config.model)
+    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(nnx.merge(graph, p), tokens)))
+    grads = loss(before, tokens[0])
+    state, metrics = step(state, batch_of(step, tokens))
+    update = jax.tree.map(np.subtract, jax.device_get(state.params), before)
+    return before, jax.device_get(grads), update, jax.device_get(metrics)
+
+
+def norms_by_name(tree):
+    """Norms of the parts, taken from the names of the parameters rather than of their axes."""
+    squares = dict.fromkeys(PARTS, 0.0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        names = [entry.key for entry in path]
+        part = "embedding" if names[0] in ("wte", "wpe") else "vector"
+        if names[-1] == "kernel":
+            part = "attention" if "attn" in names else "mlp"
+        squares[part] += np.sum(np.square(leaf.astype(np.float64)))
+    return {part: np.sqrt(total) for part, total in squares.items()}
+
+
+@pytest.mark.smoke
+def test_norms_of_a_step_are_those_of_numpy():
+    config = tiny_config(
+        optimizer=ADAMW,
+        mesh=MeshConfig(data=1),
+        num_microbatches=1,
+        gradient_clip_norm=0.5,
+        schedule=ScheduleConfig(warmup_steps=0),
+    )
+    before, grads, update, metrics = one_step(config)
+    norms = named_norms(metrics["train/norms"])
+    for name, tree, rtol in (
+        ("grad", grads, 1e-4),
+        ("param", jax.tree.map(np.add, before, update), 1e-5),
+        ("update", update, 1e-3),
+    ):
+        for part, expected in norms_by_name(tree).items():
+            assert norms[f"train/{name}_norm/{part}"] == pytest.approx(expected, rel=rtol)
+    parts = [norms[f"train/grad_norm/{part}"] for part in PARTS]
+    assert np.linalg.norm(parts) == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
+    assert metrics["train/grad_clipped"] == (metrics["train/grad_norm"] > 0.5)
+
+
+def test_parts_and_rates_follow_from_the_axes():
+    parts = parameter_parts(MODEL)
+    assert set(jax.tree.leaves(parts)) == set(PARTS)
+    assert parts["h"]["attn"]["c_proj"] == {"kernel": "attention", "bias": "vector"}
+    assert parts["h"]["mlp"]["c_fc"]["kernel"] == "mlp"
+    assert parts["ln_f"]["scale"] == "vector"
+    assert learning_rate_scales(ADAMW, MODEL) == {}
+    mars = MarsConfig(variant="shampoo", vector_learning_rate_scale=0.25)
+    assert learning_rate_scales(mars, MODEL) == {"embedding": 0.25, "vector": 0.25}

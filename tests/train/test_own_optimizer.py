@@ -1,0 +1,129 @@
+"""Optimizers of the user's own: trained, continued, planned, and refused in one line."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from tiny import MODEL, short_config
+
+from maxmars.config import AdamWConfig, CheckpointConfig, MeshConfig, OptaxConfig, ScheduleConfig
+from maxmars.config.command_line import parse_config
+from maxmars.distributed import sharding
+from maxmars.plan.compile import optimizer_state_bytes
+from maxmars.train import train
+from maxmars.train.optimizer import check_optimizer
+from maxmars.train.step import abstract_train_state
+from maxmars.train.verify_resume import first_difference, series
+
+EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
+SOURCE = """
+import jax, optax
+
+def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.1):
+    decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
+
+def number(learning_rate, **options):
+    return 1
+
+def sums(learning_rate, **options):
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda x: x.sum(), updates))
+
+not_a_function = 1
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "own.py").write_text(SOURCE)
+    return str(tmp_path / "own.py")
+
+
+def losses(workdir):
+    return {key: value for key, value in series(workdir).items() if key[1] == "train/loss"}
+
+
+def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, source):
+    config = short_config(
+        tmp_path / "tokens",
+        optimizer=AdamWConfig(learning_rate=1e-2),
+        num_steps=5,
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=5),
+        checkpoint=CheckpointConfig(every=None),
+    )
+    train(config, tmp_path / "package")
+    own = OptaxConfig(make=f"{source}:adamw", options={"b1": 0.9}, learning_rate=1e-2)
+    config = dataclasses.replace(config, optimizer=own)
+    train(config, tmp_path / "undisturbed")
+    train(dataclasses.replace(config, num_steps=3), tmp_path / "continued")
+    train(config, tmp_path / "continued")
+    assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None
+    package, undisturbed = losses(tmp_path / "package"), losses(tmp_path / "undisturbed")
+    assert package == undisturbed != {}
+
+
+def test_its_state_lies_as_the_parameters_do(tmp_path, source):
+    own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    config = short_config(tmp_path / "tokens", optimizer=own, mesh=mesh)
+    state = abstract_train_state(config, sharding.make_mesh(config.mesh))
+    found = optimizer_state_bytes(state.opt_state)
+    assert found["mu"] == found["nu"] == sharding.bytes_on_chip(state.params)
+
+
+def test_the_example_is_a_config_whose_options_change_on_the_command_line():
+    arguments = ["--optimizer.options.b1", "0.9", "--optimizer.learning-rate", "1e-3"]
+    config = parse_config(str(EXAMPLE), arguments, "maxmars train")
+    assert config.optimizer == OptaxConfig(
+        make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
+    )
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    check_optimizer(config.optimizer, MODEL, mesh)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        ("own.py:missing", {}, "has no function 'missing'"),
+        ("own.py:not_a_function", {}, "has no function 'not_a_function'"),
+        ("none.py:adamw", {}, "there is no file"),
+        ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
+        ("own.py:number", {}, "returned a int; it must return an optax"),
+        ("own.py:sums", {}, "updates of another structure or shape"),
+    ],
+)
+def test_wrong_functions_are_refused_before_anything_is_written(
+    tmp_path, source, make, options, message
+):
+    own = OptaxConfig(make=str(tmp_path / make), options=options, learning_rate=0.1)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(short_config(tmp_path / "tokens", optimizer=own), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_trains_from_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "maxmars", "train", str(EXAMPLE)]
+    options = ["--workdir", str(tmp_path / "run"), "--num-steps", "3", "--eval.num-windows", "64"]
+    options += ["--model.embed-dim", "16", "--model.num-layers", "2", "--model.scan-unroll", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    result = subprocess.run(
+        [*command, *options], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "3" in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_exact_mars_is_told_that_it_gets_no_second_gradient(tmp_path):
+    (tmp_path / "exact.py").write_text(
+        "from maxmars.optim import mars\n"
+        "def make(learning_rate, *, matrix_specs, mesh):\n"
+        "    return mars(learning_rate, exact=True, matrix_specs=matrix_specs)\n"
+    )
+    own = OptaxConfig(make=f"{tmp_path / 'exact.py'}:make", learning_rate=0.1)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    with pytest.raises(ValueError, match="prev_grads"):
+        check_optimizer(own, MODEL, mesh)

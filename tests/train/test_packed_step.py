@@ -1,0 +1,75 @@
+"""The train step on batches with a loss mask, segment ids and positions."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import MODEL, tiny_config
+
+from maxmars.config import MarsConfig, MeshConfig, SophiaConfig
+from maxmars.data.packing import segments_and_positions
+from maxmars.distributed import sharding
+from maxmars.model import graph_and_abstract_params, token_losses
+from maxmars.train.step import init_train_state, make_train_step
+
+ROWS, STEPS = 16, 3
+
+
+def packed_batches():
+    """Rows of several documents, of which each has another number of targets."""
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 256, (ROWS, MODEL.max_seq_len + 1)).astype(np.int32)
+        tokens[rng.random(tokens.shape) < 0.1] = 256
+        batch = {"tokens": tokens, **segments_and_positions(tokens == 256)}
+        until = np.arange(ROWS)[:, None]  # none in the first row
+        yield {**batch, "mask": np.arange(tokens.shape[1]) <= until}
+
+
+def run(microbatches, mesh, optimizer):
+    config = tiny_config(num_microbatches=microbatches, mesh=mesh, optimizer=optimizer)
+    count = (mesh.data or 1) * mesh.fsdp * mesh.tensor
+    devices = sharding.make_mesh(mesh, jax.devices()[:count])
+    step, state = make_train_step(config, devices), init_train_state(config, devices)
+    history = []
+    for batch in packed_batches():
+        split = {k: v.reshape(microbatches, -1, v.shape[-1]) for k, v in batch.items()}
+        on_mesh = jax.device_put(split, sharding.batch_sharding(devices))
+        state, metrics = step(state, on_mesh)
+        history.append(jax.device_get(metrics))
+    return jax.device_get(state.params), history
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(MarsConfig(exact=True), id="exact"),
+        pytest.param(SophiaConfig(update_hessian_every=2), id="sophia", marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_and_devices_change_nothing_but_rounding(optimizer):
+    params, history = run(1, MeshConfig(), optimizer)
+    _, other = run(4, MeshConfig(data=2, fsdp=2, tensor=2), optimizer)
+    for ours, theirs in zip(history, other, strict=True):
+        assert float(ours["train/loss"]) == pytest.approx(float(theirs["train/loss"]), abs=1e-5)
+        norms = [float(metrics["train/grad_norm"]) for metrics in (ours, theirs)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert all(metrics["train/skipped"] == 0 for metrics in history)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_the_loss_is_the_mean_over_the_targets_that_count():
+    config = tiny_config(num_microbatches=1)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    step, state = make_train_step(config, mesh), init_train_state(config, mesh)
+    batch = next(packed_batches())
+    rows = {name: array for name, array in batch.items() if name != "mask"}
+    graph, _ = graph_and_abstract_params(config.model)
+    losses = jax.jit(lambda p, rows: token_losses(nnx.merge(graph, p), **rows))(state.params, rows)
+    expected = np.mean(np.asarray(losses)[batch["mask"][:, 1:]])
+    nothing = {**batch, "mask": np.zeros_like(batch["mask"])}
+    for given, loss, skipped in ((batch, expected, 0), (nothing, np.nan, 1)):
+        on_mesh = {name: array[None] for name, array in given.items()}
+        state, metrics = step(state, jax.device_put(on_mesh, sharding.batch_sharding(mesh)))
+        np.testing.assert_allclose(metrics["train/loss"], loss, atol=1e-5)
+        assert metrics["train/skipped"] == skipped

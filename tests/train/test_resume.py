@@ -1,0 +1,383 @@
+"""How runs begin: which config they continue with, and the weights that they start from."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from tiny import ADAMW, MODEL, batch_of
+
+from maxmars.checkpoint import find, load, read, save_params
+from maxmars.config import (
+    AdoptConfig,
+    EvalConfig,
+    GPT2Config,
+    GuardConfig,
+    MarsConfig,
+    MeshConfig,
+    ScheduleConfig,
+)
+from maxmars.distributed import sharding
+from maxmars.model import huggingface
+from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.train import train
+from maxmars.train.init_from import InitFrom, check_origin, load_initial, record_origin
+from maxmars.train.resume import continued_config
+from maxmars.train.step import abstract_train_state, make_train_step
+
+
+@pytest.fixture(scope="module")
+def short_config(tmp_path_factory):
+    """Makes configs of two steps."""
+    return functools.partial(tiny.short_config, tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, short_config):
+    """A run of two steps under AdamW, which tests only read."""
+    workdir = tmp_path_factory.mktemp("source") / "run"
+    train(short_config(), workdir)
+    return workdir
+
+
+@pytest.fixture
+def continuing(source, short_config):
+    """The config that the run would continue with."""
+
+    def continuing(config, *overrides, messages=None, stored=None):
+        saved = read(source / "checkpoints")
+        return continued_config(
+            dataclasses.replace(saved, config=stored or saved.config),
+            config,
+            mesh=sharding.make_mesh(config.mesh),
+            overrides=overrides,
+            log=(messages if messages is not None else []).append,
+        )
+
+    return continuing
+
+
+def rows_of(workdir, key):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(source, workdir)
+    config = short_config(
+        num_steps=4,
+        global_batch_size=8,
+        optimizer=dataclasses.replace(ADAMW, learning_rate=1e-2),
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=10**6),
+        eval=EvalConfig(every=None),
+    )
+    names = ["optimizer.learning_rate", "global_batch_size"]
+    train(config, workdir, resume_overrides=names)
+    assert rows_of(workdir, "train/learning_rate")[4] == pytest.approx(1e-2)
+    for step, position in ((2, 2 * 16), (4, 2 * 16 + 2 * 8)):
+        meta = json.loads((workdir / "checkpoints" / str(step) / "meta" / "data.json").read_text())
+        assert meta["data_position"] == position
+    (line,) = (workdir / "config_changes.jsonl").read_text().splitlines()
+    changes = json.loads(line)
+    assert changes["step"] == 2
+    assert changes["changed"]["optimizer.learning_rate"] == [6e-4, 1e-2]
+    assert changes["changed"]["num_steps"] == [2, 4]
+    train(config, workdir)  # from here on they are the run's own
+    assert (workdir / "config_changes.jsonl").read_text().count("\n") == 1
+
+
+def test_only_what_is_named_changes(continuing, short_config):
+    messages = []
+    fields = {"gradient_clip_norm": 2.0, "seed": 1, "guard": GuardConfig(history=5)}
+    config = short_config(**fields)
+    named = ("gradient_clip_norm", "seed", "guard")
+    assert continuing(config, *named, messages=messages) == config
+    assert messages[0].startswith("changed on purpose: seed from 0 to 1, gradient_clip_norm from")
+    with pytest.raises(ValueError, match=r"seed \(0 there.*\. .* guard,gradient_clip_norm,seed\."):
+        continuing(config, "guard", "gradient_clip_norm")
+    assert continuing(short_config(), *named) == short_config()  # nothing left to change
+
+
+def test_a_field_that_does_not_exist(continuing, short_config):
+    with pytest.raises(ValueError, match=r"no such field \(did you mean optimizer\.weight_decay\?"):
+        continuing(short_config(), "optimizer.weight_decy")
+    with pytest.raises(ValueError, match=r"--resume-overrides x: the config has no such field;"):
+        continuing(short_config(), "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        (
+            {"model": dataclasses.replace(MODEL, num_layers=2)},
+            "model",
+            r"params/h/.* is float32\[3,.* there and float32\[2,.* here\. .* another --workdir\.",
+        ),
+        (
+            {"optimizer": MarsConfig()},
+            "optimizer",
+            r"that is another optimizer.* --init-from ",
+        ),
+        ({"optimizer": AdoptConfig()}, "optimizer", r"that is another optimizer"),
+    ],
+)
+def test_what_does_not_fit_cannot_be_changed(continuing, short_config, changes, name, reason):
+    config = short_config(**changes)
+    with pytest.raises(ValueError, match=rf"--resume-overrides cannot change {name}.*: {reason}"):
+        continuing(config, name)
+    with pytest.raises(ValueError, match="holds another run") as error:
+        continuing(config)
+    assert "--resume-overrides" not in str(error.value)  # it would not help
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_config, dtype):
+    stored, auto = (
+        short_config(model=dataclasses.replace(MODEL, compute_dtype=d)) for d in (dtype, "auto")
+    )
+    assert continuing(auto, stored=stored) == stored
+
+
+def test_the_model_may_be_computed_in_another_way(continuing, short_config):
+    config = short_config(model=dataclasses.replace(MODEL, document_end_id=256))
+    assert continuing(config, "model.document_end_id") == config
+
+
+def test_overrides_need_a_run(short_config, tmp_path):
+    with pytest.raises(ValueError, match=r"there is no checkpoint in .*; leave it out, or check"):
+        train(short_config(), tmp_path / "run", resume_overrides=["seed"])
+    assert not (tmp_path / "run").exists()
+
+
+# --- starting from weights ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory, short_config, source):
+    """A run from its weights, and its config."""
+    config = short_config(seed=1)
+    workdir = tmp_path_factory.mktemp("started") / "run"
+    train(config, workdir, init_from=InitFrom(path=str(source)))
+    return workdir, config
+
+
+def model(**changes):
+    return dataclasses.replace(MODEL, **changes)
+
+
+def mesh_of(config):
+    return sharding.make_mesh(config.mesh)
+
+
+def loaded(path, config, *, optimizer_state=False):
+    source = InitFrom(path=str(path), optimizer_state=optimizer_state)
+    return load_initial(config, mesh_of(config), source)
+
+
+def saved(workdir, config, step=None):
+    """Parameters and optimizer state of a run's checkpoint."""
+    abstract = abstract_train_state(config, mesh_of(config))
+    parts = {"params": abstract.params, "opt_state": abstract.opt_state}
+    return load(workdir / "checkpoints", parts, step).state
+
+
+def assert_equal(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), jax.device_get(other))
+
+
+@pytest.mark.smoke
+def test_a_run_starts_where_another_ended(source, started):
+    workdir, _ = started
+    before, losses = rows_of(source, "eval/loss"), rows_of(workdir, "eval/loss")
+    assert losses[0] == pytest.approx(before[2], abs=1e-5)
+    assert losses[2] < losses[0]
+    origin = json.loads((workdir / "init_from.json").read_text())
+    assert origin["weights"] == str(source / "checkpoints" / "2")
+    meta = json.loads((workdir / "checkpoints" / "2" / "meta" / "data.json").read_text())
+    assert (meta["step"], meta["data_position"]) == (2, 2 * 16)
+
+
+def test_the_same_command_continues_and_another_source_is_refused(source, started, capsys):
+    workdir, config = started
+    origin = (workdir / "init_from.json").read_bytes()
+    request = InitFrom(path=str(source))
+    for init_from in (request, None):
+        train(config, workdir, init_from=init_from)
+        assert "continuing from step 2" in capsys.readouterr().out
+    assert (workdir / "init_from.json").read_bytes() == origin
+    with pytest.raises(ValueError, match=rf"started from {source}, not from /elsewhere\. Leave"):
+        train(config, workdir, init_from=InitFrom(path="/elsewhere"))
+    with pytest.raises(ValueError, match=rf"started from {source} without its optimizer state"):
+        train(config, workdir, init_from=dataclasses.replace(request, optimizer_state=True))
+
+
+def test_a_run_from_random_weights_does_not_continue_from_others(source, short_config, tmp_path):
+    with pytest.raises(ValueError, match=r"started from random weights, not from .*elsewhere"):
+        train(short_config(), source, init_from=InitFrom(path=str(tmp_path / "elsewhere")))
+
+
+def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_config, tmp_path):
+    record_origin(tmp_path, loaded(source, short_config()))
+    with pytest.raises(ValueError, match=rf"was to start from {source} and has saved nothing yet"):
+        train(short_config(), tmp_path)
+    for path in (str(source), "/elsewhere"):
+        check_origin(tmp_path, InitFrom(path=path), continues=False)
+
+
+def test_weights_alone_begin_everything_anew(source, short_config):
+    config = short_config(optimizer=MarsConfig(), seed=3)
+    state = loaded(source / "checkpoints" / "1", config).state
+    assert_equal(state.params, saved(source, short_config(), 1)["params"])
+    new = jax.device_get((state.step, state.opt_state, state.guard))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(new))
+    rate = np.float32(config.optimizer.learning_rate)
+    assert np.asarray(state.hyperparams["learning_rate"]) == rate
+    abstract = abstract_train_state(config, mesh_of(config))
+    assert jax.tree.all(jax.tree.map(lambda x, a: x.sharding == a.sharding, state, abstract))
+
+
+def test_the_first_step_of_exact_mars_reads_no_earlier_parameters(source, short_config):
+    config = short_config(optimizer=MarsConfig(exact=True))
+    step = make_train_step(config, mesh_of(config))
+    shape = step.abstract_batch["tokens"].shape
+    batch = batch_of(step, np.random.default_rng(0).integers(0, 257, shape, np.int32))
+    state = loaded(source, config).state
+    copies = [jax.tree.map(lambda x: x.copy(), state.params) for _ in range(2)]
+    # `step` donates the state: both of these have arrays of their own.
+    other = dataclasses.replace(
+        loaded(source, config).state, params=copies[0], prev_params=copies[1]
+    )
+    (one, _), (two, _) = (step(state, batch) for state in (state, other))
+    assert_equal(one, two)
+    assert_equal(one.prev_params, saved(source, short_config())["params"])
+
+
+def test_the_optimizer_state_can_go_on(source, short_config):
+    config = short_config(optimizer=dataclasses.replace(ADAMW, learning_rate=1e-5))
+    state = loaded(source, config, optimizer_state=True).state
+    expected = saved(source, short_config())
+    assert_equal(state.params, expected["params"])
+    assert_equal(state.opt_state, expected["opt_state"])
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(state.opt_state)))
+    assert int(state.step) == 0
+    assert np.asarray(state.hyperparams["learning_rate"]) == np.float32(1e-5)
+
+
+def test_rows_that_pad_the_vocabulary_come_and_go(source, short_config):
+    before = jax.device_get(saved(source, short_config())["params"]["wte"]["embedding"])
+    for multiple, mesh in ((1, MeshConfig(fsdp=8)), (64, MeshConfig(fsdp=2, tensor=4))):
+        config = short_config(model=model(vocab_pad_multiple=multiple), mesh=mesh)
+        table = jax.device_get(loaded(source, config).state.params["wte"]["embedding"])
+        assert table.shape[0] == config.model.padded_vocab_size != before.shape[0]
+        np.testing.assert_array_equal(table[:257], before[:257])
+        assert not np.any(table[257:])
+
+
+def test_what_a_path_can_mean(source, tmp_path):
+    checkpoints = source / "checkpoints"
+    assert find(source) == find(checkpoints) == (checkpoints, None)
+    assert find(checkpoints / "1") == (checkpoints, 1)
+    assert find(tmp_path) is find(tmp_path / "nowhere") is None
+    shutil.copytree(checkpoints / "1", tmp_path / "best")
+    with pytest.raises(ValueError, match="best is a checkpoint whose name is not its step"):
+        find(tmp_path / "best")
+
+
+def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(source, short_config, tmp_path):
+    shutil.copytree(source, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "2"
+    for path in newest.glob("state/**/d/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    initial = loaded(tmp_path / "run", short_config())
+    assert initial.origin["weights"].endswith("/1")
+    assert_equal(initial.state.params, saved(source, short_config(), 1)["params"])
+    with pytest.raises(ValueError, match=r"no checkpoint in .* could be used \(step 2: "):
+        loaded(newest, short_config())
+    assert newest.is_dir()  # reading renames nothing
+
+
+def test_what_does_not_fit_is_named(source, short_config):
+    wanted = (
+        r"model\.num_layers is 3 there and 2 here, model\.max_seq_len is 16 there and 8 here\. "
+        r"Train that model \(--model\.num-layers 3 --model\.max-seq-len 16\)"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        loaded(source, short_config(model=model(num_layers=2, max_seq_len=8)))
+    with pytest.raises(ValueError, match=r"model\.scale_attn_by_inverse_layer_idx is False there"):
+        loaded(source, short_config(model=model(scale_attn_by_inverse_layer_idx=True)))
+    # Computed in another way it is the same model.
+    loaded(source, short_config(model=model(remat="full", document_end_id=256)))
+
+
+def test_an_optimizer_state_that_does_not_fit_is_named(source, short_config):
+    # Adopt's state has the same arrays as AdamW's.
+    with pytest.raises(ValueError, match=r"is of AdamWConfig, but optimizer is AdoptConfig here; "):
+        loaded(source, short_config(optimizer=AdoptConfig()), optimizer_state=True)
+    padded = short_config(model=model(vocab_pad_multiple=1))
+    with pytest.raises(ValueError, match=r"does not fit: .*model\.vocab_pad_multiple is 8 there"):
+        loaded(source, padded, optimizer_state=True)
+
+
+def test_no_weights(tmp_path, short_config):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; name the working"):
+        loaded(tmp_path / "nowhere", short_config())
+    with pytest.raises(ValueError, match=r"is neither a run .* nor a Hugging Face"):
+        loaded(tmp_path, short_config())
+
+
+def test_an_imported_model_has_weights_alone(source, short_config, tmp_path):
+    config = short_config()
+    params = saved(source, config)["params"]
+    save_params(tmp_path / "checkpoints", config.model, params, mesh=mesh_of(config))
+    initial = loaded(tmp_path, config)
+    assert initial.origin["weights"].endswith("/checkpoints/0")
+    assert_equal(initial.state.params, params)
+    with pytest.raises(ValueError, match="checkpoints/0 has weights alone and no opt"):
+        loaded(tmp_path, config, optimizer_state=True)
+
+
+def test_a_hugging_face_model(reference_dir, short_config):
+    directory = reference_dir / "reference" / "hf_gpt2_tiny"
+    shape = GPT2Config(
+        num_layers=2, num_heads=2, embed_dim=32, vocab_size=50257, vocab_pad_multiple=64
+    )
+    config = short_config(model=shape, mesh=MeshConfig(fsdp=4, tensor=2))
+    initial = loaded(directory, config)
+    assert initial.origin["weights"] == str(directory)
+    table = jax.device_get(initial.state.params["wte"]["embedding"])
+    stored = huggingface.load_params(
+        directory,
+        huggingface.read_config(directory),
+        graph_and_abstract_params(huggingface.read_config(directory))[1],
+    )
+    np.testing.assert_array_equal(table[:50257], stored["wte"]["embedding"])
+    assert table.shape == (50304, 32)
+    assert_equal(initial.state.params["h"], stored["h"])
+    with pytest.raises(ValueError, match=r"model\.max_seq_len is 1024 there and 512 here"):
+        loaded(directory, short_config(model=dataclasses.replace(shape, max_seq_len=512)))
+    with pytest.raises(
+        ValueError,
+        match=r"has weights alone and no .*; leave out",
+    ):
+        loaded(directory, config, optimizer_state=True)
+
+
+@pytest.mark.slow
+def test_another_optimizer_mesh_and_padding_at_once(source, short_config, tmp_path):
+    config = short_config(
+        optimizer=MarsConfig(), mesh=MeshConfig(fsdp=2, tensor=4), model=model(vocab_pad_multiple=4)
+    )
+    train(config, tmp_path, init_from=InitFrom(path=str(source)))
+    losses = rows_of(tmp_path, "eval/loss")
+    assert losses[0] == pytest.approx(rows_of(source, "eval/loss")[2], abs=1e-5)
+    assert losses[2] < losses[0]
+    exact = dataclasses.replace(config, optimizer=MarsConfig(exact=True))
+    with pytest.raises(ValueError, match=r"optimizer\.exact is False there and True here\)\. Take"):
+        loaded(tmp_path, exact, optimizer_state=True)

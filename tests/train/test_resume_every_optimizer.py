@@ -1,0 +1,57 @@
+"""A continued run is the same, bit by bit, under every optimizer."""
+
+import dataclasses
+
+import pytest
+from tiny import short_config
+
+from maxmars.config import (
+    AdamWConfig,
+    AdoptConfig,
+    CheckpointConfig,
+    LionConfig,
+    MarsConfig,
+    MuonConfig,
+    ScheduleConfig,
+    SoapConfig,
+    SophiaConfig,
+)
+from maxmars.train import train
+from maxmars.train.verify_resume import first_difference, series
+
+OPTIMIZERS = {
+    "adamw": AdamWConfig(),
+    "lion": LionConfig(),
+    "adopt": AdoptConfig(),
+    "sophia": SophiaConfig(update_hessian_every=2),
+    "soap": SoapConfig(),
+    "muon": MuonConfig(),
+    "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
+    "mars": MarsConfig(),
+    "mars amsgrad": MarsConfig(amsgrad=True),
+    "mars bf16 last": MarsConfig(last_grad_dtype="bfloat16"),
+    "mars exact": MarsConfig(exact=True),
+    "mars lion": MarsConfig(variant="lion"),
+    "mars lion exact": MarsConfig(variant="lion", exact=True),
+    "mars shampoo": MarsConfig(variant="shampoo"),
+    "mars shampoo exact": MarsConfig(variant="shampoo", exact=True),
+    "mars m": MarsConfig(variant="m"),
+    "mars m exact": MarsConfig(variant="m", exact=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_continued_run_is_the_same(tmp_path, name):
+    config = short_config(
+        tmp_path / "tokens",
+        optimizer=OPTIMIZERS[name],
+        num_steps=5,
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=5),
+        checkpoint=CheckpointConfig(every=None),
+    )
+    train(config, tmp_path / "undisturbed")
+    train(dataclasses.replace(config, num_steps=3), tmp_path / "continued")
+    train(config, tmp_path / "continued")
+    assert len({step for step, _ in series(tmp_path / "continued")}) == 5
+    assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None

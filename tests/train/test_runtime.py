@@ -1,0 +1,47 @@
+"""Compiled programs beside a run; in processes of their own, since JAX's settings are global."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxmars.train import runtime
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import jax
+from maxmars.train import runtime
+
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+jax.jit(lambda x: x + 1)(1.0)  # JAX has looked at its setting
+runtime.keep_compiled_programs(Path(sys.argv[1]), sys.argv[2])
+jax.jit(lambda x: x * 2)(1.0)
+print(hits.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def start(workdir, platform):
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-c", PROGRAM, str(workdir), platform]
+    return int(subprocess.check_output(command, env=environment, text=True))
+
+
+def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
+    assert start(tmp_path / "one", "tpu") == 0
+    assert (tmp_path / ".jax_cache").is_dir()
+    assert start(tmp_path / "two", "tpu") > 0
+
+
+@pytest.mark.parametrize("workdir", ["run", "gs://bucket/run"])
+def test_nothing_is_set_on_cpus_and_where_jax_was_told(tmp_path, workdir):
+    told = jax.config.jax_compilation_cache_dir  # by tests/conftest.py
+    runtime.keep_compiled_programs(tmp_path / workdir, "cpu")
+    runtime.keep_compiled_programs(Path(workdir), "gpu")
+    assert jax.config.jax_compilation_cache_dir == told

@@ -1,0 +1,197 @@
+"""TensorBoard and W&B get what metrics.jsonl gets, and nothing that fails there ends a run."""
+
+import json
+import struct
+import sys
+import time
+
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+from tiny import short_config
+
+from maxmars.config import CheckpointConfig, LogConfig, MeshConfig
+from maxmars.distributed import files
+from maxmars.train import train
+from maxmars.train.metrics import MetricsWriter
+from maxmars.train.trackers import Trackers, check_trackers, open_trackers
+
+
+def read_events(path):
+    """The events of a file: records of a length, its checksum, the event and its checksum."""
+    data, found, at = path.read_bytes(), [], 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
+        at += length + 16
+    return found
+
+
+def read_tensorboard(directory):
+    """Values by step and name as TensorBoard shows them: what a later part repeats is dropped."""
+    found = []
+    for path in sorted(directory.iterdir()):
+        for event in read_events(path):
+            if event.HasField("session_log"):
+                assert event.session_log.status == event_pb2.SessionLog.START
+                found = [row for row in found if row[0] < event.step]
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def read_metrics(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], k, float(v)) for r in lines for k, v in r.items() if k != "step"]
+
+
+def same(found, expected):
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    np.testing.assert_allclose(
+        [row[2] for row in found], [row[2] for row in expected], rtol=1e-6, atol=1e-30
+    )
+
+
+def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_path):
+    directory = tmp_path / "run"
+    keep = CheckpointConfig(every=1, keep_last=9)
+    config = short_config(
+        tmp_path / "tokens",
+        log=LogConfig(every=1, tensorboard=True),
+        mesh=MeshConfig(data=1, fsdp=8),
+        checkpoint=keep,
+        num_steps=2,
+    )
+    train(config, directory)
+    same(read_tensorboard(directory / "tensorboard"), read_metrics(directory))
+
+    # As if killed before the second checkpoint: step 2 and its evaluation are made again.
+    (directory / "checkpoints" / "2").rename(tmp_path / "lost")
+    train(config, directory)
+    rows = read_metrics(directory)
+    assert sum(row[:2] == (2, "train/loss") for row in rows) == 1
+    same(read_tensorboard(directory / "tensorboard"), rows)
+    assert len(list((directory / "tensorboard").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("package", "log"),
+    [("tensorboardX", LogConfig(tensorboard=True)), ("wandb", LogConfig(wandb="offline"))],
+)
+def test_a_missing_package_is_found_before_the_workdir_is_begun(
+    tmp_path, monkeypatch, package, log
+):
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    with pytest.raises(ImportError, match=r"pip install 'maxmars\[(tensorboard|wandb)\]'"):
+        train(short_config(tmp_path / "tokens", log=log), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_wandb_do_not_go_into_a_bucket(monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"keeps files in the workdir, which is a bucket, gs://b/"):
+        check_trackers(LogConfig(wandb="offline"), files.resolve("gs://b/run"))
+
+
+class Service:
+    """A tracker that fails at one of its calls."""
+
+    def __init__(self, fails=None):
+        self.calls, self.fails = [], fails
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name == self.fails:
+            raise RuntimeError("no connection\nand a long story")
+
+    def write(self, step, metrics):
+        self._call(f"write {step} {metrics}")
+
+    def sync(self):
+        self._call("sync")
+
+    def close(self):
+        self._call("close")
+
+
+@pytest.mark.parametrize("fails", ["write 1 {'a': 1.0}", "sync", "close"])
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, fails):
+    bad, good, logged = Service(fails), Service(), []
+    trackers = Trackers({"W&B": lambda: bad, "TensorBoard": lambda: good}, logged.append)
+    with MetricsWriter(tmp_path, trackers=trackers) as writer:
+        writer.write(1, {"a": 1.0})
+        writer.sync()
+        writer.write(2, {"a": 2.0})
+    assert logged == ["W&B failed, and the run goes on without it (RuntimeError: no connection)."]
+    assert bad.calls == good.calls[: good.calls.index(fails) + 1]
+    assert good.calls == ["write 1 {'a': 1.0}", "sync", "write 2 {'a': 2.0}", "close"]
+
+
+def test_a_tracker_that_does_not_open_is_dropped(tmp_path):
+    logged = []
+    (tmp_path / "tensorboard").touch()  # no directory can be made there
+    config = short_config(tmp_path / "tokens", log=LogConfig(tensorboard=True))
+    open_trackers(config, tmp_path, 0, log=logged.append).write(1, {"a": 1.0})
+    assert len(logged) == 1
+    assert logged[0].startswith("TensorBoard failed, and the run goes on without it (NotADir")
+
+
+def leveldb_records(data):
+    """The records of W&B's file: LevelDB's log format, after a header of seven bytes."""
+    at, record = 7, b""
+    while at < len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        if kind in (1, 4):  # whole, or its end
+            yield record
+            record = b""
+        at += 7 + length
+
+
+@pytest.mark.slow
+def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = short_config(tmp_path / "tokens", log=LogConfig(wandb="offline"))
+    check_trackers(config.log, tmp_path)
+    trackers = open_trackers(config, tmp_path, 0, log=pytest.fail)
+    with MetricsWriter(tmp_path, trackers=trackers) as writer:
+        writer.write(0, {"eval/loss": 5.5})
+        writer.write(1, {"train/loss": 5.25, "train/skipped": 0})
+        writer.write(1, {"perf/step_time": float("nan")})
+        writer.write(2, {"train/loss": 5.0})
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    found, deadline = {}, time.monotonic() + 30
+    while not found and time.monotonic() < deadline:  # W&B's own process may still write the file
+        for data in leveldb_records(path.read_bytes()):
+            history = wandb_internal_pb2.Record.FromString(data).history
+            row = {i.nested_key[0]: float(json.loads(i.value_json)) for i in history.item}
+            found |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
+        time.sleep(0.1)
+    written = sorted((row[:2], row[2]) for row in read_metrics(tmp_path))
+    assert str(sorted(found.items())) == str(written)  # as text: nan is not nan
+    run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert path.name == f"run-{run_id}.wandb"
+    with MetricsWriter(
+        tmp_path, 2, trackers=open_trackers(config, tmp_path, 2, log=pytest.fail)
+    ) as writer:
+        writer.write(3, {"train/loss": 4.0})
+    names = {path.name for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}
+    assert names == {f"run-{run_id}.wandb"}
+
+
+@pytest.mark.slow
+def test_without_an_account_wandb_online_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="run `wandb login`"):
+        check_trackers(LogConfig(wandb="online"), tmp_path)

@@ -1,0 +1,343 @@
+"""Whole runs of the loop in this process, on the interpreter's own sources."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from tiny import ADAMW, tiny_config, validation_batches
+from token_directories import write_nanogpt, write_tfds
+
+from maxmars.checkpoint import load, read
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    LogConfig,
+    MeshConfig,
+    MixtureConfig,
+    MixturePart,
+    ScheduleConfig,
+    TokenShardsConfig,
+)
+from maxmars.data.batches import TrainBatches, open_data
+from maxmars.data.formats import open_split
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.distributed.sharding import make_mesh
+from maxmars.eval.validation import make_eval_step, validation_loss
+from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.train import TrainResult, train
+from maxmars.train.optimizer import PARTS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One text cache for the module, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAXMARS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def metrics_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(workdir, key):
+    return {row["step"]: row[key] for row in metrics_of(workdir) if key in row}
+
+
+def params_of(workdir, config, step=None):
+    _, abstract = graph_and_abstract_params(config.model)
+    return jax.device_get(load(workdir / "checkpoints", {"params": abstract}, step).state["params"])
+
+
+def steps_of(workdir):
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    """A run of 6 steps from start to end."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    assert train(tiny_config(), workdir).done
+    return workdir
+
+
+@pytest.mark.smoke
+def test_what_a_run_leaves_behind(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "logs",
+        "metrics.jsonl",
+        "sessions.jsonl",
+        "summary.json",
+        "tokenizer",
+        "verified",
+    }
+    assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(series(finished, "eval/loss")) == [0, 3, 6]
+    assert set(metrics_of(finished)[-3]) == {
+        "step",
+        "train/loss",
+        "train/grad_norm",
+        *(f"train/{name}_norm/{part}" for name in ("grad", "param", "update") for part in PARTS),
+        "train/param_norm",
+        "train/update_norm",
+        "train/learning_rate",
+        "train/learning_rate/vector",
+        "train/grad_clip_fraction",
+        "train/clip_fraction",
+        "train/skipped",
+        "train/update_rms/linear",
+        "train/update_rms/embedding",
+        "train/update_rms/vector",
+        "perf/tokens_per_sec",
+        "perf/step_time",
+        "perf/data_wait",
+        "perf/goodput",
+    }
+    written = series(finished, "perf/checkpoint_blocking_time")
+    assert list(written) == [2, 4, 6]
+    assert all(0 < seconds < 60 for seconds in written.values())
+    assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
+    assert read(finished / "checkpoints").config == tiny_config()
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["num_devices"] == 8
+    evaluations = series(finished, "eval/loss")
+    assert evaluations[6] < evaluations[3] < evaluations[0]
+    assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
+
+
+def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
+    from maxmars.data.batches import open_data
+    from maxmars.distributed import sharding
+
+    config = tiny_config()
+    params = params_of(finished, config)
+    tokens = open_data(config.data, "val", model=config.model)
+    losses = []
+    for mesh_config, batch in [
+        (MeshConfig(data=1), 20),
+        (MeshConfig(fsdp=2, tensor=4), 3),
+        (MeshConfig(data=8), 1),
+        (MeshConfig(), 7),
+    ]:
+        evaluation = EvalConfig(num_windows=20, batch_size=batch)
+        changed = dataclasses.replace(config, eval=evaluation, mesh=mesh_config)
+        devices = jax.devices()[:1] if mesh_config.data == 1 else None
+        mesh = sharding.make_mesh(mesh_config, devices)
+        batches = validation_batches(tokens, changed, mesh)
+        result = validation_loss(make_eval_step(config.model, mesh), mesh, params, batches)
+        assert result.num_tokens == 20 * config.model.max_seq_len
+        losses.append(result.loss)
+    np.testing.assert_allclose(losses, losses[0], rtol=0, atol=1e-5)
+    assert losses[0] == pytest.approx(series(finished, "eval/loss")[6], abs=1e-5)
+
+
+@pytest.mark.smoke
+def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_path, capsys):
+    # decay_steps is the horizon of the whole run, so that a shorter one follows the same schedule.
+    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+    train(tiny_config(num_steps=4, schedule=schedule), tmp_path)
+    result = train(tiny_config(schedule=schedule), tmp_path)
+    printed = capsys.readouterr().out
+    assert "continuing from step 4" in printed
+    assert "done: 6 steps, 1.54k tokens in 0:" in printed
+    assert series(tmp_path, "train/loss") == series(finished, "train/loss")
+    assert series(tmp_path, "eval/loss")[6] == series(finished, "eval/loss")[6]
+    assert result == TrainResult(
+        done=True,
+        step=6,
+        train_loss=series(finished, "train/loss")[6],
+        eval_loss=series(finished, "eval/loss")[6],
+        workdir=tmp_path,
+    )
+    config = tiny_config()
+    jax.tree.map(
+        np.testing.assert_array_equal, params_of(tmp_path, config), params_of(finished, config)
+    )
+    check_summary(tmp_path)
+
+
+def check_summary(workdir):
+    """What `summary.json` says of a run of 6 steps that was done after 4, and then continued."""
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["done"], summary["step"], summary["sessions"]) == (True, 6, 2)
+    assert summary["tokens"] == 6 * 16 * 16
+    losses, evaluations = series(workdir, "train/loss"), series(workdir, "eval/loss")
+    assert (summary["train/loss"], summary["eval/loss"]) == (losses[6], evaluations[6])
+    best = min(evaluations, key=evaluations.get)
+    assert summary["best"] == {"eval/loss": evaluations[best], "step": best}
+    clipped = series(workdir, "train/grad_clip_fraction")
+    assert summary["train/grad_clip_fraction"] == pytest.approx(np.mean(list(clipped.values())))
+    rates = list(series(workdir, "perf/tokens_per_sec").values())
+    assert summary["perf/tokens_per_sec"] == pytest.approx(np.median(rates))
+    seconds = summary["seconds"]
+    assert sum(seconds.values()) == pytest.approx(summary["wall_time_s"])
+    for name in ("steps", "compile", "start", "evaluation", "checkpoint"):
+        assert seconds[name] > 0
+    assert seconds["restart"] == seconds["repeated"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_mesh(finished, tmp_path):
+    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
+    train(tiny_config(num_steps=4, schedule=schedule, mesh=MeshConfig(fsdp=4, tensor=2)), tmp_path)
+    train(tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8)), tmp_path)
+    ours, expected = series(tmp_path, "train/loss"), series(finished, "train/loss")
+    for step in expected:
+        assert ours[step] == pytest.approx(expected[step], abs=1e-5)
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    train(tiny_config(), finished)
+    assert "all 6 steps are done" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
+    config = tiny_config(num_steps=4, eval=EvalConfig(every=None))
+    train(config, tmp_path)
+    train(dataclasses.replace(config, num_steps=5), tmp_path)
+    assert "still follows the schedule over 4 steps" in capsys.readouterr().out
+    assert series(tmp_path, "train/learning_rate")[5] == pytest.approx(6e-4)  # its end: 0.1 x peak
+    assert read(tmp_path / "checkpoints").run_config().schedule.decay_steps == 4
+    assert not series(tmp_path, "eval/loss")
+
+
+def test_another_run_in_the_workdir_is_refused(finished):
+    before = {path: path.read_bytes() for path in finished.rglob("*.json*")}
+    model = dataclasses.replace(tiny_config().model, num_layers=2)
+    with pytest.raises(ValueError, match=r"model\.num_layers \(3 there, 2 here\)"):
+        train(tiny_config(model=model), finished)
+    with pytest.raises(ValueError, match=r"optimizer \(MarsConfig.* there, AdamWConfig.* here\)"):
+        train(tiny_config(optimizer=ADAMW), finished)
+    with pytest.raises(ValueError, match=r"seed \(0 there, 1 here\)"):
+        train(tiny_config(seed=1), finished)
+    assert {path: path.read_bytes() for path in finished.rglob("*.json*")} == before
+
+
+def test_nothing_is_written_when_the_config_does_not_fit(tmp_path):
+    workdir = tmp_path / "run"
+    for changes in (
+        {"mesh": MeshConfig(fsdp=3)},
+        {"global_batch_size": 12},
+        {"model": dataclasses.replace(tiny_config().model, vocab_size=100)},
+    ):
+        with pytest.raises(ValueError, match=r"mesh|microbatch|vocabulary"):
+            train(tiny_config(**changes), workdir)
+    assert not workdir.exists()
+
+
+def test_tokens_outside_the_vocabulary_are_found_before_anything_is_written(tmp_path):
+    write_nanogpt(tmp_path / "tokens", np.full(1000, 60_000), np.arange(1000))
+    config = tiny_config(
+        model=dataclasses.replace(tiny_config().model, vocab_size=50_257),
+        data=TokenShardsConfig(path=str(tmp_path / "tokens")),
+    )
+    with pytest.raises(ValueError, match="holds the token id 60000"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
+    for i in range(2):
+        stream = np.random.default_rng(i).integers(0, 257, 3000)
+        records = {"train": np.split(stream, 10), "test": np.split(stream[:600], 2)}
+        write_tfds(tmp_path / str(i), records, shape=(300,), tokenizer="byte", vocab_size=257)
+    paths = [str(tmp_path / str(i) / "tokens" / "1.0.0") for i in range(2)]
+    parts = tuple(MixturePart(path=path, weight=0.5) for path in paths)
+    model = dataclasses.replace(tiny_config().model, document_end_id=256)
+    changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8)}
+    changes |= {"checkpoint": CheckpointConfig(every=None)}
+    config = tiny_config(data=MixtureConfig(parts=parts), model=model, **changes)
+    train(config, tmp_path / "run")
+    waits, times = (series(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time"))
+    assert 0 <= waits[4] < times[4]
+    assert f"validation takes split 'test' of {paths[1]}" in capsys.readouterr().out
+    assert read(tmp_path / "run" / "checkpoints").config == config
+
+
+def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
+    config = tiny_config(
+        optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=1e30),
+        checkpoint=CheckpointConfig(every=1),
+        log=LogConfig(every=4),
+        schedule=ScheduleConfig(warmup_steps=0),
+        guard=GuardConfig(max_consecutive_skips=1),
+    )
+    message = r"step (\d) was skipped \(not finite\): .* 2 in a row.* last checkpoint is of step"
+    with pytest.raises(ValueError, match=message) as error:
+        train(config, tmp_path)
+    assert "1 skipped in all" in " ".join(capsys.readouterr().out.split())
+    last = metrics_of(tmp_path)[-1]
+    assert last["train/skipped"] == 2
+
+    # The files say what the step was made of.
+    step = int(re.search(message, str(error.value))[1])
+    folder = tmp_path / "skipped_steps"
+    assert str(folder / f"{step}.json") in str(error.value)
+    assert {path.name for path in folder.iterdir()} == {f"{step - 1}.json", f"{step}.json"}
+    found = json.loads((folder / f"{step}.json").read_text())
+    assert (found["reason"], found["train/loss"]) == ("not finite", last["train/loss"])
+    assert found["first_example"] == (step - 1) * 16
+    tokens = open_data(config.data, "train", model=config.model)
+    mesh = make_mesh(config.mesh)
+    batches = TrainBatches(tokens, config, mesh, position=(step - 1) * 16, prefetch_steps=0)
+    for row, expected in zip(found["rows"], np.concatenate(next(batches)["tokens"]), strict=True):
+        stream = open_split(row["directory"], row["split"])
+        assert np.array_equal(stream.read(row["start"], found["num_tokens"]), expected)
+        assert row["text"] == ByteTokenizer().decode(expected)
+        assert row["microbatch"] == row["row"] // 8
+
+
+def test_checkpoints_by_the_clock(tmp_path):
+    config = tiny_config(
+        num_steps=4,
+        schedule=ScheduleConfig(warmup_steps=2, decay_steps=6),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=None, every_minutes=1e-6, keep_last=9),
+    )
+    train(config, tmp_path)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert len(metrics_of(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took
+
+
+def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(finished, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if (json.loads(line)["step"], "eval/loss" in line) != (6, True)]
+    assert len(kept) == len(lines) - 1
+    (workdir / "metrics.jsonl").write_text("".join(kept))
+    result = train(tiny_config(), workdir)
+    assert (result.done, result.step) == (True, 6)
+    assert result.eval_loss == series(finished, "eval/loss")[6]
+    assert len(metrics_of(workdir)) == len(lines)
+    assert steps_of(workdir) == [4, 6]
+    capsys.readouterr()
+    assert train(tiny_config(), workdir) == result
+    assert "all 6 steps are done" in capsys.readouterr().out
+
+
+def test_nothing_compiles_after_the_first_of_each(tmp_path):
+    metrics, steps_reported = tmp_path / "run" / "metrics.jsonl", []
+
+    def count(event, *_, **__):
+        if "backend_compile" in event:
+            text = metrics.read_text() if metrics.exists() else ""
+            steps_reported.append(text.count("train/loss"))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    # Evaluations after steps 0, 3, 6 and 7, checkpoints after 4 and 7.
+    train(tiny_config(num_steps=7, checkpoint=CheckpointConfig(every=4)), tmp_path / "run")
+    # The first checkpoint, after step 4, is the last that has something to compile.
+    assert 0 in steps_reported
+    assert max(steps_reported) <= 4

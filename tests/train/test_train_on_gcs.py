@@ -1,0 +1,185 @@
+"""Whole runs whose working directory is in a bucket, through the real libraries.
+
+They read where the server is at their first use: hence processes of their own.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_gcs
+import pytest
+from xla_flags import xla_flags
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)"
+    ),
+    pytest.mark.slow,
+]
+
+TESTS = str(Path(__file__).parents[1])
+
+RUNS = """
+import json, pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from maxmars.distributed import sharding
+from maxmars.checkpoint import list_steps, read
+from maxmars.config import MeshConfig, ScheduleConfig
+from maxmars.train import train
+from maxmars.eval import load
+from tiny import short_config
+
+folder, bucket = pathlib.Path(sys.argv[1]), "gs://bucket/runs/tiny"
+schedule = ScheduleConfig(warmup_steps=0, decay_steps=4)
+two, four = (
+    short_config(folder / "tokens", num_steps=steps, schedule=schedule) for steps in (2, 4)
+)
+train(four, folder / "local")
+train(two, bucket)
+train(four, bucket)
+local, remote = (read(f"{place}/checkpoints").digests for place in (folder / "local", bucket))
+model = load(f"{bucket}/checkpoints/3", mesh=sharding.make_mesh(MeshConfig()))
+print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name]))
+"""
+
+# `maxmars` with a lease that a dead owner loses soon.
+MAXMARS = """
+import functools, sys
+from maxmars.checkpoint import lock
+
+lock.Lease = functools.partial(lock.Lease, duration_s=10.0)
+from maxmars.cli import main
+main(sys.argv[1:])
+"""
+
+CONFIG = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, MeshConfig, ScheduleConfig
+from tiny import short_config
+
+def get_config():
+    return short_config(
+        pathlib.Path({tokens!r}),
+        mesh=MeshConfig(data=2),
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=1000),
+        checkpoint=CheckpointConfig(every=5),
+    )
+"""
+
+
+def records(text):
+    rows = [json.loads(line) for line in text.splitlines()]
+    found = [(r["step"], k, r[k]) for r in rows for k in ("train/loss", "eval/loss") if k in r]
+    assert len({(step, key) for step, key, _ in found}) == len(found)  # none is there twice
+    return found
+
+
+def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
+    with fake_gcs.serve() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", RUNS, str(tmp_path), TESTS],
+            env=server.environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "continuing from step 2" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3"]
+    local = {p.relative_to(tmp_path / "local").as_posix() for p in tmp_path.rglob("local/**/*.*")}
+    remote = {name.removeprefix("runs/tiny/") for name in server.objects}
+    local, remote = (
+        {name for name in names if not name.startswith("checkpoints/")} for names in (local, remote)
+    )
+    assert remote == local | {"config_changes.jsonl"}
+    text = server.text("runs/tiny/metrics.jsonl")
+    assert records(text) == records((tmp_path / "local" / "metrics.jsonl").read_text())
+    assert server.text("runs/tiny/logs/host_000.log").count("done: ") == 2
+
+
+class Runs:
+    """Processes of `maxmars train` in a bucket, each with two devices or its share of them."""
+
+    def __init__(self, folder, environment):
+        self.config, self.environment = folder / "config.py", environment
+        self.config.write_text(CONFIG.format(tests=TESTS, tokens=str(folder / "tokens")))
+
+    def start(self, workdir, *arguments, devices=2):
+        command = ["train", str(self.config), "--workdir", str(workdir), *arguments]
+        return subprocess.Popen(
+            [sys.executable, "-c", MAXMARS, *command],
+            env=self.environment | {"XLA_FLAGS": xla_flags(devices), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def finish(process):
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+@pytest.mark.multiprocess
+def test_killed_refused_and_continued(tmp_path):
+    from maxmars.checkpoint import read
+
+    with fake_gcs.serve() as server:
+        runs, workdir = Runs(tmp_path, server.environment), "gs://bucket/run"
+        first = runs.start(workdir, "--num-steps", "100000")
+        wait_until(lambda: "run/checkpoints/10/commit_success.txt" in server.objects, first)
+        code, output = finish(runs.start(workdir, "--num-steps", "100000"))
+        assert code == 1
+        assert f"{workdir}/checkpoints is being written by process {first.pid} on" in output
+        first.send_signal(signal.SIGKILL)
+        assert finish(first)[0] == -signal.SIGKILL
+        metrics = records(server.text("run/metrics.jsonl"))
+        committed = re.compile(r"run/checkpoints/(\d+)/commit_success.txt")
+        steps = [int(m[1]) for m in map(committed.fullmatch, server.objects) if m]
+        assert {step for step, *_ in metrics} >= set(range(1, max(steps) + 1))
+        last = str(max(steps) + 7)
+
+        code, output = finish(runs.start(workdir, "--num-steps", last))
+        assert code == 0, output
+        assert "waiting up to 10 s to see whether its owner" in output
+        assert f"continuing from step {max(steps)}" in output
+        local = tmp_path / "local"
+        code, output = finish(runs.start(local, "--num-steps", last))
+        assert code == 0, output
+        text = server.text("run/metrics.jsonl")
+        assert records(text) == records((local / "metrics.jsonl").read_text())
+        name = f"run/checkpoints/{last}/meta/data.json"
+        leaves = json.loads(server.text(name))["leaves"]
+        assert {k: v["digest"] for k, v in leaves.items()} == read(local / "checkpoints").digests
+
+        port = str(20000 + os.getpid() % 10000)
+        shared = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+        longer = ["--num-steps", str(int(last) + 6)]
+        both = [runs.start(workdir, *longer, *shared, str(i), devices=1) for i in range(2)]
+        for process in both:
+            code, output = finish(process)
+            assert code == 0, output
+        for host in ("000", "001"):
+            assert f"continuing from step {last}" in server.text(f"run/logs/host_{host}.log")
+        steps = {step for step, *_ in records(server.text("run/metrics.jsonl"))}
+        assert steps >= set(range(1, int(last) + 7))
+        assert "run/checkpoints/owner.json" not in server.objects  # released

@@ -1,0 +1,63 @@
+"""`verify-resume`, on real processes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config
+
+from maxmars import cli
+from maxmars.train.verify_resume import first_difference, verify_resume
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_resume_is_verified_and_a_difference_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
+    config = tmp_path / "config.py"
+    config.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from tiny import tiny_config\n\ndef get_config():\n    return tiny_config()\n"
+    )
+    out = tmp_path / "out"
+    cli.main(["verify-resume", str(config), "--steps", "40", "--out", str(out)])
+    assert "identical to the undisturbed run" in capsys.readouterr().out
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["verdict"] == "identical"
+    assert 20 <= receipt["killed_after_step"] <= 40
+    assert 20 <= receipt["resumed_from_step"] < 40
+    assert "continuing from step" in (out / "resumed.log").read_text()
+    assert receipt["environment"]["num_devices"] == 8
+    assert len(receipt["state_digests"]) > 20
+
+    other = tmp_path / "other"
+    shutil.copytree(out / "resumed", other)
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    number = [i for i, line in enumerate(lines) if "train/loss" in line][4]
+    changed = json.loads(lines[number])
+    changed["train/loss"] += 1e-15 * changed["train/loss"] * 2
+    lines[number] = json.dumps(changed)
+    (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    step = changed["step"]
+    assert first_difference(out / "resumed", other).startswith(f"train/loss of step {step} is ")
+
+    with pytest.raises(FileExistsError, match="exists; delete it or choose another --out"):
+        verify_resume(tiny_config(), out, steps=4, checkpoint_step=2)
+
+
+def test_a_run_that_fails_is_named_with_its_log(tmp_path):
+    config = tiny_config(global_batch_size=2**20)
+    with pytest.raises(ValueError, match=r"1/4 undisturbed run failed .* see the end of .*\.log"):
+        verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
+
+
+def test_the_checkpoint_must_lie_inside(tmp_path):
+    with pytest.raises(ValueError, match="checkpoint_step=4 must lie between 0 and steps=4"):
+        verify_resume(tiny_config(), tmp_path / "out", steps=4, checkpoint_step=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bucket_is_no_place_for_it():
+    with pytest.raises(ValueError, match="--out gs://bucket/run must be on a disk of this machine"):
+        verify_resume(tiny_config(), "gs://bucket/run", steps=4, checkpoint_step=2)
