@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,8 @@ def initialize(
                 f"process_id={process_id} must lie in [0, {num_processes}): "
                 f"the {num_processes} processes are numbered from 0."
             )
+        if process_id == 0:
+            _check_port(coordinator)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -81,6 +84,18 @@ def initialize(
         raise OSError(
             f"the processes of the run cannot meet ({reason}); give {_FLAGS}, or "
             "--num-processes 1 to train on this host alone."
+        ) from error
+
+
+def _check_port(coordinator: str) -> None:
+    """Raise OSError where process 0 cannot listen; jaxlib 0.10 crashes at a port that is taken."""
+    port = int(coordinator.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        raise OSError(
+            f"process 0 cannot listen at port {port} of {coordinator} ({error}); give a free port "
+            "in --coordinator HOST:PORT to all processes."
         ) from error
 
 

@@ -108,8 +108,9 @@ def test_the_port_of_the_coordinator_is_taken(folder):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = ["--coordinator", f"127.0.0.1:{server.getsockname()[1]}", "--num-processes", "1"]
+        port = server.getsockname()[1]
+        place = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "1"]
         code, output = finish(start(folder, "run", *place, "--process-id", "0"), timeout_s=60)
 
     assert code == 1, output
-    assert "maxmars: error: " in output
+    assert f"maxmars: error: process 0 cannot listen at port {port}" in output
