@@ -118,26 +118,30 @@ def prepare(
         command=shlex.join(["maxmars", "data", "prepare", source, out, *given]),
     )
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    if (share is None and pack == "none") or not preparation.is_finished():
+    was_complete = (share is not None or pack != "none") and preparation.is_finished()
+    if not was_complete:
         preparation.run(workers, share or (0, 1))
     metadata = preparation.finish()
     if metadata is None:
         print(f"the tasks {tasks} of {out} are done; the last of the other jobs completes it")
         return
+    if (metadata.source, metadata.tokenizer) != (source, preparation.tokenizer.name):
+        raise ValueError(
+            f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
+            "directory, or give its own source and --tokenizer."
+        )
     counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
-    print(f"wrote {counts} to {out}")
+    print(f"{out} was complete: {counts}" if was_complete else f"wrote {counts} to {out}")
+    following = ["maxmars", "train", f"quickstart:data={out}"]
     if pack == "best_fit":
-        if (metadata.source, metadata.tokenizer) != (source, preparation.tokenizer.name):
-            raise ValueError(
-                f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
-                "directory, or give its own source and --tokenizer."
-            )
         for split, plan in write_plans(resolve(out), pack_length).items():
             print(
                 f"planned {len(plan):,} windows of {pack_length:,} tokens ({split}), "
                 f"{plan.fill:.2%} of them filled"
             )
-    print(f"next: {shlex.join(['maxmars', 'data', 'inspect', out])}")
+        length = ["--model.max-seq-len", str(pack_length)]
+        following += ["--data.packing", "best_fit", *length]
+    print(f"next: {shlex.join(following)}")
 
 
 def _parse_tasks(tasks: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 on a trained model."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,13 +197,15 @@ def test_data_prepare_and_inspect(tmp_path, capsys):
     cli.main(["data", "prepare", source, str(tmp_path / "whole"), *options])
     written = capsys.readouterr().out
     assert f"to {tmp_path / 'whole'}" in written
-    assert written.endswith(f"next: maxmars data inspect {tmp_path / 'whole'}\n")
+    assert written.endswith(f"next: maxmars train quickstart:data={tmp_path / 'whole'}\n")
     shared = str(tmp_path / "shared")
     for i in (2, 0, 1, 1):
         cli.main(["data", "prepare", source, shared, "--tasks", f"{i}/3", *options])
-    waiting, wrote = capsys.readouterr().out, f"to {shared}\nnext: maxmars data inspect {shared}\n"
+    waiting, following = capsys.readouterr().out, f"next: maxmars train quickstart:data={shared}\n"
     assert waiting.startswith(f"the tasks 2/3 of {shared} are done; the last of the other jobs")
-    assert waiting.count(wrote) == 2  # also of the job that comes again when all is done
+    assert waiting.count(f"to {shared}\n{following}") == 1
+    # The job that comes again when all is done has written nothing.
+    assert re.search(rf"\n{shared} was complete: [\d,]+ tokens .*\n{following}$", waiting)
     for path in (tmp_path / "whole").iterdir():
         if path.name != "meta.json":  # which holds the command
             assert path.read_bytes() == (tmp_path / "shared" / path.name).read_bytes()

@@ -30,7 +30,11 @@ def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys):
         main([*train, "--num-steps", "1"])
     assert "with --pack best_fit --pack-length 32" in capsys.readouterr().err
     main([*prepare, "--pack", "best_fit", "--pack-length", "32"])
-    assert "windows of 32 tokens (val)" in capsys.readouterr().out
+    *said, following = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{tmp_path / 'tokens'} was complete: ")
+    assert "windows of 32 tokens (val)" in said[-1]
+    options = "--data.packing best_fit --model.max-seq-len 32"
+    assert following == f"next: maxmars train quickstart:data={tmp_path / 'tokens'} {options}"
     main([*train, "--num-steps", "1"])
     main([*train, "--num-steps", "3", "--resume-overrides", "num-steps"])
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

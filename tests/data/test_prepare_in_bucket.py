@@ -48,7 +48,7 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     for share in (["--tasks", "1/2", "--workers", "2"], ["--tasks", "0/2", "--workers", "0"]):
         result = maxmars(server, *command, *share)
         assert result.returncode == 0, result.stderr
-    assert "next: maxmars data inspect gs://bucket/tokens" in result.stdout
+    assert result.stdout.endswith("next: maxmars train quickstart:data=gs://bucket/tokens\n")
     found = {
         name.removeprefix("tokens/"): content
         for name, (_, content) in server.objects.items()
