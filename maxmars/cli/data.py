@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import Positional, arg
 
+from maxmars.config.command_line import UsageError, parse_options
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
@@ -31,23 +32,8 @@ _SAMPLE_CHARACTERS = 300
 _BLOCK_TOKENS = 1 << 22
 
 
-def prepare(
-    source: Annotated[str, Positional, arg(metavar="SOURCE")],
-    out: Annotated[str, Positional, arg(metavar="OUT")],
-    tokenizer: Annotated[str, arg(metavar="byte|gpt2|FILE.json")] = "byte",
-    validation_fraction: float | None = None,
-    text_field: str | None = None,
-    data_dir: str | None = None,
-    eot_token: str = "<|endoftext|>",
-    workers: int | None = None,
-    tasks: Annotated[str | None, arg(metavar="I/N")] = None,
-    task_bytes: int | None = None,
-    format: Literal["shards", "tfds"] = "shards",
-    shard_tokens: int = 100_000_000,
-    record_tokens: int = 1024,
-    pack: Literal["none", "best_fit"] = "none",
-    pack_length: int = 1024,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments:
     """Turn text into tokens, which a config reads by TokenShardsConfig(path=OUT).
 
     SOURCE is one of
@@ -69,62 +55,97 @@ def prepare(
     command does the tasks that are left; the result is the same. With --tasks, jobs on several
     machines share the tasks over a shared directory or bucket: job I of N, from 0, runs the command
     with --tasks I/N. Whoever does the last task completes OUT.
-
-    Args:
-      source: See above.
-      out: Directory to write, on a disk or gs://BUCKET/PATH.
-      tokenizer: `byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json.
-      validation_fraction: Part to hold out; by default 0.1, of the large datasets above less.
-      text_field: Where the text is in a line or row; by default `text`, or what the preset says.
-      data_dir: Where TFDS keeps its datasets, for tfds:NAME.
-      eot_token: The token of a tokenizer.json that ends a document.
-      workers: Processes that tokenise, by default as many as there are cores; 0 starts none.
-      tasks: Do only the tasks whose number leaves I when divided by N; see above.
-      task_bytes: Text of a task, about; by default 8 to 256 MB, by the size of the text.
-      format: `shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source.
-      shard_tokens: Tokens a file at most.
-      record_tokens: Tokens a record with --format tfds.
-      pack: `best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT
-        is complete, only that is done.
-      pack_length: Length of these windows: the --model.max-seq-len of the training.
     """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """What to read; see above."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Directory to write, on a disk or gs://BUCKET/PATH."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
+    """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
+    validation_fraction: float | None = None
+    """Part to hold out; by default 0.1, of the large datasets above less."""
+    text_field: str | None = None
+    """Where the text is in a line or row; by default `text`, or what the preset says."""
+    data_dir: str | None = None
+    """Where TFDS keeps its datasets, for tfds:NAME."""
+    eot_token: str = "<|endoftext|>"
+    """The token of a tokenizer.json that ends a document."""
+    workers: int | None = None
+    """Processes that tokenise, by default as many as there are cores; 0 starts none."""
+    tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
+    """Do only the tasks whose number leaves I when divided by N; see above."""
+    task_bytes: int | None = None
+    """Text of a task, about; by default 8 to 256 MB, by the size of the text."""
+    format: Literal["shards", "tfds"] = "shards"
+    """`shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source."""
+    shard_tokens: int = 100_000_000
+    """Tokens a file at most."""
+    record_tokens: int = 1024
+    """Tokens a record with --format tfds."""
+    pack: Literal["none", "best_fit"] = "none"
+    """`best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT is
+    complete, only that is done."""
+    pack_length: int = 1024
+    """Length of these windows: the --model.max-seq-len of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectArguments:
+    """Show what prepared tokens hold, and compare every file with its checksum."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH."""
+    compare: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Tell whether this directory holds the same stream of tokens; exit with 1 if not."""
+    verify: bool = True
+    """Compare the files with their checksums, which reads all of them."""
+
+
+def _prepare(arguments: PrepareArguments) -> int:
     from maxmars.data.open_corpus import PRESETS, open_corpus
     from maxmars.data.packing import write_plans
     from maxmars.data.prepare import Preparation
 
-    if pack != "none" and format != "shards":
-        raise ValueError(f"--pack {pack} needs --format shards.")
+    source, tokenizer, pack = arguments.source, arguments.tokenizer, arguments.pack
+    if pack != "none" and arguments.format != "shards":
+        raise UsageError(f"--pack {pack} needs --format shards.")
+    validation_fraction = arguments.validation_fraction
     if validation_fraction is None:
         validation_fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
     options = {
         "--tokenizer": tokenizer,
         "--validation-fraction": validation_fraction,
-        "--text-field": text_field,
-        "--data-dir": data_dir,
-        "--eot-token": eot_token if tokenizer.endswith(".json") else None,
-        "--format": format,
+        "--text-field": arguments.text_field,
+        "--data-dir": arguments.data_dir,
+        "--eot-token": arguments.eot_token if tokenizer.endswith(".json") else None,
+        "--format": arguments.format,
     }
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
-    share = None if tasks is None else _parse_tasks(tasks)
+    share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
+    out = resolve(arguments.out)
     preparation = Preparation(
-        corpus=open_corpus(source, text_field=text_field, data_dir=data_dir),
-        out=resolve(out),
-        tokenizer=load_tokenizer(tokenizer, eot_token=eot_token),
+        corpus=open_corpus(source, text_field=arguments.text_field, data_dir=arguments.data_dir),
+        out=out,
+        tokenizer=load_tokenizer(tokenizer, eot_token=arguments.eot_token),
         source=source,
         validation_fraction=validation_fraction,
-        shard_tokens=shard_tokens,
-        task_bytes=task_bytes,
-        record_tokens=record_tokens if format == "tfds" else None,
-        command=shlex.join(["maxmars", "data", "prepare", source, out, *given]),
+        shard_tokens=arguments.shard_tokens,
+        task_bytes=arguments.task_bytes,
+        record_tokens=arguments.record_tokens if arguments.format == "tfds" else None,
+        command=shlex.join(["maxmars", "data", "prepare", source, arguments.out, *given]),
     )
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    workers = arguments.workers
+    if workers is None:
+        workers = len(os.sched_getaffinity(0))
     was_complete = (share is not None or pack != "none") and preparation.is_finished()
     if not was_complete:
         preparation.run(workers, share or (0, 1))
     metadata = preparation.finish()
     if metadata is None:
-        print(f"the tasks {tasks} of {out} are done; the last of the other jobs completes it")
-        return
+        done = f"the tasks {arguments.tasks} of {out} are done"
+        print(f"{done}; the last of the other jobs completes it")
+        return 0
     if (metadata.source, metadata.tokenizer) != (source, preparation.tokenizer.name):
         raise ValueError(
             f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
@@ -132,16 +153,17 @@ def prepare(
         )
     counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
     print(f"{out} was complete: {counts}" if was_complete else f"wrote {counts} to {out}")
-    following = ["maxmars", "train", f"quickstart:data={out}"]
+    following = ["maxmars", "train", f"quickstart:data={arguments.out}"]
     if pack == "best_fit":
-        for split, plan in write_plans(resolve(out), pack_length).items():
+        for split, plan in write_plans(out, arguments.pack_length).items():
             print(
-                f"planned {len(plan):,} windows of {pack_length:,} tokens ({split}), "
+                f"planned {len(plan):,} windows of {arguments.pack_length:,} tokens ({split}), "
                 f"{plan.fill:.2%} of them filled"
             )
-        length = ["--model.max-seq-len", str(pack_length)]
+        length = ["--model.max-seq-len", str(arguments.pack_length)]
         following += ["--data.packing", "best_fit", *length]
     print(f"next: {shlex.join(following)}")
+    return 0
 
 
 def _parse_tasks(tasks: str) -> tuple[int, int]:
@@ -151,21 +173,11 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def inspect(
-    path: Annotated[str, Positional, arg(metavar="DIR")],
-    compare: Annotated[str | None, arg(metavar="DIR")] = None,
-    verify: bool = True,
-) -> int:
-    """Show what prepared tokens hold, and compare every file with its checksum.
-
-    Args:
-      path: A directory that `prepare` made, on a disk or gs://BUCKET/PATH.
-      compare: Tell whether this directory holds the same stream of tokens; exit with 1 if not.
-      verify: Compare the files with their checksums, which reads all of them.
-    """
+def _inspect(arguments: InspectArguments) -> int:
+    path, compare = arguments.path, arguments.compare
     directory, other = resolve(path), None if compare is None else resolve(compare)
     described = {place: _read_any_metadata(place) for place in (directory, other) if place}
-    if verify:
+    if arguments.verify:
         for place, metadata in described.items():
             _verify(place, metadata)
             print(f"{place}: every file matches its checksum")
@@ -312,10 +324,28 @@ def _matching_tokenizer(directory: Workdir, metadata: Metadata) -> Tokenizer:
     return tokenizer
 
 
+_USAGE = """\
+usage: maxmars data prepare SOURCE OUT [--tokenizer byte|gpt2|FILE.json] ...
+       maxmars data inspect DIR [--compare DIR] [--no-verify]
+
+Turn text into tokens for training, and look at the result.
+
+  maxmars data prepare 'books/*.txt' data/books --tokenizer gpt2
+  maxmars data inspect data/books
+
+`maxmars data prepare --help` lists the sources and options."""
+
+
 def run(argv: list[str]) -> int:
     """Run `maxmars data`."""
-    app = tyro.extras.SubcommandApp()
-    app.command(prepare)
-    app.command(inspect)
-    code = app.cli(args=argv, prog="maxmars data", description="Prepare text for training.")
-    return code or 0
+    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if name in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if name == "prepare":
+        return _prepare(parse_options(PrepareArguments, rest, prog="maxmars data prepare"))
+    if name == "inspect":
+        return _inspect(parse_options(InspectArguments, rest, prog="maxmars data inspect"))
+    raise UsageError(
+        f"maxmars data needs one of prepare, inspect, not {name!r}. See `maxmars data --help`."
+    )

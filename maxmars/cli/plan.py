@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def _choose_devices(topology: str) -> None:
 def _with_max_memory_value(argv: list[str]) -> list[str]:
     """The command line with a value for a `--max-memory` that has none."""
     words = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         words.append(word)
         if word.replace("_", "-") == "--max-memory" and not re.match(r"\.?\d", following):
             words.append("chip")

@@ -196,8 +196,8 @@ def parse_options(
       markers: of `tyro.conf`, such as `FlagConversionOff`, with which booleans take a value.
 
     Raises:
-      UsageError: there is no such option, a value is missing, is of another type than the field's,
-        or is refused by the config.
+      UsageError: there is no such option, one that is needed is missing, or a value is missing, is
+        of another type than the field's, or is refused by the config.
       SystemExit: 0 after `--help`; 2 after tyro's own words for any other error.
     """
     known = _annotations(default or arguments)
@@ -220,6 +220,10 @@ def parse_options(
         problem = _refusal(error) or _wrong_value(argv, known)
         if problem is not None:
             raise UsageError(problem) from error
+        missing = [] if default is not None else _missing(arguments, argv, known)
+        if missing:
+            names = ", ".join(missing)
+            raise UsageError(f"`{prog}` needs {names}. See `{prog} --help`.") from error
         sys.stderr.write(frames.getvalue())
         raise
     if unknown:
@@ -241,7 +245,7 @@ def _annotations(arguments: Any, prefix: str = "--") -> dict[str, Any]:
             found |= _annotations(value)
         elif dataclasses.is_dataclass(value):
             found |= _annotations(value, f"{flag}.")
-        elif isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
+        elif value and isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
             for i, part in enumerate(value):
                 found |= _annotations(part, f"{flag}.{i}.")
         elif isinstance(value, dict):
@@ -279,12 +283,39 @@ def _wrong_value(argv: Sequence[str], known: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _missing(arguments: type, argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """The fields without a default that a command line does not give, as `--help` calls them."""
+    given, num_words, rest = set(), 0, iter(argv)
+    for word in rest:
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        given.add(flag)
+        if not word.startswith("-"):
+            num_words += 1
+        elif not equals and known.get(flag, bool) is not bool:
+            next(rest, None)  # the option's value
+    missing = []
+    hints = typing.get_type_hints(arguments, include_extras=True)
+    for field in dataclasses.fields(arguments):
+        if field.default is not field.default_factory:  # both are MISSING where there is none
+            continue
+        extras = typing.get_args(hints[field.name])[1:]
+        metavars = [extra.metavar for extra in extras if getattr(extra, "metavar", None)]
+        if tyro.conf.Positional not in extras:
+            flag = f"--{field.name.replace('_', '-')}"
+            missing += [] if flag in given else [" ".join([flag, *metavars])]
+        elif num_words:
+            num_words -= 1
+        else:
+            missing += metavars or [field.name.upper()]
+    return missing
+
+
 def _expected(annotation: Any) -> str:
     parts = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
         return " or ".join(map(str, parts))
     if parts:
-        return " or ".join(_expected(part) for part in parts)
+        return " or ".join(_expected(part) for part in parts if part is not Ellipsis)
     words = {bool: "True or False", int: "an integer", float: "a number", str: "text"}
     return words.get(annotation, "None" if annotation is types.NoneType else str(annotation))
 

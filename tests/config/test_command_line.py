@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -239,6 +240,7 @@ class OwnOptions:
     run: tyro.conf.Positional[str]
     seed: int = 0
     greedy: bool = False
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
@@ -251,6 +253,11 @@ class OwnOptions:
         (["a", "--mesh.fsdp", "x"], "--mesh.fsdp x must be an integer."),
         (["a", "--mesh.fsdp", "0"], "MeshConfig.fsdp=0 must be greater than zero."),
         (["a", "b"], "`maxmars x` has no option b; see"),
+        (
+            ["a", "--promt", "b"],
+            "`maxmars x` has no option --promt (did you mean `--prompt`?); see",
+        ),
+        (["--greedy", "--prompt", "b"], "`maxmars x` needs RUN. See `maxmars x --help`."),
     ],
 )
 def test_a_command_without_a_config_has_the_same_errors(argv, message):
