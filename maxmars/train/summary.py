@@ -45,7 +45,8 @@ def write_summary(run: Run, *, done: bool) -> str:
         if (share := found["shares"][name]) >= _LEAST_SHARE
     ]
     where = f"  all of it in {run.workdir}"
-    following = f"next: {shlex.join(['maxmars', 'generate', str(run.workdir)])}"
+    command = ["maxmars", "generate", str(run.workdir), "--prompt", "Once"]
+    following = f"next: {shlex.join(command)}"
     return "\n".join([end, *lines, "  time", *table, where, following])
 
 

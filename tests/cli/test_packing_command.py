@@ -1,6 +1,7 @@
 """Packed windows through the command line: prepare, train, resume."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -24,8 +25,10 @@ def documents(tmp_path_factory):
 def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys):
     prepare = ["data", "prepare", str(documents), str(tmp_path / "tokens"), "--workers", "0"]
     main(prepare)
-    train = ["train", f"quickstart:data={tmp_path / 'tokens'}", "--workdir", str(tmp_path / "run")]
-    train += [*ALONE, *TINY.split(), "--data.packing", "best_fit", "--optimizer.exact", "True"]
+    options = ["--workdir", str(tmp_path / "run"), *ALONE, *TINY.split()]
+    options += ["--optimizer.exact", "True"]
+    train = ["train", f"quickstart:data={tmp_path / 'tokens'}", "--data.packing", "best_fit"]
+    train += options
     with pytest.raises(SystemExit):
         main([*train, "--num-steps", "1"])
     assert "with --pack best_fit --pack-length 32" in capsys.readouterr().err
@@ -33,10 +36,14 @@ def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys):
     *said, following = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{tmp_path / 'tokens'} was complete: ")
     assert "windows of 32 tokens (val)" in said[-1]
-    options = "--data.packing best_fit --model.max-seq-len 32"
-    assert following == f"next: maxmars train quickstart:data={tmp_path / 'tokens'} {options}"
-    main([*train, "--num-steps", "1"])
+    packed = "--data.packing best_fit --model.max-seq-len 32"
+    assert following == f"next: maxmars train quickstart:data={tmp_path / 'tokens'} {packed}"
+    words = shlex.split(following)[2:]
+    main([*words, *options, "--num-steps", "1"])
     main([*train, "--num-steps", "3", "--resume-overrides", "num-steps"])
+    *_, following = capsys.readouterr().out.splitlines()
+    main([*shlex.split(following)[2:], "--max-new-tokens", "3"])
+    assert capsys.readouterr().out.startswith("Once")
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
     assert losses == sorted(losses, reverse=True)
