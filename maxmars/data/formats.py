@@ -140,8 +140,8 @@ def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> N
     shards = [shard for split in metadata.splits.values() for shard in split.shards]
     if checksums and any(shard.crc32c is shard.generation is None for shard in shards):
         _LOGGER.warning(
-            "%s/meta.json holds no checksums of a bucket, as `maxmars data prepare` writes into a "
-            "bucket: the shards are compared by size alone",
+            "%s/meta.json holds no CRC32C, as `maxmars data prepare` records with the extra gcs: "
+            "the shards are compared by size alone; `maxmars data inspect` reads and compares them",
             directory,
         )
     for name, split in metadata.splits.items():

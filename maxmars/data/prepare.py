@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 from etils import epath
 
 from maxmars.config.numbers import short
+from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
 from maxmars.data.formats import examine
 from maxmars.data.sources import (
@@ -522,7 +522,7 @@ class Preparation:
         return Split(
             num_tokens=int(num_tokens[-1]),
             num_documents=sum(part["num_documents"] for part in found),
-            shards=tuple(_with_checksums(self._shards, shards)),
+            shards=tuple(_with_generations(self._shards, shards)),
             documents=documents,
         )
 
@@ -595,18 +595,12 @@ def _delete_all(directory: Workdir) -> None:
         directory.rmtree() if isinstance(directory, epath.Path) else shutil.rmtree(directory)
 
 
-def _with_checksums(directory: Workdir, shards: list[Shard]) -> list[Shard]:
-    """Shards with what a bucket says of them."""
+def _with_generations(directory: Workdir, shards: list[Shard]) -> list[Shard]:
+    """Shards with which write of each a bucket holds."""
     if not is_remote(directory):
         return shards
-    with reporting(directory):
-        store, path = fsspec.core.url_to_fs(os.fspath(directory))
-        found = {Path(i["name"]).name: i for i in store.ls(path, detail=True)}
-    said = [found.get(shard.file, {}) for shard in shards]
-    return [
-        replace(shard, crc32c=info.get("crc32c"), generation=info.get("generation"))
-        for shard, info in zip(shards, said, strict=True)
-    ]
+    found = list_objects(directory)
+    return [replace(s, generation=found.get(s.file, {}).get("generation")) for s in shards]
 
 
 def _existing(path: Workdir) -> Path:

@@ -35,7 +35,8 @@ class Shard:
     num_tokens: int
     sha256: str
     crc32c: str | None = None
-    """A bucket's own checksum: base64 of the big-endian CRC32C."""
+    """The checksum that buckets keep: base64 of the big-endian CRC32C. None where the text was
+    prepared without the extra `gcs`."""
     generation: str | None = None
     """Which write of the file in the bucket it was."""
 

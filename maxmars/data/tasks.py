@@ -6,6 +6,7 @@ run in any order, on any machine, and twice.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import math
@@ -25,6 +26,11 @@ from maxmars.data.corpus import Corpus, Document, Run
 from maxmars.data.sources import Shard
 from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
+
+try:
+    import google_crc32c  # comes with the extra gcs
+except ImportError:
+    google_crc32c = None
 
 SPLITS = ("train", "val")
 MIN_TEXTS_TO_HASH = 100
@@ -233,8 +239,8 @@ class _SplitWriter:
         self._buffer: list[np.ndarray] = []
         self._buffered = 0
         self._shards: dict[Path, Shard] = {}
-        self._file: Any = None
-        self._sha, self._in_shard = hashlib.sha256(), 0
+        self._file: Any
+        self._begin_shard()
 
     def __enter__(self) -> _SplitWriter:
         return self
@@ -286,10 +292,16 @@ class _SplitWriter:
             data = part.tobytes()
             self._file.write(data)
             self._sha.update(data)
+            if self._crc is not None:
+                self._crc.update(data)
             self._in_shard += len(part)
             tokens = tokens[len(part) :]
             if self._in_shard == self._shard_tokens:
                 self._complete_shard()
+
+    def _begin_shard(self) -> None:
+        self._file, self._sha, self._in_shard = None, hashlib.sha256(), 0
+        self._crc = google_crc32c.Checksum() if google_crc32c else None
 
     def _complete_shard(self) -> None:
         if self._file is None:
@@ -298,7 +310,10 @@ class _SplitWriter:
         os.fsync(self._file.fileno())  # a name that survives a power cut must not lack its bytes
         self._file.close()
         suffix = f"_{len(self._shards)}" if self._shards else ""
-        file, sha256 = f"{self._name}{suffix}.bin", self._sha.hexdigest()
-        shard = Shard(file=file, num_tokens=self._in_shard, sha256=sha256)
-        self._shards[Path(self._file.name)] = shard
-        self._file, self._sha, self._in_shard = None, hashlib.sha256(), 0
+        self._shards[Path(self._file.name)] = Shard(
+            file=f"{self._name}{suffix}.bin",
+            num_tokens=self._in_shard,
+            sha256=self._sha.hexdigest(),
+            crc32c=base64.b64encode(self._crc.digest()).decode() if self._crc else None,
+        )
+        self._begin_shard()

@@ -15,6 +15,8 @@ import pytest
 from token_directories import write_shards
 
 from maxmars.data.formats import open_split
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)"
@@ -119,6 +121,21 @@ def test_objects_that_are_not_those_that_were_prepared_are_named(directory):
     assert none.startswith("FileNotFoundError: gs://bucket/none has no meta.json: tokens in a bu")
     assert refused.startswith("OSError: gs://status-403 cannot be used (")
     assert all("\n" not in text for text in found)
+
+
+def test_a_directory_prepared_on_a_disk_and_uploaded_is_compared_by_its_checksums(tmp_path):
+    documents = [(str(i), f"text {i} " * 20) for i in range(200)]
+    prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")
+    damaged = bytearray((tmp_path / "tokens" / "train_00000.bin").read_bytes())
+    damaged[5] ^= 1
+    with fake_gcs.serve() as server:
+        for name in ("whole", "damaged"):
+            server.put_directory(tmp_path / "tokens", name)
+        server.put("damaged/train_00000.bin", bytes(damaged))
+        (_, damaged), errors = read(server, "gs://bucket/whole", "gs://bucket/damaged")
+    assert "by size alone" not in errors
+    shard = "the token shard gs://bucket/damaged/train_00000.bin"
+    assert damaged.startswith(f"ValueError: {shard} is not the one that was prepared: its crc32c")
 
 
 GIVE_UP = """
