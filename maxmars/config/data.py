@@ -87,8 +87,8 @@ class GrainSource(CheckedConfig):
     """`FILE.py:NAME`, relative to the config file: the function is called as
     `windows(split=..., length=..., **options)` and returns a finite `grain.MapDataset`. Elements
     are integer arrays of `length` + 1 tokens, or dicts of such arrays: `tokens`, and any of `mask`
-    (which tokens count as targets), `segment_ids` and `positions`. Leave out shuffle and repeat,
-    which the run does."""
+    (which tokens count as targets: booleans, or floats from 0 to 1 that weight their losses),
+    `segment_ids` and `positions`. Leave out shuffle and repeat, which the run does."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values."""
     tokenizer: str = "unknown"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 import multiprocessing
 import os
 import threading
@@ -35,7 +36,7 @@ from maxmars.config import (
 )
 from maxmars.config.user_code import split_source
 from maxmars.data.formats import examine, open_examined
-from maxmars.data.own_data import TYPES, OwnData
+from maxmars.data.own_data import TYPES, OwnData, Types
 from maxmars.data.packing import PackedStream, read_plan
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
@@ -55,14 +56,16 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import is_remote
 from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
+_LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 _END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
 
 DeviceBatch = dict[str, jax.Array]
 """A global batch on the mesh: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and where the
-data has them, arrays of the same shape: `mask` (bool, whether a token counts as a target; that of
-the first token of a row is never used), `segment_ids` and `positions` (int32)."""
+data has them, arrays of the same shape: `mask` (bool, whether a token counts as a target, or
+float32, the weight of its loss; that of the first token of a row is never used), `segment_ids` and
+`positions` (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,9 @@ class SplitTokens:
     """Processes that read batches ahead; 0 reads in a thread."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the arrays of a batch."""
-        dicts = (s for s in self.streams if isinstance(s, OwnData | PackedStream))
-        found = {name for stream in dicts for name in stream.names}
-        return tuple(name for name in TYPES if name == "tokens" or name in found)
+    def types(self) -> Types:
+        """Names and types of the arrays of a batch."""
+        return _union([s.types for s in self.streams if isinstance(s, OwnData | PackedStream)])
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +123,32 @@ class SplitTokens:
         return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
 
+def _union(found: Sequence[Types]) -> Types:
+    """The arrays that some data have; a mask is of weights where one is."""
+    names = {"tokens", *(name for types in found for name in types)}
+    is_weighted = any(types.get("mask") is np.float32 for types in found)
+    return {n: np.float32 if n == "mask" and is_weighted else TYPES[n] for n in TYPES if n in names}
+
+
+def batch_types(config: DataConfig, model: GPT2Config) -> Types:
+    """Names and types of the arrays of a batch of training, for a plan: no tokens are opened.
+
+    Data of the user's own are, since only their first element says what they have. Where they are
+    not on this machine, they count as tokens alone, and a warning says so.
+
+    Raises:
+      ValueError: own data are not as they should be.
+    """
+    found: list[Types] = [{name: TYPES[name] for name in config.arrays}]
+    for part in config.parts if isinstance(config, MixtureConfig) else (config,):
+        if isinstance(part, GrainSource):
+            try:
+                found.append(OwnData(part, "train", model).types)
+            except OSError as error:
+                _LOGGER.warning("data.source=%r: planned as tokens alone (%s)", part.source, error)
+    return _union(found)
+
+
 def open_data(config: DataConfig, split: str, *, model: GPT2Config) -> SplitTokens:
     """The tokens of a split (`train` or `val`); all processes of a run must call.
 
@@ -133,12 +160,14 @@ def open_data(config: DataConfig, split: str, *, model: GPT2Config) -> SplitToke
       ValueError: files are damaged, a directory lacks the split, the parts of a mixture have
         different tokenizers, or these do not fit the model.
       OSError, ImportError: a bucket cannot be read; see `files.require_access`.
+      Own data may raise anything; where processes differ in them, it is a ValueError.
     """
     streams: list[TokenStream | OwnData] = []
     parts = config.parts if isinstance(config, MixtureConfig) else (config,)
     for part in parts:
         if isinstance(part, GrainSource):
-            streams.append(OwnData(part, split, model))
+            streams.append(own := OwnData(part, split, model))
+            _check_all_have(own)
             continue
         is_python = isinstance(part, PythonSourcesConfig)
         directory = prepare_python_sources() if is_python else part.path
@@ -157,6 +186,18 @@ def open_data(config: DataConfig, split: str, *, model: GPT2Config) -> SplitToke
         changes=tuple((c.at_example, c.weights) for c in config.changes) if mixture else (),
         num_workers=max(p.num_workers if isinstance(p, GrainSource) else 0 for p in parts),
     )
+
+
+def _check_all_have(own: OwnData) -> None:
+    """Check that own data are the same in every process; all must call."""
+    first, *others = processes.texts_of_all(own.digest())
+    for process, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"data.source={own.source!r}, split {own.split!r}: process {process} has other "
+                f"data than process 0, with the digest {other[:16]} and not {first[:16]}; give all "
+                "hosts the same files."
+            )
 
 
 def _packed(stream: TokenStream | OwnData, config: DataConfig, model: GPT2Config) -> Stream:
@@ -243,7 +284,7 @@ class TrainBatches:
         self._batch_size = config.global_batch_size
         rows = local_rows(mesh, (config.num_microbatches, config.microbatch_size))
         self._batches: grain.DatasetIterator[DeviceBatch] | None = _iterate(
-            process_batches(self._examples, rows, self._batch_size, position, tokens.names),
+            process_batches(self._examples, rows, self._batch_size, position, tokens.types),
             mesh,
             config.microbatch_size,
             prefetch_steps,
@@ -387,7 +428,7 @@ class ValidationBatches:
             lambda index: examples[min(index, last - 1)]
         )
         rows = local_rows(mesh, (1, self._rows))
-        self._batches = process_batches(filled, rows, self._rows, names=tokens.names)[
+        self._batches = process_batches(filled, rows, self._rows, types=tokens.types)[
             : len(self)
         ].map_with_index(lambda number, batch: _with_mask(batch, number * self._rows + rows < last))
 
@@ -401,4 +442,4 @@ class ValidationBatches:
 
 def _with_mask(batch: Batch, counted: Bool[np.ndarray, "1 rows"]) -> Batch:
     mask = batch.get("mask", np.ones(batch["tokens"].shape, bool))
-    return {**batch, "mask": mask & counted[..., None]}
+    return {**batch, "mask": mask * counted[..., None]}

@@ -22,8 +22,16 @@ from maxmars.config.user_code import load_function, split_source
 Batch = dict[str, np.ndarray]
 """Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
 
-TYPES = {"tokens": np.int32, "mask": np.bool, "segment_ids": np.int32, "positions": np.int32}
-"""The names of a batch's arrays and their types."""
+Types = dict[str, type]
+"""The types of a batch's arrays, by name."""
+
+TYPES: Types = {
+    "tokens": np.int32,
+    "mask": np.bool,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+}
+"""The arrays that a batch may have. A `mask` of own data that are weights is float32."""
 
 _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
 
@@ -40,7 +48,7 @@ class OwnData:
 
     Attributes:
       directory: the source, `FILE.py:NAME`.
-      names: names of the arrays of every window.
+      types: names and types of the arrays of every window.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the options, or it
@@ -58,8 +66,8 @@ class OwnData:
         self._options = config.options
         self._dataset: Any = self._open()
         self._count = len(self._dataset)
-        self.names: tuple[str, ...] = ()  # until the first element says which
-        self.names = tuple(self._element(0))
+        self.types: Types = {}  # until the first element says which
+        self.types = {name: array.dtype.type for name, array in self._element(0).items()}
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -84,7 +92,7 @@ class OwnData:
           ValueError: an element is unlike the first one, or tokens lie outside the vocabulary.
         """
         elements = [self._element(number) for number in numbers.tolist()]
-        return {name: np.stack([element[name] for element in elements]) for name in self.names}
+        return {name: np.stack([element[name] for element in elements]) for name in self.types}
 
     def locate(self, number: int) -> dict[str, str | int]:
         """Which element of the dataset a window is, JSON-ready."""
@@ -151,9 +159,9 @@ class OwnData:
                 f"element {number} has {', '.join(map(str, arrays)) or 'nothing'}; it needs "
                 "tokens, and may have mask, segment_ids and positions"
             )
-        if self.names and arrays.keys() != set(self.names):
+        if self.types and arrays.keys() != self.types.keys():
             raise self._wrong(
-                f"element {number} has {', '.join(arrays)}, and element 0 {', '.join(self.names)}"
+                f"element {number} has {', '.join(arrays)}, and element 0 {', '.join(self.types)}"
             )
         found = {name: np.asarray(arrays[name]) for name in TYPES if name in arrays}
         for name, array in found.items():
@@ -162,16 +170,30 @@ class OwnData:
                     f"{name} of element {number} has the shape {list(array.shape)}, not "
                     f"[{self.length + 1}] (model.max_seq_len + 1)"
                 )
-            if array.dtype.kind not in "iub":
-                raise self._wrong(f"{name} of element {number} are {array.dtype}, not integers")
-        for name, end in (("tokens", self.vocab_size), ("positions", self.length)):
+            is_mask = name == "mask"
+            if array.dtype.kind not in ("iubf" if is_mask else "iub"):
+                wanted = "booleans or weights" if is_mask else "integers"
+                raise self._wrong(f"{name} of element {number} are {array.dtype}, not {wanted}")
+        for name, last, rule in (
+            ("tokens", self.vocab_size - 1, "below model.vocab_size"),
+            ("positions", self.length - 1, "below model.max_seq_len"),
+            ("mask", 1, "which weights a token's loss"),
+        ):
             values = found.get(name, np.zeros(1, np.int32))
             if name == "positions":
                 values = values[: self.length]  # the last one is that of a target alone
-            outside = values[(values < 0) | (values >= end)]
+            outside = values[~((values >= 0) & (values <= last))]  # also NaN
             if outside.size:
                 raise self._wrong(
-                    f"{name} of element {number} hold {outside[0]}, which is not in [0, {end}) "
-                    f"(model.{'vocab_size' if name == 'tokens' else 'max_seq_len'})"
+                    f"{name} of element {number} hold {outside[0]}, which is not in [0, {last}], "
+                    f"{rule}"
                 )
-        return {name: array.astype(TYPES[name]) for name, array in found.items()}
+        types = self.types or dict(TYPES)
+        if "mask" in found and found["mask"].dtype.kind == "f":
+            if types["mask"] is np.bool and self.types:
+                raise self._wrong(
+                    f"the mask of element {number} are weights, and that of element 0 is not; "
+                    "return float32 from all"
+                )
+            types["mask"] = np.float32
+        return {name: array.astype(types[name]) for name, array in found.items()}

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer
 
+from maxmars.data.own_data import TYPES
 from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, read_metadata
 from maxmars.data.token_files import TokenShards, TokenStream, digest_of
 from maxmars.distributed.files import Workdir, reporting, resolve, write_bytes
@@ -250,7 +251,7 @@ class PackedStream:
     plan: window i begins at token `i * plan.length`, and only whole windows can be read.
 
     Attributes:
-      names: names of the arrays of a window.
+      types: names and types of the arrays of a window.
     """
 
     def __init__(self, stream: TokenStream, end_of_text: int, plan: Plan | None = None) -> None:
@@ -260,7 +261,7 @@ class PackedStream:
         self.vocab_size = stream.vocab_size
         self.num_tokens = len(plan) * plan.length + 1 if plan else stream.num_tokens
         self.files = stream.files
-        self.names = ("tokens", "segment_ids", "positions", *(("mask",) if plan else ()))
+        self.types = {name: TYPES[name] for name in TYPES if plan or name != "mask"}
         self._stream, self._end_of_text, self._plan = stream, end_of_text, plan
 
     def read_windows(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from maxmars.config import Order
-from maxmars.data.own_data import TYPES, Batch, OwnData
+from maxmars.data.own_data import TYPES, Batch, OwnData, Types
 from maxmars.data.packing import PackedStream
 from maxmars.data.token_files import TokenStream
 
@@ -45,23 +45,26 @@ class Place(NamedTuple):
         return self.stream.read(self.start, self.length)
 
 
-def read_places(places: Sequence[Place], names: Sequence[str] = ("tokens",)) -> Batch:
+TOKENS_ALONE: Types = {"tokens": TYPES["tokens"]}
+
+
+def read_places(places: Sequence[Place], types: Types = TOKENS_ALONE) -> Batch:
     """The examples of a batch, each array [places, length], with one read of every stream.
 
     Args:
       places: where they are.
-      names: the arrays to read. What a stream does not have is filled in: all tokens count as
+      types: of the arrays to read. What a stream does not have is filled in: all tokens count as
         targets, a window is one segment, and positions count from 0.
 
     Raises:
       ValueError: some tokens lie outside the vocabulary, or own data are not as they should be.
     """
     streams, starts, (length, *_) = zip(*places, strict=True)
-    if names == ("tokens",) and streams.count(streams[0]) == len(streams):
+    if len(types) == 1 and streams.count(streams[0]) == len(streams):
         return _arrays(streams[0].read_windows(np.array(starts), length))
-    batch = {name: np.zeros((len(places), length), TYPES[name]) for name in names}
+    batch = {name: np.zeros((len(places), length), dtype) for name, dtype in types.items()}
     if "mask" in batch:
-        batch["mask"][:] = True
+        batch["mask"][:] = 1
     if "positions" in batch:
         batch["positions"][:] = np.arange(length)
     for stream in dict.fromkeys(streams):
@@ -217,7 +220,7 @@ def process_batches(
     rows: Integer[np.ndarray, "microbatches rows"],
     batch_size: int,
     start: int = 0,
-    names: Sequence[str] = ("tokens",),
+    types: Types = TOKENS_ALONE,
 ) -> grain.MapDataset[Batch]:
     """The rows of each step that one process holds, read at once.
 
@@ -232,12 +235,12 @@ def process_batches(
       rows: row numbers in the global batch (see `sharding.local_rows`).
       batch_size: rows of the global batch.
       start: index of the example in row 0 of the first step.
-      names: the arrays to read; see `read_places`.
+      types: of the arrays to read; see `read_places`.
 
     Returns:
       The batches by step, whose arrays are [microbatches, rows, length].
     """
-    read = functools.partial(_read_step, examples, rows, batch_size, start, tuple(names))
+    read = functools.partial(_read_step, examples, rows, batch_size, start, types)
     return grain.MapDataset.range(ENDLESS).map(read)
 
 
@@ -246,11 +249,11 @@ def _read_step(
     rows: Integer[np.ndarray, "microbatches rows"],
     batch_size: int,
     start: int,
-    names: Sequence[str],
+    types: Types,
     step: int,
 ) -> Batch:
     numbers = (start + step * batch_size + rows.ravel()).tolist()
-    batch = read_places([examples[number] for number in numbers], names)
+    batch = read_places([examples[number] for number in numbers], types)
     return {name: array.reshape(*rows.shape, -1) for name, array in batch.items()}
 
 

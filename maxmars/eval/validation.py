@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import GPT2Config
 from maxmars.distributed import sharding
@@ -24,25 +24,28 @@ class ValidationLoss:
     loss: float
     """Nats a token."""
     num_tokens: int
-    """Number of tokens scored."""
+    """Number of tokens scored; where a mask weights them, the sum of the weights, rounded."""
 
 
 def make_eval_step(config: GPT2Config, mesh: Mesh) -> Any:
     """The jitted evaluation of one batch on a mesh, for use under `jax.set_mesh`.
 
     It takes the parameters, in the mesh's shardings, and `tokens`, int32 [1, rows, T + 1], with
-    `mask`, bool of the same shape: whether a token counts as a target. It returns the sum of nats
-    over the targets that count, and their number.
+    `mask` of the same shape: bool, whether a token counts as a target, or float32, the weight of
+    its loss. It returns the sum of nats over the targets, each times its mask, and that of the
+    mask.
     """
     graph, _ = graph_and_abstract_params(config)
 
     def step(
         params: Any, batch: dict[str, Shaped[Array, "1 rows window"]]
-    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    ) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
         rows = {name: array[0] for name, array in batch.items()}
         targets = rows.pop("mask")[:, 1:]
         losses = token_losses(nnx.merge(graph, params), **rows)
-        return (losses * targets.astype(losses.dtype)).sum(), targets.sum(dtype=jnp.int32)
+        # The count of a bool mask is exact, also above 2**24.
+        total = targets.sum(dtype=jnp.int32 if targets.dtype == jnp.bool else jnp.float32)
+        return (losses * targets.astype(losses.dtype)).sum(), total
 
     return jax.jit(
         step,
@@ -57,16 +60,16 @@ def make_eval_step(config: GPT2Config, mesh: Mesh) -> Any:
 def validation_loss(
     eval_step: Any, mesh: Mesh, params: Any, batches: Iterable[Mapping[str, jax.Array]]
 ) -> ValidationLoss:
-    """Mean loss over the targets that count of all batches: sum of nats over their number.
+    """Mean loss over the targets of all batches, weighted by the mask.
 
     For the arguments see `make_eval_step`.
     """
-    nats, num_tokens = 0.0, 0
+    nats = weight = 0.0
     for batch in batches:
         with jax.set_mesh(mesh):
             # Fetched one by one: nothing else would order the steps, and collectives of several
             # programs that run at once on the fake devices of a CPU can wait for each other
             # forever.
-            batch_nats, batch_tokens = jax.device_get(eval_step(params, batch))
-        nats, num_tokens = nats + float(batch_nats), num_tokens + int(batch_tokens)
-    return ValidationLoss(loss=nats / num_tokens, num_tokens=num_tokens)
+            batch_nats, batch_weight = jax.device_get(eval_step(params, batch))
+        nats, weight = nats + float(batch_nats), weight + float(batch_weight)
+    return ValidationLoss(loss=nats / weight, num_tokens=round(weight))

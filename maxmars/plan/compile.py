@@ -20,7 +20,7 @@ from jax.tree_util import GetAttrKey
 
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip
-from maxmars.data.batches import validation_rows
+from maxmars.data.batches import batch_types, validation_rows
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
@@ -91,7 +91,7 @@ def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> C
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
     start = time.perf_counter()
-    step = make_train_step(config, mesh)
+    step = make_train_step(config, mesh, batch_types(config.data, config.model))
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
@@ -110,10 +110,11 @@ def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: To
     """
     start = time.perf_counter()
     shape = (1, validation_rows(config.eval_batch_size, mesh), config.model.max_seq_len + 1)
-    tokens, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool))
+    types = {"mask": jnp.bool, **batch_types(config.data, config.model)}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
     with jax.set_mesh(mesh):
         step = make_eval_step(config.model, mesh)
-        lowered = step.lower(params, {"tokens": tokens, "mask": mask})
+        lowered = step.lower(params, batch)
     return Compiled(**_compile(lowered, mesh, topology, time.perf_counter() - start))
 
 

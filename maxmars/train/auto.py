@@ -21,6 +21,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
+from maxmars.data.own_data import Types
 from maxmars.distributed import processes
 from maxmars.train.step import make_train_step
 
@@ -103,6 +104,7 @@ def choose_remat(
     mesh: Mesh,
     log: Callable[[str], None],
     *,
+    types: Types | None = None,
     memory_bytes: Callable[[jax.Device], int | None] = device_memory_bytes,
 ) -> TrainConfig:
     """The config with `model.remat` chosen, if it is `auto`; all processes choose the same.
@@ -114,6 +116,7 @@ def choose_remat(
       config: what to train; it fits the mesh.
       mesh: its devices.
       log: prints the choice and its reason, in one line.
+      types: of a batch's arrays; see `make_train_step`.
       memory_bytes: memory of a device that programs may use; None where it is not known.
     """
     if config.model.remat != "auto":
@@ -128,7 +131,7 @@ def choose_remat(
 
     def fits(remat: Remat) -> bool:
         try:
-            compiled = make_train_step(with_remat(config, remat), mesh).lower().compile()
+            compiled = make_train_step(with_remat(config, remat), mesh, types).lower().compile()
             peak = peak_bytes(compiled, tpu=device.platform == "tpu")
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -253,9 +253,10 @@ def restore(
       ValueError: no checkpoint is sound.
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
+    types = checked.tokens.types
     runtime.keep_compiled_programs(workdir, mesh.devices.flat[0].platform)
     with watchdog.watching("choosing model.remat"):
-        train_step = make_train_step(choose_remat(config, mesh, log), mesh)
+        train_step = make_train_step(choose_remat(config, mesh, log, types=types), mesh, types)
     step = position = 0
     with watchdog.watching("reading the checkpoint"):
         if checkpointer.latest_step() is not None:

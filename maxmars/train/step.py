@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import GuardConfig, MarsConfig, SophiaConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
+from maxmars.data.own_data import TYPES, Types
 from maxmars.distributed import sharding
 from maxmars.model.gpt2 import (
     graph_and_abstract_params,
@@ -237,8 +238,14 @@ class TrainStep:
         return text
 
 
-def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
+def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None) -> TrainStep:
     """Build the step for a config and a mesh.
+
+    Args:
+      config: what to train.
+      mesh: its devices.
+      types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default those
+        that the config says: of own data, `tokens` alone.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
@@ -253,11 +260,10 @@ def make_train_step(config: TrainConfig, mesh: Mesh) -> TrainStep:
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
     )
+    types = types or {name: TYPES[name] for name in config.data.arrays}
     batch = {
-        name: jax.ShapeDtypeStruct(
-            shape, jnp.bool if name == "mask" else jnp.int32, sharding=batch_sharding
-        )
-        for name in config.data.arrays
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
+        for name, dtype in types.items()
     }
     return TrainStep(mesh, jitted, abstract_state, batch)
 

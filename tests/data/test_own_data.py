@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import running
+from flax import nnx
 from tiny import MODEL, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
 
@@ -23,9 +26,12 @@ from maxmars.config import (
     MixturePart,
     TokenShardsConfig,
 )
-from maxmars.data.batches import TrainBatches, open_data
+from maxmars.data.batches import TrainBatches, batch_types, open_data
 from maxmars.data.own_data import OwnData
 from maxmars.distributed.sharding import make_mesh
+from maxmars.eval.validation import make_eval_step, validation_loss
+from maxmars.model import graph_and_abstract_params, token_losses
+from maxmars.train.step import init_train_state, make_train_step
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples" / "own_data.py"
 LENGTH = MODEL.max_seq_len
@@ -121,6 +127,83 @@ def test_records_of_tfds(tmp_path):
     assert np.array_equal(found, [r[: LENGTH + 1] for r in records[:20]])
 
 
+WEIGHTED = """
+import grain
+import numpy as np
+
+def windows(*, split, length, weights=(0.0, 0.25, 1.0), first=float):
+    def window(i):
+        mask = np.full(length + 1, weights[i % 3], first if i == 0 else float)
+        return {"tokens": np.arange(length + 1) + i, "mask": mask}
+    return grain.MapDataset.range(40).map(window)
+"""
+
+
+def test_a_mask_of_floats_weights_the_losses(tmp_path):
+    (tmp_path / "own.py").write_text(WEIGHTED)
+    source = f"{tmp_path / 'own.py'}:windows"
+    config = tiny_config(data=GrainConfig(source=source, order="sequential"))
+    tokens = open_data(config.data, "train", model=MODEL)
+    mesh = make_mesh(MeshConfig())
+    batch = next(TrainBatches(tokens, config, mesh, prefetch_steps=0))
+    assert batch["mask"].dtype == np.float32
+    step = make_train_step(config, mesh, tokens.types)
+    assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
+        n: (a.shape, a.dtype) for n, a in step.abstract_batch.items()
+    }
+    assert batch_types(config.data, MODEL) == tokens.types
+    state = init_train_state(config, mesh)
+    rows = {name: array.reshape(-1, LENGTH + 1) for name, array in batch.items()}
+    graph, _ = graph_and_abstract_params(MODEL)
+    losses = np.asarray(token_losses(nnx.merge(graph, state.params), rows["tokens"]))
+    weights = np.asarray(rows["mask"])[:, 1:]
+    expected = (losses * weights).sum() / weights.sum()
+    _, metrics = step(state, batch)
+    assert float(metrics["train/loss"]) == pytest.approx(expected, abs=1e-5)
+    scored = validation_batches(open_data(config.data, "val", model=MODEL), config, mesh)
+    params = init_train_state(config, mesh).params
+    found = validation_loss(make_eval_step(MODEL, mesh), mesh, params, scored)
+    weights = np.tile([0.0, 0.25, 1.0], 7)[:20]  # of the windows scored
+    rows = np.arange(LENGTH + 1) + np.arange(20)[:, None]
+    losses = np.asarray(token_losses(nnx.merge(graph, params), jnp.asarray(rows)))
+    expected = (losses.mean(1) * weights).sum() / weights.sum()
+    assert found.loss == pytest.approx(expected, abs=1e-5)
+    assert found.num_tokens == round(weights.sum() * LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weights": (0.0, 1.0, 2.5)},
+            r"mask of element 2 hold 2.5, which is not in \[0, 1\], which weights a token",
+        ),
+        (
+            {"weights": (0.0, float("nan"), 1.0)},
+            r"mask of element 1 hold nan, which is not in \[0, 1\]",
+        ),
+        (
+            {"first": "bool"},
+            r"the mask of element \d+ are weights, and that of element 0 is not; return float32",
+        ),
+    ],
+)
+def test_weights_outside_their_range_are_refused(tmp_path, options, message):
+    (tmp_path / "own.py").write_text(WEIGHTED)
+    source = f"{tmp_path / 'own.py'}:windows"
+    with pytest.raises(ValueError, match=message):
+        batches_of(GrainConfig(source=source, options=options, order="sequential"))
+
+
+def test_a_plan_knows_the_arrays_of_own_data(tmp_path, caplog):
+    additions = GrainPart(source=f"{EXAMPLES}:additions", weight=0.5, options={"count": 50})
+    elsewhere = {"path": str(tmp_path / "none")}
+    absent = GrainPart(source=f"{EXAMPLES}:from_hugging_face", weight=0.5, options=elsewhere)
+    found = batch_types(MixtureConfig(parts=(additions, absent)), MODEL)
+    assert found == {"tokens": np.int32, "mask": np.bool, "segment_ids": np.int32}
+    assert "from_hugging_face': planned as tokens alone (" in caplog.text
+
+
 def test_texts_of_hugging_face(tmp_path):
     datasets = pytest.importorskip("datasets")
     texts = ["short", "a text that is longer than the window"] * 10
@@ -179,8 +262,11 @@ ERRORS = {
     "list": ("[1, 2]", r"returned a list, not a grain.MapDataset; wrap .*MapDataset.source"),
     "short": (f"{RANGE}.map(lambda x: x[1:])", r"element 0 has the shape \[16\], not \[17\]"),
     "floats": (f"{RANGE}.map(lambda x: x / 2)", "tokens of element 0 are float64, not integers"),
-    "large ids": (f"{RANGE}.map(lambda x: x + 257)", r"hold 257, which is not in \[0, 257\)"),
-    "negative ids": (f"{RANGE}.map(lambda x: x - 1)", r"hold -1, which is not in \[0, 257\)"),
+    "large ids": (
+        f"{RANGE}.map(lambda x: x + 257)",
+        r"hold 257, which is not in \[0, 256\], below",
+    ),
+    "negative ids": (f"{RANGE}.map(lambda x: x - 1)", r"hold -1, which is not in \[0, 256\]"),
     "no tokens": (f"{RANGE}.map(lambda x: {{'ids': x}})", "has ids; it needs tokens"),
     "other names": (
         f"{RANGE}.map(lambda x: {{'tokens': x, 'labels': x}})",
@@ -188,7 +274,7 @@ ERRORS = {
     ),
     "positions": (
         f"{RANGE}.map(lambda x: {{'tokens': x, 'positions': x + 16}})",
-        r"positions of element 0 hold 16, which is not in \[0, 16\)",
+        r"positions of element 0 hold 16, which is not in \[0, 15\]",
     ),
 }
 
@@ -215,7 +301,7 @@ def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path):
         f"    return grain.MapDataset.range(40).map(lambda i: {element})\n"
     )
     with pytest.raises(
-        ValueError, match=r"tokens of element 20 hold 300, which is not in \[0, 257"
+        ValueError, match=r"tokens of element 20 hold 300, which is not in \[0, 256"
     ):
         batches_of(GrainConfig(source=f"{path}:f", order="sequential"))
 
@@ -243,6 +329,49 @@ def test_a_source_that_is_not_there(counting, tmp_path):
     tokens = open_data(config.data, "train", model=MODEL)
     with pytest.raises(ValueError, match="40 windows are too few for one batch of global_batch"):
         TrainBatches(tokens, config, make_mesh(config.mesh))
+
+
+# Opens data that are the same in all processes, and data that are not.
+PROCESSES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax
+import jax.numpy as jnp
+from maxmars.config import GrainConfig
+from maxmars.data.batches import open_data
+from maxmars.distributed import processes
+from tiny import MODEL
+
+process, port = map(int, sys.argv[3:])
+processes.initialize(f"127.0.0.1:{port}", 2, process)
+for first in (5, process):
+    try:
+        data = GrainConfig(source=sys.argv[2], options={"first": first})
+        print("FOUND", open_data(data, "train", model=MODEL).num_tokens)
+    except ValueError as error:
+        print("FOUND", error)
+processes.shutdown()
+"""
+
+
+@pytest.mark.multiprocess
+def test_processes_with_other_data_are_refused(counting):
+    arguments = [str(Path(__file__).parents[1]), counting]
+    port = running.free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESSES, *arguments, str(process), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for process in started:
+        code, output = running.finish(process)
+        found = [line for line in output.splitlines() if line.startswith("FOUND")]
+        assert code == 0
+        assert found[0] == f"FOUND {40 * LENGTH}"
+        assert "split 'train': process 1 has other data than process 0, with the di" in found[1]
 
 
 CONFIG = """

@@ -111,7 +111,7 @@ def windows(directory, packing):
         tokens.streams, tokens.weights, length=MODEL.max_seq_len, seed=0, order=config.order
     )
     count = (tokens.num_tokens - 1) // MODEL.max_seq_len
-    return read_places([examples[i] for i in range(count)], tokens.names), config
+    return read_places([examples[i] for i in range(count)], tokens.types), config
 
 
 def documents_of(row):
