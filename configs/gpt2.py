@@ -3,7 +3,8 @@
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=tiny|small|medium|large|xl, data=openwebtext|fineweb_edu, and
-optimizer=adamw|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|mars_shampoo|mars_m.
+optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|
+mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
 are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens.
 
@@ -18,9 +19,22 @@ Published best validation loss on OpenWebText in nats a token, after 5B / 20B / 
 Exact MARS, small: 3.107 / 2.980 / 2.847. HellaSwag after 50B tokens of FineWeb-Edu: small 36.91
 with MARS against 36.26 with AdamW, XL 56.52 against 53.93.
 
-The values of adamw, mars and mars_exact are the official repository's; so are muon's and mars_m's,
-but for the sizes and data marked below. The others' are starting points after their papers' rules
-of thumb, not published for these runs.
+Where the values come from (XL and tiny take large's and small's where nobody published theirs):
+
+* adamw, mars, mars_exact: the official repository.
+* muon: the official repository, which gives Muon to wte and wpe too; `--optimizer.embeddings adamw`
+  is Keller Jordan's. There the norms' rate ends at the minimum as well; here one schedule
+  multiplies both rates, so theirs ends lower.
+* mars_m, moonlight: the MARS-M repository, with the decay of 0.1 of its README (its shipped configs
+  say 0.01) on every parameter.
+* sophia: Sophia's repository, with its own minimum; microbatch gradients are averaged, not summed.
+* lion: Sophia's table; the decay is ten times AdamW's, Lion's own advice.
+* soap: SOAP's repository, which rotates sides of up to 10,000.
+* nadamw: the best of Marin's sweeps (arXiv 2509.02046) at the nearest size, with its warmup and its
+  decay to zero; those models and data are others.
+* ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
+* adopt: AdamW's rate and decay with the paper's b2 and eps; not published for these runs.
+* mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
 
 Official habits that this keeps: no biases, 50,304 rows of vocabulary all in the softmax, attention
 logits scaled by the inverse layer index, LayerNorm gains decayed by 0.1 under MARS, everything
@@ -34,12 +48,14 @@ from typing import Literal
 
 from maxmars.config import (
     AdamWConfig,
+    AdEMAMixConfig,
     AdoptConfig,
     EvalConfig,
     GPT2Config,
     LionConfig,
     MarsConfig,
     MuonConfig,
+    NAdamWConfig,
     OptimizerConfig,
     ScheduleConfig,
     SoapConfig,
@@ -50,8 +66,11 @@ from maxmars.config import (
 
 Size = Literal["tiny", "small", "medium", "large", "xl"]
 Data = Literal["openwebtext", "fineweb_edu"]
+NUM_STEPS = 100_000
 Optimizer = Literal[
     "adamw",
+    "nadamw",
+    "ademamix",
     "muon",
     "moonlight",
     "lion",
@@ -76,7 +95,14 @@ class Recipe:
     vector: float  # of norms and biases under MARS; AdamW's share under Muon
     muon: float
     mars_m: dict[Data, float]
-    minimum: float  # the end of the cosine, the same for every optimizer
+    nadamw: float
+    nadamw_b1: float
+    nadamw_warmup: int
+    lion: float
+    sophia: float
+    sophia_rho: float
+    sophia_minimum: float
+    minimum: float  # the end of the cosine of the other optimizers
     microbatches: int  # whose gradients the official code sums
 
 
@@ -88,6 +114,13 @@ RECIPES: dict[Size, Recipe] = {
         vector=3e-3,
         muon=2e-2,
         mars_m={"openwebtext": 6e-3, "fineweb_edu": 1e-2},
+        nadamw=8e-3,
+        nadamw_b1=0.95,
+        nadamw_warmup=2000,
+        lion=1e-4,
+        sophia=6e-4,
+        sophia_rho=0.05,
+        sophia_minimum=1.5e-5,
         minimum=3e-5,
         microbatches=4,
     ),
@@ -98,6 +131,13 @@ RECIPES: dict[Size, Recipe] = {
         vector=3e-3,
         muon=2e-2,
         mars_m={"openwebtext": 6e-3, "fineweb_edu": 1e-2},
+        nadamw=8e-3,
+        nadamw_b1=0.95,
+        nadamw_warmup=2000,
+        lion=1e-4,
+        sophia=6e-4,
+        sophia_rho=0.05,
+        sophia_minimum=1.5e-5,
         minimum=3e-5,
         microbatches=4,
     ),
@@ -108,6 +148,13 @@ RECIPES: dict[Size, Recipe] = {
         vector=1.5e-3,
         muon=1e-2,
         mars_m={"openwebtext": 5e-3, "fineweb_edu": 5e-3},
+        nadamw=8e-3,
+        nadamw_b1=0.95,
+        nadamw_warmup=2000,
+        lion=1e-4,
+        sophia=7e-4,
+        sophia_rho=0.08,
+        sophia_minimum=1e-5,
         minimum=6e-5,
         microbatches=4,
     ),
@@ -118,6 +165,13 @@ RECIPES: dict[Size, Recipe] = {
         vector=1e-3,
         muon=6.67e-3,
         mars_m={"openwebtext": 5e-3, "fineweb_edu": 5e-3},
+        nadamw=4e-3,
+        nadamw_b1=0.98,
+        nadamw_warmup=4000,
+        lion=8e-5,
+        sophia=3e-4,
+        sophia_rho=0.05,
+        sophia_minimum=1e-5,
         minimum=1e-5,
         microbatches=12,
     ),
@@ -128,6 +182,13 @@ RECIPES: dict[Size, Recipe] = {
         vector=1e-3,
         muon=6.67e-3,  # not published: large's
         mars_m={"openwebtext": 3e-3, "fineweb_edu": 3e-3},  # OpenWebText's is not published
+        nadamw=4e-3,
+        nadamw_b1=0.98,
+        nadamw_warmup=4000,
+        lion=8e-5,
+        sophia=3e-4,
+        sophia_rho=0.05,
+        sophia_minimum=1e-5,
         minimum=1e-5,
         microbatches=12,
     ),
@@ -139,12 +200,13 @@ def get_config(
 ) -> TrainConfig:
     recipe = RECIPES[size]
     optimizer_config = get_optimizer(optimizer, recipe, data)
+    minimum = {"nadamw": 0.0, "sophia": recipe.sophia_minimum}.get(optimizer, recipe.minimum)
     return TrainConfig(
         name=f"gpt2-{size}-{optimizer}" + ("" if data == "openwebtext" else f"-{data}"),
-        num_steps=100_000,
+        num_steps=NUM_STEPS,
         global_batch_size=480,
         num_microbatches=recipe.microbatches,
-        gradient_multiplier=float(recipe.microbatches),
+        gradient_multiplier=1.0 if optimizer == "sophia" else float(recipe.microbatches),
         model=dataclasses.replace(
             recipe.model,
             vocab_size=50304,
@@ -154,8 +216,8 @@ def get_config(
         ),
         optimizer=optimizer_config,
         schedule=ScheduleConfig(
-            warmup_steps=2000,
-            final_fraction=min(1.0, recipe.minimum / optimizer_config.learning_rate),
+            warmup_steps=recipe.nadamw_warmup if optimizer == "nadamw" else 2000,
+            final_fraction=min(1.0, minimum / optimizer_config.learning_rate),
         ),
         data=TokenShardsConfig(path=f"data/{data}"),
         eval=EvalConfig(every=1000, num_windows=3000),
@@ -166,22 +228,32 @@ def get_optimizer(optimizer: Optimizer, recipe: Recipe, data: Data) -> Optimizer
     match optimizer:
         case "adamw":
             return AdamWConfig(learning_rate=recipe.adamw, b1=0.9, b2=0.95, weight_decay=0.1)
-        case "adopt":  # AdamW's values with the paper's b2 and eps
+        case "nadamw":
+            return NAdamWConfig(learning_rate=recipe.nadamw, b1=recipe.nadamw_b1)
+        case "ademamix":
+            return AdEMAMixConfig(
+                learning_rate=1e-3 * recipe.adamw / 6e-4, mixing_warmup_steps=NUM_STEPS
+            )
+        case "adopt":
             return AdoptConfig(learning_rate=recipe.adamw, weight_decay=0.1)
-        case "lion":  # a tenth of AdamW's rate, ten times its decay
-            return LionConfig(learning_rate=recipe.adamw / 10, weight_decay=1.0)
+        case "lion":
+            return LionConfig(learning_rate=recipe.lion, weight_decay=1.0)
         case "sophia":
-            return SophiaConfig(learning_rate=recipe.adamw)
+            return SophiaConfig(learning_rate=recipe.sophia, rho=recipe.sophia_rho)
         case "soap":
-            return SoapConfig(learning_rate=recipe.vector)
+            return SoapConfig(learning_rate=3e-3, max_precondition_dim=10_000)
         case "muon":
             return MuonConfig(
-                learning_rate=recipe.muon, vector_learning_rate_scale=recipe.vector / recipe.muon
+                learning_rate=recipe.muon,
+                vector_learning_rate_scale=recipe.vector / recipe.muon,
+                vector_weight_decay=0.1,
+                embeddings="orthogonalize",
             )
         case "moonlight":  # one rate for all, MARS-M's
             return MuonConfig(
                 learning_rate=recipe.mars_m[data],
                 weight_decay=0.1,
+                decay_embeddings=True,
                 vector_learning_rate_scale=1.0,
                 vector_weight_decay=0.1,
                 ns_scale="rms",

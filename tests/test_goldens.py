@@ -23,6 +23,8 @@ GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
 SIZES = ("tiny", "small", "medium", "large", "xl")
 OPTIMIZERS = (
     "adamw",
+    "nadamw",
+    "ademamix",
     "muon",
     "moonlight",
     "lion",

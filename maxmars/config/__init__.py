@@ -16,10 +16,12 @@ from maxmars.config.data import (
 )
 from maxmars.config.optimizer import (
     AdamWConfig,
+    AdEMAMixConfig,
     AdoptConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
+    NAdamWConfig,
     OptaxConfig,
     OptimizerConfig,
     SoapConfig,
@@ -40,6 +42,7 @@ from maxmars.config.train import (
 )
 
 __all__ = [
+    "AdEMAMixConfig",
     "AdamWConfig",
     "AdoptConfig",
     "CheckpointConfig",
@@ -59,6 +62,7 @@ __all__ = [
     "MixtureConfig",
     "MixturePart",
     "MuonConfig",
+    "NAdamWConfig",
     "OptaxConfig",
     "OptimizerConfig",
     "Order",

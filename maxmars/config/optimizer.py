@@ -29,6 +29,52 @@ class AdamWConfig(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NAdamWConfig(CheckedConfig):
+    """NAdamW: AdamW with Nesterov momentum (optax's). It is a control for MARS, whose correction is
+    Nesterov momentum where gamma = 1 - b1."""
+
+    learning_rate: Positive[float] = 8e-3
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.95
+    """Decay of the first moment."""
+    b2: Fraction = 0.98
+    """Decay of the second moment."""
+    eps: Positive[float] = 1e-10
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdEMAMixConfig(CheckedConfig):
+    """AdEMAMix (arXiv 2409.03137): AdamW with a second, slow momentum (optax's)."""
+
+    learning_rate: Positive[float] = 1e-3
+    """Peak learning rate; the schedule multiplies it."""
+    b1: Fraction = 0.9
+    """Decay of the fast momentum."""
+    b2: Fraction = 0.999
+    """Decay of the second moment."""
+    b3: Fraction = 0.9999
+    """Decay of the slow momentum."""
+    alpha: NotNegative[float] = 8.0
+    """Weight of the slow momentum beside the fast one."""
+    mixing_warmup_steps: NotNegative[int] = 0
+    """Steps over which alpha grows from 0, and b3 from b1; the paper takes the whole run."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 < self.b1 <= self.b3,
+            f"AdEMAMixConfig.b1={self.b1} must be positive and at most b3={self.b3}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MarsConfig(CheckedConfig):
     """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings are matrices in the
     variants adamw and lion, and AdamW's (with the vectors' betas) in shampoo and m."""
@@ -121,8 +167,8 @@ class MarsConfig(CheckedConfig):
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(CheckedConfig):
     """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
-    AdamW on embeddings, norms and biases. With `ns_scale=rms` and one rate for all it is Moonlight
-    (arXiv 2502.16982)."""
+    AdamW on norms, biases and, unless `embeddings` says otherwise, embeddings. With `ns_scale=rms`
+    and one rate for all it is Moonlight (arXiv 2502.16982)."""
 
     learning_rate: Positive[float] = 2e-2
     """Peak learning rate of matrices; the schedule multiplies it."""
@@ -135,13 +181,17 @@ class MuonConfig(CheckedConfig):
     eps: Positive[float] = 1e-8
     """Added to the root of AdamW's second moment."""
     vector_learning_rate_scale: Positive[float] = 0.15
-    """Learning rate of embeddings, norms and biases as a fraction of `learning_rate`."""
+    """AdamW's learning rate as a fraction of `learning_rate`."""
     vector_b1: Fraction = 0.9
     """AdamW's decay of the first moment."""
     vector_b2: Fraction = 0.95
     """AdamW's decay of the second moment."""
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of norms and biases."""
+    decay_embeddings: bool = False
+    """Decay embeddings too, by `weight_decay`."""
+    embeddings: Literal["adamw", "orthogonalize"] = "adamw"
+    """Rule of the embeddings."""
     qkv: Literal["fused", "qkv", "heads"] = "fused"
     """Which parts of the attention's input projection are orthogonalised separately: none, so the
     whole matrix at once, queries, keys and values, or every head."""
@@ -272,6 +322,8 @@ class OptaxConfig(CheckedConfig):
 
 OptimizerConfig = (
     AdamWConfig
+    | NAdamWConfig
+    | AdEMAMixConfig
     | MarsConfig
     | MuonConfig
     | LionConfig

@@ -22,11 +22,13 @@ from jaxtyping import Num
 
 from maxmars.config import (
     AdamWConfig,
+    AdEMAMixConfig,
     AdoptConfig,
     GPT2Config,
     LionConfig,
     MarsConfig,
     MuonConfig,
+    NAdamWConfig,
     OptaxConfig,
     OptimizerConfig,
     SoapConfig,
@@ -130,7 +132,7 @@ def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
         case MarsConfig():
             embedding, vector = optimizer.decay_embeddings, not optimizer.optimize_vectors
         case MuonConfig():
-            embedding, vector = False, True
+            embedding, vector = optimizer.decay_embeddings, True
         case SoapConfig():
             embedding, vector = True, True
         case _:
@@ -148,6 +150,10 @@ def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> Paramete
     match optimizer:
         case AdamWConfig():
             rule = "adamw"
+        case NAdamWConfig():
+            rule = "nadamw"
+        case AdEMAMixConfig():
+            rule = "ademamix"
         case LionConfig():
             rule = "lion"
         case AdoptConfig():
@@ -168,6 +174,8 @@ def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> Paramete
         case MarsConfig(optimize_vectors=True) if kind == "vector":
             rule = "mars-lion" if optimizer.variant == "lion" else "mars-adamw"
         case MuonConfig() if kind == "linear":
+            rule = "muon"
+        case MuonConfig(embeddings="orthogonalize") if kind == "embedding":
             rule = "muon"
         case MarsConfig() | MuonConfig():
             rule, scale = "adamw", optimizer.vector_learning_rate_scale
@@ -198,6 +206,12 @@ def make_optimizer(
     match optimizer:
         case AdamWConfig():
             tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
+        case NAdamWConfig():
+            tx = optax.nadamw(learning_rate, mask=decays, **_options(optimizer))
+        case AdEMAMixConfig():
+            alpha, b3 = _mixing_schedules(optimizer)
+            options = _options(optimizer, "alpha", "b3", "mixing_warmup_steps")
+            tx = optax.contrib.ademamix(learning_rate, mask=decays, alpha=alpha, b3=b3, **options)
         case LionConfig():
             tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
         case AdoptConfig():
@@ -234,6 +248,23 @@ def make_optimizer(
         case OptaxConfig():
             tx = _own_optimizer(optimizer, learning_rate, matrix_specs(model, mesh=mesh), mesh)
     return optax.with_extra_args_support(tx)
+
+
+def _mixing_schedules(
+    optimizer: AdEMAMixConfig,
+) -> tuple[float | optax.Schedule, float | optax.Schedule]:
+    """AdEMAMix's alpha and b3; the half-life of b3 grows about linearly, as the paper has it."""
+    if not optimizer.mixing_warmup_steps:
+        return optimizer.alpha, optimizer.b3
+
+    def progress(count: jax.typing.ArrayLike) -> jax.Array:
+        return jnp.minimum((count + 1) / optimizer.mixing_warmup_steps, 1.0)
+
+    def b3(count: jax.typing.ArrayLike) -> jax.Array:
+        done = progress(count)
+        return jnp.exp(1 / ((1 - done) / np.log(optimizer.b1) + done / np.log(optimizer.b3)))
+
+    return lambda count: optimizer.alpha * progress(count), b3
 
 
 def _own_optimizer(

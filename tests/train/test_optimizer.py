@@ -10,7 +10,14 @@ import pytest
 from flax import nnx
 from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
-from maxmars.config import MarsConfig, MeshConfig, ScheduleConfig
+from maxmars.config import (
+    AdEMAMixConfig,
+    MarsConfig,
+    MeshConfig,
+    MuonConfig,
+    NAdamWConfig,
+    ScheduleConfig,
+)
 from maxmars.distributed import sharding
 from maxmars.model.gpt2 import graph_and_abstract_params, mean_loss
 from maxmars.optim import MatrixSpec
@@ -53,7 +60,17 @@ def first_step(optimizer, params, grads):
     return optax.apply_updates(params, updates)
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MarsConfig(), MarsConfig(optimize_vectors=True)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ADAMW,
+        NAdamWConfig(),
+        AdEMAMixConfig(),
+        MarsConfig(),
+        MarsConfig(optimize_vectors=True),
+        MuonConfig(weight_decay=0.1, decay_embeddings=True, embeddings="orthogonalize"),
+    ],
+)
 def test_groups_say_what_the_optimizer_does(optimizer):
     # With zero gradients a step is the decay alone: p <- p (1 - rate * scale * decay).
     params = jax.tree.map(lambda x: x + 1, random_params(MODEL))
@@ -83,6 +100,28 @@ def test_groups_say_the_rates():
         groups,
     )
     assert groups["ln_f"]["scale"].learning_rate_scale == 0.5
+
+
+def test_ademamix_is_the_papers():
+    """Algorithm 1 of arXiv 2409.03137, in NumPy."""
+    config = AdEMAMixConfig(b3=0.99, mixing_warmup_steps=4, weight_decay=0.0)
+    params = random_params(MODEL)
+    tx = make_optimizer(config, MODEL, jnp.float32(0.1))
+    update, state = jax.jit(tx.update), tx.init(params)
+    fast = slow = square = 0.0
+    for t in range(1, 7):
+        grads = random_params(MODEL, seed=t)
+        updates, state = update(grads, state, params)
+        grad = np.asarray(grads["wpe"]["embedding"], np.float64)
+        done = min(t / 4, 1)
+        slopes = np.log(config.b1), np.log(config.b3)
+        b3 = np.exp(slopes[0] * slopes[1] / ((1 - done) * slopes[1] + done * slopes[0]))
+        fast = config.b1 * fast + (1 - config.b1) * grad
+        slow = b3 * slow + (1 - b3) * grad
+        square = config.b2 * square + (1 - config.b2) * grad**2
+        mixed = fast / (1 - config.b1**t) + config.alpha * done * slow
+        expected = -0.1 * mixed / (np.sqrt(square / (1 - config.b2**t)) + config.eps)
+        np.testing.assert_allclose(updates["wpe"]["embedding"], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

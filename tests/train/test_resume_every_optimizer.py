@@ -7,11 +7,13 @@ from tiny import short_config
 
 from maxmars.config import (
     AdamWConfig,
+    AdEMAMixConfig,
     AdoptConfig,
     CheckpointConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
+    NAdamWConfig,
     ScheduleConfig,
     SoapConfig,
     SophiaConfig,
@@ -21,6 +23,8 @@ from maxmars.train.verify_resume import first_difference, series
 
 OPTIMIZERS = {
     "adamw": AdamWConfig(),
+    "nadamw": NAdamWConfig(),
+    "ademamix": AdEMAMixConfig(mixing_warmup_steps=4),
     "lion": LionConfig(),
     "adopt": AdoptConfig(),
     "sophia": SophiaConfig(update_hessian_every=2),
