@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxmars.cli.train import TrainArguments
-from maxmars.config.command_line import UsageError, parse_arguments, parse_options
+from maxmars.config.command_line import UsageError, load_config, parse_arguments, parse_options
 from maxmars.config.mesh import check_mesh, mesh_shape
+from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
@@ -76,13 +77,19 @@ def _job(
             "--workdir goes before --, and the machines tell each process its place: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
+    sources = sources_in(load_config(options.config))
+    for source in sources_in(parsed.config):
+        if source not in sources:
+            raise UsageError(
+                f"{source} must be named in the config file, beside which it is taken."
+            )
     if chips:
         check_mesh(parsed.config, mesh_shape(parsed.config.mesh, chips, slices))
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts={options.max_restarts} must be at least 0.")
     return Job(
         name=options.name,
-        source=pack(options.config, setup=options.setup),
+        source=pack(options.config, sources=sources, setup=options.setup),
         workdir=workdir,
         train_arguments=train,
         environment=take_environment(options.env),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sys
 import types
@@ -54,6 +55,17 @@ def load_function(source: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"source={source!r}: {path} has no function {name!r}.")
     return function
+
+
+def sources_in(config: Any) -> list[str]:
+    """The functions of the user's own that a config or a part of one names, as `FILE.py:NAME`."""
+    if isinstance(config, tuple):
+        return [source for part in config for source in sources_in(part)]
+    if not dataclasses.is_dataclass(config):
+        return []
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    found = [value for name, value in values.items() if name in ("source", "make")]
+    return [*found, *(source for value in values.values() for source in sources_in(value))]
 
 
 def with_tuples(options: Any) -> Any:

@@ -25,6 +25,7 @@ from tyro.conf import Positional, arg
 
 import maxmars
 from maxmars.config.command_line import find_config
+from maxmars.config.user_code import split_source
 
 CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
@@ -105,16 +106,26 @@ class Job:
         return ["-m", "maxmars", "train", config, "--workdir", self.workdir, *self.train_arguments]
 
 
-def pack(config: str, *, setup: Path | None = None, root: Path | None = None) -> Source:
+def pack(
+    config: str,
+    *,
+    sources: Sequence[str] = (),
+    setup: Path | None = None,
+    root: Path | None = None,
+) -> Source:
     """Pack a checkout: the files that git tracks or would track, as they are now.
 
     Args:
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
+      sources: the functions of the user's own that the config names, `FILE.py:NAME`; their files
+        keep their places beside the config file.
       setup: a bash script to pack.
       root: the checkout; by default that of the maxmars which is running.
 
     Raises:
-      ValueError: maxmars does not run from a checkout, or it is too large.
+      ValueError: maxmars does not run from a checkout, or it is too large; or the file of a
+        function has no place in the archive.
+      FileNotFoundError: there is no such file.
     """
     root = Path(maxmars.__file__).resolve().parents[1] if root is None else root.resolve()
     if not (root / "pyproject.toml").is_file():
@@ -123,11 +134,23 @@ def pack(config: str, *, setup: Path | None = None, root: Path | None = None) ->
             "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
         )
     contents = {str(path): (root / path).read_bytes() for path in _files(root)}
-    path, choices = find_config(config)
-    path = path.resolve()
+    found, choices = find_config(config)
+    path = found.resolve()
     inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
     contents[name] = path.read_bytes()
+    for source in sources:
+        file = split_source(source)[0]
+        folder = Path(name).parent
+        place = os.path.normpath(folder / os.path.relpath(file, found.parent))
+        if place.startswith("..") or not (inside or Path(place).is_relative_to(folder)):
+            raise ValueError(
+                f"source={source!r} lies outside of what goes along to other machines; move it "
+                f"into the folder of {found}."
+            )
+        if not file.is_file():
+            raise FileNotFoundError(f"source={source!r}: there is no file {file}.")
+        contents[place] = file.read_bytes()
     # Packages elsewhere get the versions that are installed, and so were tried, here.
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]

@@ -62,6 +62,30 @@ def test_without_git_and_with_a_config_from_elsewhere(checkout, tmp_path):
     assert packed.config == "launch-config/mine.py"
 
 
+def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
+    for folder in (checkout / "configs", tmp_path):
+        (folder / "lib").mkdir()
+        (folder / "lib" / "data.py").write_text("data")
+        (folder / "optim.py").write_text("optim")
+        (folder / "mine.py").write_text("x")
+    (checkout / "data.py").write_text("top")
+
+    def packed(folder, *sources):
+        config, functions = folder / "mine.py", [f"{folder}/{source}" for source in sources]
+        return names(pack(str(config), sources=functions, root=checkout))
+
+    there = packed(checkout / "configs", "lib/data.py:f", "optim.py:make", "../data.py:f")
+    assert {"configs/mine.py", "configs/lib/data.py", "configs/optim.py", "data.py"} <= there
+    there = packed(tmp_path, "lib/data.py:f", "optim.py:make")
+    assert {f"launch-config/{name}" for name in ("mine.py", "lib/data.py", "optim.py")} <= there
+    with pytest.raises(ValueError, match=r"data.py:f' lies outside of what goes along .* move it"):
+        packed(tmp_path, "../data.py:f")
+    with pytest.raises(ValueError, match=r"data.py:f' lies outside of what goes along"):
+        packed(checkout / "configs", "../../lib/data.py:f")
+    with pytest.raises(FileNotFoundError, match=r"none.py:f': there is no file .*none.py"):
+        packed(tmp_path, "none.py:f")
+
+
 def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
     with pytest.raises(ValueError, match=r"is no checkout of maxmars .* `pip install -e CHECKOUT"):
         pack("x.py", root=tmp_path)

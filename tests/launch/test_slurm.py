@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from fake_cloud import launch, program
 
+from maxmars.config.command_line import load_config
+from maxmars.config.user_code import load_function, sources_in
+
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 
 SBATCH = '#!/bin/bash\nprintf "%s\\n" "$*" >>"$FAKE_CLOUD/calls"\n'
@@ -37,6 +40,20 @@ with open(os.environ["FAKE_CLOUD"] + "/tasks", "a") as file:
     file.write(json.dumps(seen) + "\\n")
 sys.exit(int(open(os.environ["FAKE_CLOUD"] + "/code").read()))
 END
+"""
+
+
+# Names three functions of the user's own.
+OWN = f"""
+import dataclasses, runpy
+from maxmars.config import GrainPart, MixtureConfig, OptaxConfig
+
+def get_config():
+    config = runpy.run_path({CONFIG!r})["get_config"]()
+    sources = "data.py:data", "more.py:more"
+    parts = tuple(GrainPart(source=source, weight=1.0) for source in sources)
+    optimizer = OptaxConfig(make="optim.py:optim", learning_rate=1e-3)
+    return dataclasses.replace(config, data=MixtureConfig(parts=parts), optimizer=optimizer)
 """
 
 
@@ -164,6 +181,22 @@ def test_what_is_wrong_is_said(cloud, capsys, options, message):
     assert start(*options) == 1
     assert message in capsys.readouterr().err
     assert not (cloud / "calls").exists()
+
+
+def test_functions_that_a_config_names_go_along(cloud, capsys):
+    (cloud / "mine").mkdir()
+    (cloud / "mine" / "config.py").write_text(OWN)
+    for name in ("data", "more", "optim"):
+        (cloud / "mine" / f"{name}.py").write_text(f"def {name}(): pass")
+    words = ["mine/config.py", "--name", "run1", "--workdir", "runs/run1", "--nodes", "1"]
+    assert launch("launch", "slurm", *words) == 0
+    (copy,) = (cloud / "runs" / "run1").glob("source-*/launch-config")
+    assert {path.name for path in copy.iterdir()} == {"config.py", "data.py", "more.py", "optim.py"}
+    config = load_config(str(copy / "config.py"))
+    functions = [load_function(source).__name__ for source in sources_in(config)]
+    assert sorted(functions) == ["data", "more", "optim"]
+    assert launch("launch", "slurm", *words, "--", "--optimizer.make", "mine/data.py:data") == 2
+    assert "mine/data.py:data must be named in the config file" in capsys.readouterr().err
 
 
 def test_sbatch_refuses_or_is_not_there(cloud, capsys, monkeypatch):
