@@ -78,11 +78,11 @@ def _job(
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
     sources = sources_in(load_config(options.config))
-    for source in sources_in(parsed.config):
-        if source not in sources:
-            raise UsageError(
-                f"{source} must be named in the config file, beside which it is taken."
-            )
+    if sources_in(parsed.config) != sources:
+        raise UsageError(
+            f"the functions {', '.join(sources_in(parsed.config))} are not those that "
+            f"{options.config} names, whose files go along; name them in the config file."
+        )
     if chips:
         check_mesh(parsed.config, mesh_shape(parsed.config.mesh, chips, slices))
     if options.max_restarts < 0:

@@ -196,7 +196,7 @@ def test_functions_that_a_config_names_go_along(cloud, capsys):
     functions = [load_function(source).__name__ for source in sources_in(config)]
     assert sorted(functions) == ["data", "more", "optim"]
     assert launch("launch", "slurm", *words, "--", "--optimizer.make", "mine/data.py:data") == 2
-    assert "mine/data.py:data must be named in the config file" in capsys.readouterr().err
+    assert "whose files go along; name them in the config file" in capsys.readouterr().err
 
 
 def test_sbatch_refuses_or_is_not_there(cloud, capsys, monkeypatch):
