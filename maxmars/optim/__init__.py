@@ -6,6 +6,7 @@ tx = mars(3e-3, weight_decay=0.01)
 ```
 """
 
+from maxmars.optim._describe import describe
 from maxmars.optim._mars import (
     clip_by_matrix_norm,
     correct_gradient,
@@ -41,6 +42,7 @@ __all__ = [
     "clip_by_matrix_norm",
     "correct_gradient",
     "corrected_ema",
+    "describe",
     "mars",
     "mars_over",
     "moonlight",

@@ -1,0 +1,67 @@
+"""Which parameter is what to an optimizer, as a table for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
+
+
+def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
+    """A table with a row for each parameter: its path, shape, kind and matrix.
+
+    ```python
+    print(describe(params, specs, decays=mask))
+    ```
+
+    The kind is `matrix`, `embedding` or `vector`, as `mars`, `muon` and `soap` tell them apart. A
+    matrix is written rows x cols, its stack before it: [12, 768, 3, 12, 64] with batch (0,), rows
+    (1,) and cols (2, 3, 4) is `12 of 768 x 2304`.
+
+    Args:
+      params: the parameters, arrays or abstract.
+      matrix_specs: what the optimizer is given, see `mars`.
+      columns: further columns, each a pytree like `params` of any values.
+
+    Returns:
+      The lines of the table, without a line break at its end.
+
+    Raises:
+      ValueError: a spec does not describe its parameter, or a column is not like `params`.
+    """
+    specs = jax.tree.leaves(
+        resolve_specs(matrix_specs, params), is_leaf=lambda x: isinstance(x, MatrixSpec)
+    )
+    rows = [["parameter", "shape", "kind", "matrix", *columns]]
+    flat = jax.tree.leaves_with_path(params)
+    values = [jax.tree.structure(params).flatten_up_to(column) for column in columns.values()]
+    for (path, leaf), spec, *row in zip(flat, specs, *values, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        shape = "x".join(map(str, leaf.shape)) or "1"
+        rows.append([name, shape, _kind(spec), _matrix(spec, leaf.shape), *map(str, row)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _kind(spec: MatrixSpec) -> str:
+    if not spec.is_matrix:
+        return "vector"
+    return "embedding" if spec.embedding else "matrix"
+
+
+def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
+    """What is orthogonalised by itself, such as `12 of 768 x 2304`; nothing for vectors."""
+    if not spec.is_matrix:
+        return ""
+    stack, rows, cols = (
+        math.prod(shape[axis] for axis in axes)
+        for axes in (spec.stack, spec.block_rows, spec.block_cols)
+    )
+    return f"{rows} x {cols}" if stack == 1 else f"{stack} of {rows} x {cols}"
