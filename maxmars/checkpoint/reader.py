@@ -211,7 +211,8 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         raise ValueError(
             f"the checkpoint {checkpoint.path} does not fit this configuration: {len(wrong)} "
             f"arrays differ, first {wrong[0]}, which is {there} there and {here} here. Use the "
-            "configuration it was written with, or another directory."
+            "configuration and version it was written with, or start a run from its weights with "
+            f"--init-from {checkpoint.path} and another --workdir."
         )
 
     def read_own_part() -> Any:

@@ -65,6 +65,13 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     package, undisturbed = losses(tmp_path / "package"), losses(tmp_path / "undisturbed")
     assert package == undisturbed != {}
 
+    # The function's state is another now, as that of an optimizer of another version would be.
+    changed = SOURCE.replace("optax.adamw(learning_rate, b1=b1, b2=b2", "optax.lion(learning_rate")
+    Path(source).write_text(changed)
+    place = tmp_path / "continued" / "checkpoints" / "5"
+    with pytest.raises(ValueError, match=f"does not fit this .* --init-from {place} and another"):
+        train(dataclasses.replace(config, num_steps=6), tmp_path / "continued")
+
 
 def test_its_state_lies_as_the_parameters_do(tmp_path, source):
     own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
