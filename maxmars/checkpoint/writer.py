@@ -285,8 +285,8 @@ def _orbax_context(state: Any) -> v1.Context:
     # Weights shrink by a tenth at most, and compression takes as long as writing and as much memory
     # again.
     context.array.saving.use_compression = False
-    # The copies of an array are written in parts, a part by each: of smaller ones, the programs that
-    # cut them would take longer to compile than the parts to write.
+    # Where devices hold copies of an array, each writes a part of it. Smaller arrays are written
+    # whole: the programs that cut them would take longer to compile than the writing.
     context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
     # Without it, Orbax copies all arrays at once.
     context.memory.write_concurrent_bytes = bytes_in_flight(state)
