@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects, self.last, self.lock = {}, 0, threading.RLock()
         self.writes = []  # name, generation that the writer expected, generation that was there
-        self.uploads = []  # names of resumable uploads
+        self.uploads = []  # name and content so far of each resumable upload
         self.reads = []  # name and number of bytes of each read of contents
         self.lists = []  # prefixes
         self.failing = lambda number, name: False
@@ -197,8 +197,13 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, {"items": items, "prefixes": sorted(prefixes)})
 
     def post_objects(self, names, query, body):
-        if "upload_id" in query:  # in a resumable upload, of which clients here send one part
-            return self.write(self.server.uploads[int(query["upload_id"])], query, body)
+        if "upload_id" in query:  # a part of a resumable upload; all but the last end in 308
+            name, content = self.server.uploads[int(query["upload_id"])]
+            content += body
+            _, last, size = re.split("[-/]", self.headers.get("Content-Range", "0-0/1"))
+            if int(last) + 1 < int(size):
+                return self.answer(308, b"", {"Range": f"bytes=0-{len(content) - 1}"})
+            return self.write(name, query, bytes(content))
         match query.get("uploadType"):
             case "media":
                 return self.write(query["name"], query, body)
@@ -208,7 +213,8 @@ class Handler(BaseHTTPRequestHandler):
                 metadata, content = (part.partition(b"\n\n")[2][:-1] for part in parts)
                 return self.write(json.loads(metadata)["name"], query, content)
             case "resumable":
-                self.server.uploads.append(query.get("name") or json.loads(body)["name"])
+                name = query.get("name") or json.loads(body)["name"]
+                self.server.uploads.append((name, bytearray()))
                 place = f"{self.server.url}{self.path}&upload_id={len(self.server.uploads) - 1}"
                 return self.answer(200, b"", {"Location": place})
         return self.fail(400)

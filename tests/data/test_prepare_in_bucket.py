@@ -1,6 +1,7 @@
 """Text in a bucket to tokens in a bucket; clients find the imitation of one by the environment of
 their process."""
 
+import hashlib
 import json
 import random
 import subprocess
@@ -74,6 +75,22 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     result = maxmars(server, *command)
     assert result.returncode == 1
     assert "gs://bucket/tokens exists; delete it or choose another name" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_uploaded_in_parts(tmp_path, server):
+    text = random.Random(0).randbytes(1 << 20).hex() + "\n"
+    (tmp_path / "large.txt").write_text(text * 16)  # 60 MB of training tokens; a part has 52
+    command = ["prepare", str(tmp_path / "large.txt"), "gs://bucket/tokens", "--workers", "0"]
+    result = maxmars(server, *command, "--task-bytes", "100000000")
+    assert result.returncode == 0, result.stderr
+    shard = {name: content for name, content in server.uploads if name == "tokens/train_00000.bin"}
+    (content,) = shard.values()
+    _, stored = server.objects["tokens/train_00000.bin"]
+    assert len(stored) == len(content) > 50 << 20
+    (described,) = json.loads(server.text("tokens/meta.json"))["splits"]["train"]["shards"]
+    assert described["sha256"] == hashlib.sha256(stored).hexdigest()
+    assert described["crc32c"] == fake_gcs.crc32c(stored)
 
 
 @pytest.mark.parametrize(
