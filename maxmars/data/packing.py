@@ -14,19 +14,34 @@ predicted from the document that it ends, and the first token of a document from
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
-import io
 import itertools
-import zipfile
+import json
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer
 
+from maxmars.data.bucket import read_ranges
 from maxmars.data.own_data import TYPES
-from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, read_metadata
-from maxmars.data.token_files import TokenShards, TokenStream, digest_of
-from maxmars.distributed.files import Workdir, reporting, resolve, write_bytes
+from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, metadata_text, read_metadata
+from maxmars.data.token_files import (
+    TokenFile,
+    TokenShards,
+    TokenStream,
+    check_size,
+    digest_of,
+)
+from maxmars.distributed import processes
+from maxmars.distributed.files import (
+    Workdir,
+    is_remote,
+    reporting,
+    resolve,
+    write_bytes,
+    write_text,
+)
 from maxmars.distributed.progress import Progress
 
 
@@ -64,8 +79,6 @@ class Plan:
     """Place in the split's stream of each piece's first token."""
     lengths: Int32[np.ndarray, " pieces"]
     """Tokens of each piece; negative where it continues a document."""
-    sha256: str = ""
-    """Of the plan's file, in hex."""
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -75,14 +88,6 @@ class Plan:
     def fill(self) -> float:
         """Part of the windows that is not padding."""
         return float(np.abs(self.lengths).sum(dtype=np.int64) / (len(self) * self.length))
-
-    def pieces(
-        self, windows: Int64[np.ndarray, " windows"]
-    ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " windows"]]:
-        """The numbers of the windows' pieces, one window after the other, and how many of each."""
-        first, counts = self.windows[windows], self.windows[windows + 1] - self.windows[windows]
-        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(first, counts) + places, counts
 
 
 def plan_best_fit(
@@ -169,6 +174,58 @@ def best_fit(
 
 # --- best fit: the plan's file, and the windows --------------------------------------------------
 
+_BORDER = np.dtype("<i8")
+_PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A plan on a disk or in a bucket, of which only the windows of a batch are read.
+
+    The file holds the borders of `Plan.windows` and then the pieces. That of 9e9 tokens of web
+    text in windows of 1,024 has some 230 MB.
+    """
+
+    length: int
+    num_windows: int
+    file: TokenFile
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return self.num_windows
+
+    def pieces(
+        self, windows: Int64[np.ndarray, " windows"]
+    ) -> tuple[
+        Int64[np.ndarray, " pieces"], Int32[np.ndarray, " pieces"], Int64[np.ndarray, " windows"]
+    ]:
+        """Starts and lengths of the windows' pieces, one window after the other, and how many of
+        each.
+
+        Raises:
+          FileNotFoundError, ValueError, OSError: see `TokenFiles.read_pieces`.
+        """
+        at = windows * _BORDER.itemsize
+        borders = np.frombuffer(self._read(at, at + 2 * _BORDER.itemsize), _BORDER).reshape(-1, 2)
+        at = (self.num_windows + 1) * _BORDER.itemsize + borders * _PIECE.itemsize
+        pieces = np.frombuffer(self._read(at[:, 0], at[:, 1]), _PIECE)
+        starts, lengths = pieces["start"].astype(np.int64), pieces["length"].astype(np.int32)
+        return starts, lengths, borders[:, 1] - borders[:, 0]
+
+    def _read(
+        self, starts: Int64[np.ndarray, " ranges"], ends: Int64[np.ndarray, " ranges"]
+    ) -> bytes:
+        ranges = zip(starts.tolist(), ends.tolist(), strict=True)
+        if is_remote(self.file.path):
+            return b"".join(read_ranges([(self.file.path, *range_) for range_ in ranges]))
+        return b"".join(_map(self.file)[start:end] for start, end in ranges)
+
+
+@functools.lru_cache(maxsize=16)
+def _map(file: TokenFile) -> np.ndarray:
+    check_size(file)
+    return np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+
 
 def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
     """Plan the windows of each split of a directory that `maxmars data prepare` wrote.
@@ -194,44 +251,56 @@ def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
             with reporting(directory):
                 starts = np.frombuffer((directory / documents.file).read_bytes(), "<u8")
             plans[split] = plan = plan_best_fit(starts, found.num_tokens, length)
-            file = io.BytesIO()
-            arrays = {"windows": plan.windows, "starts": plan.starts, "lengths": plan.lengths}
-            np.savez(file, documents=documents.sha256, **arrays)
-            write_bytes(directory / _plan_file(split, length), file.getvalue())
+            pieces = np.empty(len(plan.starts), _PIECE)
+            pieces["start"], pieces["length"] = plan.starts, plan.lengths
+            content = plan.windows.astype(_BORDER).tobytes() + pieces.tobytes()
+            name = _plan_name(split, length)
+            write_bytes(directory / f"{name}.bin", content)
+            described = {
+                "documents": documents.sha256,
+                "num_windows": len(plan),
+                "num_pieces": len(pieces),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+            write_text(directory / f"{name}.json", json.dumps(described, indent=2) + "\n")
     return plans
 
 
-def read_plan(stream: TokenStream, length: int) -> Plan:
-    """The plan of a stream's split for a length.
+def read_plan(stream: TokenStream, length: int) -> PlanFile:
+    """The plan of a stream's split for a length; all processes of a run must call.
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: its file is damaged, or of other documents.
+      ValueError: it is damaged, or of other documents.
       OSError: it cannot be read.
     """
-    path = resolve(stream.directory) / _plan_file(stream.split, length)
-    with reporting(path):
-        content = path.read_bytes() if path.exists() else None
-    if content is None or not isinstance(stream, TokenShards):
+    path = resolve(stream.directory) / f"{_plan_name(stream.split, length)}.json"
+    text = processes.text_from_primary(lambda: metadata_text(path))
+    if text is None or not isinstance(stream, TokenShards):
         raise FileNotFoundError(
             f"{stream.directory} has no plan for data.packing=best_fit with model.max_seq_len="
             f"{length}; run its `maxmars data prepare` command with --pack best_fit "
             f"--pack-length {length}."
         )
     try:
-        with np.load(io.BytesIO(content)) as file:
-            arrays = dict(file)
-        documents = str(arrays.pop("documents"))
-        plan = Plan(length=length, sha256=hashlib.sha256(content).hexdigest(), **arrays)
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        fields = json.loads(text)
+        borders = (fields["num_windows"] + 1) * _BORDER.itemsize
+        file = TokenFile(
+            path=path.with_suffix(".bin"),
+            num_bytes=borders + fields["num_pieces"] * _PIECE.itemsize,
+            sha256=fields["sha256"],
+        )
+        plan = PlanFile(length=length, num_windows=fields["num_windows"], file=file)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and plan again.") from error
-    if documents != _documents(stream.directory, stream.metadata, stream.split).sha256:
+    documents = _documents(stream.directory, stream.metadata, stream.split).sha256
+    if fields.get("documents") != documents:
         raise ValueError(f"{path} is the plan of other documents; delete it and plan again.")
     return plan
 
 
-def _plan_file(split: str, length: int) -> str:
-    return f"{split}_best_fit_{length}.npz"
+def _plan_name(split: str, length: int) -> str:
+    return f"{split}_best_fit_{length}"
 
 
 def _documents(directory: Workdir, metadata: Metadata, split: str) -> DocumentStarts:
@@ -254,13 +323,13 @@ class PackedStream:
       types: names and types of the arrays of a window.
     """
 
-    def __init__(self, stream: TokenStream, end_of_text: int, plan: Plan | None = None) -> None:
+    def __init__(self, stream: TokenStream, end_of_text: int, plan: PlanFile | None = None) -> None:
         """Windows over `stream`, whose documents end with the token `end_of_text`."""
         self.directory, self.split = stream.directory, stream.split
         self.tokenizer, self.tokenizer_digest = stream.tokenizer, stream.tokenizer_digest
         self.vocab_size = stream.vocab_size
         self.num_tokens = len(plan) * plan.length + 1 if plan else stream.num_tokens
-        self.files = stream.files
+        self.files = [*stream.files, plan.file] if plan else stream.files
         self.types = {name: TYPES[name] for name in TYPES if plan or name != "mask"}
         self._stream, self._end_of_text, self._plan = stream, end_of_text, plan
 
@@ -276,15 +345,15 @@ class PackedStream:
             tokens = self._stream.read_windows(starts, length)
             return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
         assert isinstance(self._stream, TokenShards)  # other formats have no plans
-        pieces, counts = self._plan.pieces(starts // self._plan.length)
-        sizes = np.abs(self._plan.lengths[pieces])
+        places, lengths, counts = self._plan.pieces(starts // self._plan.length)
+        sizes = np.abs(lengths)
         used = np.add.reduceat(sizes, np.cumsum(counts) - counts)  # tokens of each window
         column = np.arange(length)
         filled = (column > 0) & (column <= used[:, None])
         tokens = np.full(filled.shape, self._end_of_text, np.int32)
-        tokens[filled] = self._stream.read_pieces(self._plan.starts[pieces], sizes)
+        tokens[filled] = self._stream.read_pieces(places, sizes)
         first, continues = np.zeros(sizes.sum(), bool), np.zeros_like(filled)
-        first[np.cumsum(sizes) - sizes] = self._plan.lengths[pieces] < 0
+        first[np.cumsum(sizes) - sizes] = lengths < 0
         continues[filled] = first
         begins = (tokens == self._end_of_text) | continues
         return {"tokens": tokens, **segments_and_positions(begins), "mask": filled & ~continues}
@@ -298,14 +367,14 @@ class PackedStream:
         digest = digest_of(self._stream)
         if self._plan is None:
             return digest
-        return hashlib.sha256((digest + self._plan.sha256).encode()).hexdigest()
+        return hashlib.sha256(f"{digest}{self._plan.file.sha256}".encode()).hexdigest()
 
     def locate(self, token: int) -> dict[str, str | int]:
         """Where a token is on disk; of a plan, where the pieces of its window are in the stream."""
         if self._plan is None:
             return self._stream.locate(token)
-        pieces, _ = self._plan.pieces(np.array([token // self._plan.length]))
-        starts = self._plan.starts[pieces].tolist()
-        ends = (self._plan.starts[pieces] + np.abs(self._plan.lengths[pieces])).tolist()
+        starts, lengths, _ = self._plan.pieces(np.array([token // self._plan.length]))
+        ends = starts + np.abs(lengths)
         ranges = ", ".join(f"{start}:{end}" for start, end in zip(starts, ends, strict=True))
-        return {**self._stream.locate(starts[0]), "start": starts[0], "pieces": ranges}
+        first = int(starts[0])
+        return {**self._stream.locate(first), "start": first, "pieces": ranges}

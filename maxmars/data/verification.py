@@ -107,7 +107,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
             if self._closing.is_set():
                 raise InterruptedError
 
-        expected, says = file.sha256, "meta.json says"
+        expected, says = file.sha256, "it was prepared with"
         if expected is None and known is not None:
             expected, says = known["sha256"], "when this run first read it, it was"
         try:
@@ -119,12 +119,13 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         except InterruptedError:
             return None
         except OSError as error:
-            raise ValueError(f"the token shard {file.path} cannot be read: {error}.") from error
+            raise ValueError(f"the file of tokens {file.path} cannot be read: {error}.") from error
         if expected is not None and found != expected:
             raise ValueError(
-                f"the token shard {file.path} does not match its checksum: its SHA-256 is {found}, "
-                f"but {says} {expected}. Training has stopped, and the checkpoints stay as they "
-                "are: copy the file anew or prepare the text again, then start the run again."
+                f"the file of tokens {file.path} does not match its checksum: its SHA-256 is "
+                f"{found}, but {says} {expected}. Training has stopped, and the checkpoints stay "
+                "as they are: copy the file anew or prepare the text again, then start the run "
+                "again."
             )
         return {**line, "sha256": found}
 

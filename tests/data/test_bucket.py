@@ -15,6 +15,7 @@ import pytest
 from token_directories import write_shards
 
 from maxmars.data.formats import open_split
+from maxmars.data.packing import write_plans
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
 
@@ -136,6 +137,38 @@ def test_a_directory_prepared_on_a_disk_and_uploaded_is_compared_by_its_checksum
     assert "by size alone" not in errors
     shard = "the token shard gs://bucket/damaged/train_00000.bin"
     assert damaged.startswith(f"ValueError: {shard} is not the one that was prepared: its crc32c")
+
+
+# Prints a digest of the windows that best fit planned.
+PACKED = """
+import hashlib, sys
+import numpy as np
+from maxmars.config import GPT2Config, TokenShardsConfig
+from maxmars.data.batches import open_data
+
+model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
+data = TokenShardsConfig(path=sys.argv[1], packing="best_fit")
+(stream,) = open_data(data, "train", model=model).streams
+found = stream.read_windows(np.arange(40, 60) * 16, 17)
+print(hashlib.sha256(b"".join(array.tobytes() for array in found.values())).hexdigest())
+"""
+
+
+def test_windows_of_a_plan_are_read_by_ranges(tmp_path):
+    documents = [(str(i), "a" * (i % 30)) for i in range(4000)]
+    prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")
+    write_plans(tmp_path / "tokens", 16)
+    with fake_gcs.serve() as server:
+        server.put_directory(tmp_path / "tokens", "tokens")
+        found = [
+            subprocess.check_output(
+                [sys.executable, "-c", PACKED, place], env=server.environment, text=True
+            )
+            for place in (str(tmp_path / "tokens"), "gs://bucket/tokens")
+        ]
+    assert found[0] == found[1]
+    read = sum(size for name, size in server.reads if name == "tokens/train_best_fit_16.bin")
+    assert 0 < read < len(server.objects["tokens/train_best_fit_16.bin"][1]) / 50
 
 
 GIVE_UP = """

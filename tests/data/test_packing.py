@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import pickle
 
 import numpy as np
 import pytest
@@ -151,6 +152,19 @@ def test_best_fit_windows_hold_whole_documents(directory):
     assert not batch["mask"][:, 0].any()
 
 
+def test_a_plan_is_read_by_window_also_in_another_process(directory):
+    expected = write_plans(directory, MODEL.max_seq_len)["train"]
+    plan = pickle.loads(pickle.dumps(read_plan(open_split(directory, "train"), MODEL.max_seq_len)))
+    assert len(plan) == len(expected)
+    asked = np.random.default_rng(0).permutation(len(plan))
+    starts, lengths, counts = plan.pieces(asked)
+    pieces = [range(*expected.windows[window : window + 2].tolist()) for window in asked]
+    assert counts.tolist() == [len(of_window) for of_window in pieces]
+    order = [piece for of_window in pieces for piece in of_window]
+    assert np.array_equal(starts, expected.starts[order])
+    assert np.array_equal(lengths, expected.lengths[order])
+
+
 def test_the_digest_of_the_data_tells_plans_apart(directory):
     write_plans(directory, MODEL.max_seq_len)
     digests = [
@@ -167,13 +181,17 @@ def test_clear_errors(directory, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no plan .* --pack best_fit --pack-length 16"):
         read_plan(stream, 16)
     write_plans(directory, 16)
-    file = directory / "train_best_fit_16.npz"
+    file = directory / "train_best_fit_16.json"
     whole = file.read_bytes()
-    for content in (b"", whole[:300], b"no zip file", whole.replace(b"windows", b"wind0ws")):
+    for content in (b"", whole[:50], b"\xff", b"[]", whole.replace(b"num_w", b"num_v")):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"train_best_fit_16.npz is damaged .*; delete it"):
+        with pytest.raises(ValueError, match=r"train_best_fit_16.json is damaged .*; delete it"):
             read_plan(stream, 16)
     file.write_bytes(whole)
+    pieces = file.with_suffix(".bin")
+    pieces.write_bytes(pieces.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"train_best_fit_16.bin has \d+ bytes, but .*cut short"):
+        windows(directory, "best_fit")
     metadata = read_metadata(directory)
     sha256 = metadata.splits["train"].documents.sha256
     text = (directory / "meta.json").read_text()

@@ -180,7 +180,7 @@ def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
     write_config(tmp_path, num_steps=100_000)
     for code, output in list(map(running.finish, running.start_two(tmp_path, "run"))):
         assert code == 1, output
-        assert re.search(r"error: the token shard .*/train_00001\.bin does not match", output)
+        assert re.search(r"error: the file of tokens .*/train_00001\.bin does not match", output)
         assert "Traceback" not in output
 
 
