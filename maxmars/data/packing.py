@@ -218,7 +218,7 @@ class PlanFile:
         ranges = zip(starts.tolist(), ends.tolist(), strict=True)
         if is_remote(self.file.path):
             return b"".join(read_ranges([(self.file.path, *range_) for range_ in ranges]))
-        return b"".join(_map(self.file)[start:end] for start, end in ranges)
+        return b"".join(_map(self.file)[start:end].tobytes() for start, end in ranges)
 
 
 @functools.lru_cache(maxsize=16)
