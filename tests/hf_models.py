@@ -14,7 +14,7 @@ from maxmars.checkpoint import Checkpointer
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.data.tokenizer import save_tokenizer
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.model.language_model import graph_and_abstract_params
 
 BASE = GPT2Config(
     num_layers=3,

@@ -2,19 +2,17 @@
 
 import jax
 import numpy as np
-from flax import nnx
 
 from maxmars.model.cross_entropy import cross_entropy
-from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.model.language_model import make_model
 
 
 def plain_scorer(model, params):
     """A function of the tokens of a context and a continuation: nats, and whether it is greedy."""
-    graph, _ = graph_and_abstract_params(model)
 
     @jax.jit
     def forward(params, tokens):
-        logits = nnx.merge(graph, params)(tokens[None, :-1])[0]
+        logits = make_model(model, params)(tokens[None, :-1])[0]
         return cross_entropy(logits, tokens[1:]), logits.argmax(axis=-1) == tokens[1:]
 
     def score(context, continuation):

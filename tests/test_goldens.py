@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from maxmars.config import differences, to_dict
 from maxmars.config.command_line import load_config
 from maxmars.distributed.sharding import AXES, RULES
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes, num_parameters
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes, num_parameters
 from maxmars.train.optimizer import make_schedule, parameter_groups
 
 GOLDENS = Path(__file__).parent / "goldens"

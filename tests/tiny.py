@@ -20,7 +20,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.data.batches import ValidationBatches
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 
 MODEL = GPT2Config(
     num_layers=3,

@@ -66,7 +66,7 @@ def abstract_state(config: TrainConfig, moments: int, sharding: Any) -> dict[str
     """The state's shapes: params and as many copies of them as there are moments."""
     import jax
 
-    from maxmars.model.gpt2 import graph_and_abstract_params
+    from maxmars.model.language_model import graph_and_abstract_params
 
     _, params = graph_and_abstract_params(config.model)
     params = jax.tree.map(

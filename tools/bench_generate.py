@@ -24,7 +24,7 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import sharding
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.trained_model import TrainedModel
-from maxmars.model.gpt2 import graph_and_abstract_params, init_params
+from maxmars.model.language_model import graph_and_abstract_params, init_params
 
 PROMPT = 64
 EVERY = 16

@@ -314,7 +314,7 @@ def random_trees(model: Any) -> tuple[Any, Any]:
     """Parameters and gradients of a model's shapes."""
     import jax
 
-    from maxmars.model.gpt2 import graph_and_abstract_params
+    from maxmars.model.language_model import graph_and_abstract_params
 
     _, shapes = graph_and_abstract_params(model)
     leaves, treedef = jax.tree.flatten(shapes)

@@ -87,10 +87,9 @@ class MaxmarsSteps:
 
         from maxmars.checkpoint.environment import environment
         from maxmars.config.chips import peak_flops
-        from maxmars.model.gpt2 import num_parameters
+        from maxmars.model.language_model import flops_per_token, num_parameters
         from maxmars.plan.compile import compiler_memory
         from maxmars.plan.trace import PHASES, format_trace, read_trace
-        from maxmars.train.metrics import flops_per_token
         from maxmars.train.tracer import start_trace
 
         text = self.train_step.text()
@@ -107,7 +106,7 @@ class MaxmarsSteps:
         parameters = num_parameters(model)
         return {
             "parameters": parameters,
-            "flops_per_token": flops_per_token(parameters, model),
+            "flops_per_token": flops_per_token(model),
             "peak_flops": None if peak is None else peak * self.mesh.size,
             "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
             "program_bytes": program.peak_bytes,
@@ -133,13 +132,14 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
     import torch
     from torch_gpt2 import TorchSteps
 
-    from maxmars.config import to_dict
+    from maxmars.config import GPT2Config, to_dict
     from maxmars.train.auto import fastest_dtype, with_compute_dtype
 
     if config.model.compute_dtype == "auto":  # the same on both sides
         dtype, _ = fastest_dtype("gpu" if torch.cuda.is_available() else "cpu")
         config = with_compute_dtype(config, dtype)
 
+    assert isinstance(config.model, GPT2Config), "PyTorch has a GPT-2 alone here"
     vocab_rows = config.model.padded_vocab_size
     return TorchSteps(to_dict(config), vocab_rows, compiled=kind == "torch-compiled")
 

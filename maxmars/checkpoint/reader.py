@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 import maxmars
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
-from maxmars.config import GPT2Config, TrainConfig, from_dict
+from maxmars.config import ModelConfig, TrainConfig, from_dict
 from maxmars.distributed import files, processes
 
 FORMAT_VERSION = 3
@@ -68,7 +68,7 @@ class Checkpoint:
     """Training examples consumed."""
     data_digest: str | None
     """Digest of the data that the run read; None where none was recorded."""
-    config: TrainConfig | GPT2Config
+    config: TrainConfig | ModelConfig
     """Of the run; of the model alone if the format is older or no run wrote the checkpoint."""
     metrics: dict[str, float]
     environment: dict[str, Any]
@@ -82,7 +82,7 @@ class Checkpoint:
     format_version: int
 
     @property
-    def model(self) -> GPT2Config:
+    def model(self) -> ModelConfig:
         return self.config.model if isinstance(self.config, TrainConfig) else self.config
 
     def run_config(self) -> TrainConfig:

@@ -31,7 +31,7 @@ from maxmars.checkpoint.reader import (
     resolve,
     root_cause,
 )
-from maxmars.config import CheckpointConfig, GPT2Config, TrainConfig, to_dict
+from maxmars.config import CheckpointConfig, ModelConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
 from maxmars.distributed.files import reporting
 
@@ -260,7 +260,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             ) from error
 
 
-def save_params(directory: Directory, config: GPT2Config, params: Any, *, mesh: Mesh) -> None:
+def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh: Mesh) -> None:
     """Write parameters on a mesh, which no run of maxmars trained, as the checkpoint of step 0.
 
     Raises:
@@ -380,7 +380,7 @@ class SaveTimer:
 def _make_meta(
     step: int,
     state: Any,
-    config: TrainConfig | GPT2Config,
+    config: TrainConfig | ModelConfig,
     environment: dict[str, Any],
     *,
     data_position: int = 0,

@@ -64,7 +64,7 @@ def run_import(argv: list[str]) -> int:
     """Run `maxmars import`."""
     arguments = parse_options(ImportArguments, argv, prog="maxmars import")
     from maxmars.eval.trained_model import import_model  # loads JAX
-    from maxmars.model.gpt2 import num_parameters
+    from maxmars.model.language_model import num_parameters
 
     config = import_model(arguments.source, arguments.out)
     print(f"{arguments.out}: {num_parameters(config) / 1e6:.2f}M parameters as checkpoint 0")

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from maxmars.config import GPT2Config
 from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
 
 _USAGE = """\
@@ -70,7 +71,8 @@ def run(argv: list[str]) -> int:
         limit = _max_bytes(arguments.max_memory, chip)
         config, step = find_fit(config, topology, limit, log=functools.partial(print, flush=True))
         overrides = ["--num-microbatches", str(config.num_microbatches)]
-        overrides += ["--model.remat", str(config.model.remat)]
+        if isinstance(config.model, GPT2Config):
+            overrides += ["--model.remat", str(config.model.remat)]
     plan = make_plan(config, topology, price=arguments.price, train_step=step)
     print_plan(plan)
     if overrides:

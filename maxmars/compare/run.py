@@ -41,7 +41,7 @@ from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import sharding
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import write_json
-from maxmars.model.gpt2 import num_parameters
+from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import train
 from maxmars.train.auto import choose_precision

@@ -14,6 +14,7 @@ from maxmars.config.data import (
     PythonSourcesConfig,
     TokenShardsConfig,
 )
+from maxmars.config.model import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.config.optimizer import (
     AdamWConfig,
     AdEMAMixConfig,
@@ -30,7 +31,6 @@ from maxmars.config.optimizer import (
 from maxmars.config.train import (
     CheckpointConfig,
     EvalConfig,
-    GPT2Config,
     GuardConfig,
     LogConfig,
     MeshConfig,
@@ -61,6 +61,8 @@ __all__ = [
     "MixtureChange",
     "MixtureConfig",
     "MixturePart",
+    "ModelConfig",
+    "ModuleConfig",
     "MuonConfig",
     "NAdamWConfig",
     "OptaxConfig",

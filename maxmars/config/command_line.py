@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from maxmars.config.data import DataConfig, GrainSource, MixtureConfig, MixturePart
+from maxmars.config.model import ModuleConfig
 from maxmars.config.optimizer import OptaxConfig
 from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import import_file
@@ -117,11 +118,13 @@ def load_config(spec: str) -> TrainConfig:
             f"get_config of {path} returned a {type(config).__name__}; "
             "it must return a TrainConfig."
         )
-    optimizer = config.optimizer
+    model, optimizer = config.model, config.optimizer
+    if isinstance(model, ModuleConfig):
+        model = dataclasses.replace(model, make=str(path.parent / model.make))
     if isinstance(optimizer, OptaxConfig):
         optimizer = dataclasses.replace(optimizer, make=str(path.parent / optimizer.make))
     data = _sources_in(config.data, path.parent)
-    return dataclasses.replace(config, data=data, optimizer=optimizer)
+    return dataclasses.replace(config, model=model, data=data, optimizer=optimizer)
 
 
 def _sources_in(data: DataConfig | MixturePart | GrainSource, folder: Path) -> Any:

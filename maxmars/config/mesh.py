@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from maxmars.config import GPT2Config, MeshConfig, TrainConfig
+from maxmars.config import MeshConfig, ModelConfig, ModuleConfig, TrainConfig
 
 Shape = Mapping[str, int]
 """Sizes of the axes `data`, `fsdp` and `tensor`."""
@@ -53,12 +53,15 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
         )
 
 
-def check_mesh_divides_model(model: GPT2Config, shape: Shape) -> None:
-    """Check that the mesh divides the axes of the parameters that are split over it.
+def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
+    """Check that the mesh divides the axes of GPT-2's parameters that are split over it; those of a
+    module of the user's own are not known here (see `model.language_model.param_shardings`).
 
     Raises:
       ValueError: it does not; the message names the sizes that work.
     """
+    if isinstance(model, ModuleConfig):
+        return
     for axis, name, size in (
         ("tensor", "model.num_heads", model.num_heads),
         ("fsdp", "model.embed_dim", model.embed_dim),

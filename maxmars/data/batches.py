@@ -28,9 +28,9 @@ from jaxtyping import Bool
 
 from maxmars.config import (
     DataConfig,
-    GPT2Config,
     GrainSource,
     MixtureConfig,
+    ModelConfig,
     PythonSourcesConfig,
     TrainConfig,
 )
@@ -130,7 +130,7 @@ def _union(found: Sequence[Types]) -> Types:
     return {n: np.float32 if n == "mask" and is_weighted else TYPES[n] for n in TYPES if n in names}
 
 
-def batch_types(config: DataConfig, model: GPT2Config) -> Types:
+def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     """Names and types of the arrays of a batch of training, for a plan: no tokens are opened.
 
     Data of the user's own are, since only their first element says what they have. Where they are
@@ -149,7 +149,7 @@ def batch_types(config: DataConfig, model: GPT2Config) -> Types:
     return _union(found)
 
 
-def open_data(config: DataConfig, split: str, *, model: GPT2Config) -> SplitTokens:
+def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTokens:
     """The tokens of a split (`train` or `val`); all processes of a run must call.
 
     Process 0 reads `meta.json` and looks at the files for all: see `formats.examine`.
@@ -200,7 +200,7 @@ def _check_all_have(own: OwnData) -> None:
             )
 
 
-def _packed(stream: TokenStream | OwnData, config: DataConfig, model: GPT2Config) -> Stream:
+def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfig) -> Stream:
     """A stream with the segments, positions and mask that `config.packing` asks for."""
     if isinstance(config, GrainSource) or config.packing == "none" or isinstance(stream, OwnData):
         return stream
@@ -211,7 +211,7 @@ def _packed(stream: TokenStream | OwnData, config: DataConfig, model: GPT2Config
     return PackedStream(stream, end, plan)
 
 
-def _check_vocabulary(stream: TokenStream, model: GPT2Config) -> None:
+def _check_vocabulary(stream: TokenStream, model: ModelConfig) -> None:
     if stream.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokens in {stream.directory} have a vocabulary of {stream.vocab_size} "

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from maxmars.config import GPT2Config, GrainSource
+from maxmars.config import GrainSource, ModelConfig
 from maxmars.config.user_code import load_function, split_source
 
 Batch = dict[str, np.ndarray]
@@ -58,7 +58,7 @@ class OwnData:
     tokenizer_digest = None
     files = ()
 
-    def __init__(self, config: GrainSource, split: str, model: GPT2Config) -> None:
+    def __init__(self, config: GrainSource, split: str, model: ModelConfig) -> None:
         """Open the dataset, and read its first element."""
         self.source, self.split, self.tokenizer = config.source, split, config.tokenizer
         self.directory = Path(config.source)

@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model, many at once, with cached keys and values.
+"""Continue prompts with a trained model, many at once, with cached keys and values of a GPT-2.
 
 The context of every prompt is computed once (`prefill`); after that each new token costs one pass
 over one token (`decode`). When a context is full, generation goes on from its last half: positions
@@ -17,18 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
-from maxmars.config import GPT2Config
+from maxmars.config import GPT2Config, ModelConfig
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
 from maxmars.eval.loglikelihood import encode_context
 from maxmars.eval.trained_model import TrainedModel
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
-from maxmars.model.kv_cache import KVCache, decode, prefill
+from maxmars.model.kv_cache import KVCache, TokenCache, decode, prefill
+from maxmars.model.language_model import logical_axes, make_model
 
 _CHUNK = 16  # tokens that the device draws before the host looks at them
 _SMALLEST_BUCKET = 16
@@ -163,8 +162,9 @@ def generate_tokens(
     by_length = sorted(rows, key=lambda row: len(row.context))
     with Progress(stderr=True) as status, jax.set_mesh(model.mesh):
         params = model.params
-        if model.config.compute_dtype != model.config.param_dtype:
-            params = _decoding_params(params, config=model.config)
+        config = model.config
+        if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
+            params = _decoding_params(params, config=config)
         for start in range(0, len(rows), batch_size):
             batch = by_length[start : start + batch_size]
             padding = _Row(context=[0], key=batch[0].key, ended=True)
@@ -286,11 +286,10 @@ def _fill_cache(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
     *,
-    config: GPT2Config,
+    config: ModelConfig,
     num_slots: int,
-) -> tuple[Float[Array, "B D"], KVCache]:
-    graph, _ = graph_and_abstract_params(config)
-    return prefill(nnx.merge(graph, params), tokens, lengths, num_slots)
+) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
+    return prefill(make_model(config, params), tokens, lengths, num_slots)
 
 
 @functools.partial(
@@ -301,15 +300,15 @@ def _fill_cache(
 def _draw(
     params: Any,
     hidden: Float[Array, "B D"],
-    cache: KVCache,
+    cache: KVCache | TokenCache,
     ended: Bool[Array, " B"],
     keys: UInt32[Array, "B 2"],
     numbers: Int[Array, " 3"],
     *,
-    config: GPT2Config,
+    config: ModelConfig,
     sampling: Sampling,
     num_tokens: int,
-) -> tuple[Float[Array, "B D"], KVCache, Int[Array, "B chunk"]]:
+) -> tuple[Float[Array, "B D"], KVCache | TokenCache, Int[Array, "B chunk"]]:
     """Draw tokens one by one, until all rows have ended or the limit is reached.
 
     `hidden` is the last hidden state of each row, which predicts its next token. `numbers` are how
@@ -317,7 +316,7 @@ def _draw(
     and the token at which a row ends. Ids from `num_tokens` on, which pad the vocabulary, are never
     drawn.
     """
-    model = nnx.merge(graph_and_abstract_params(config)[0], params)
+    model = make_model(config, params)
     num_before, limit, stop = numbers
     row_keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
     start = cache.num_new

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float64, Int
 
-from maxmars.config import GPT2Config, TrainConfig
+from maxmars.config import ModelConfig, TrainConfig
 from maxmars.data.batches import SplitTokens
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
@@ -284,7 +284,7 @@ class HellaSwag:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         mesh: Mesh,
         tokenizer: Tokenizer,
         questions: Sequence[Question],
@@ -314,7 +314,7 @@ class HellaSwag:
                         )
             choices += [found for found, _ in encoded]
             self._lengths[protocol] = np.array([lengths for _, lengths in encoded])
-        self._packed = pack_choices(choices, config.max_seq_len)
+        self._packed = pack_choices(choices, config)
         self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
 
     def __call__(

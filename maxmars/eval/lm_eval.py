@@ -160,7 +160,7 @@ class Answers:
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """The same as `log_likelihoods`, for token ids; cuts long contexts on the left."""
         choices = list(_group(pairs, self.model.config.max_seq_len))
-        packed = pack_choices(choices, self.model.config.max_seq_len)
+        packed = pack_choices(choices, self.model.config)
         with Progress(stderr=True) as status:
             found = self._score(
                 self.model.params,

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float64, Int, Int32, Integer
 
-from maxmars.config import GPT2Config
+from maxmars.config import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import constrain
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.model.gpt2 import GPT2
+from maxmars.model.language_model import make_model, param_shardings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +98,17 @@ class PackedChoices:
     """Number of continuations of each of the choices."""
 
 
-def pack_choices(choices: Sequence[Choices], max_seq_len: int) -> PackedChoices:
-    """Pack choices into rows for a model whose context is `max_seq_len` tokens.
+def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoices:
+    """Pack choices into rows for a model.
 
-    Equal continuations of a context are scored once, so that they tie on every device.
+    The continuations of a context share a row where they fit and the model is a GPT-2; a module of
+    the user's own knows nothing of rows with several. Equal continuations of a context are scored
+    once, so that they tie on every device.
 
     Raises:
       ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.
     """
+    max_seq_len = config.max_seq_len
     rows: list[_Row] = []
     first_equal: list[int] = []
     for number, item in enumerate(choices):
@@ -120,9 +123,10 @@ def pack_choices(choices: Sequence[Choices], max_seq_len: int) -> PackedChoices:
                 )
             first_equal.append(different.setdefault(key, len(first_equal)))
         longest = max(map(len, different), default=0)
-        if len(item.context) + longest <= max_seq_len + 1:  # the last token predicts nothing
+        fit = len(item.context) + longest <= max_seq_len + 1  # the last token predicts nothing
+        if fit and isinstance(config, GPT2Config):
             rows.append(_row(item.context, different))
-        else:  # a row for each continuation, since they cut the context differently
+        else:  # a row for each continuation, which may cut the context differently
             for key, owner in different.items():
                 rows.append(_row(item.context[-(max_seq_len + 1 - len(key)) :], {key: owner}))
     return PackedChoices(
@@ -174,12 +178,12 @@ class LogLikelihoods:
       ValueError: `batch_size` is less than 1.
     """
 
-    def __init__(self, config: GPT2Config, mesh: Mesh, *, batch_size: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, batch_size: int | None = None) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1.")
         self._mesh = mesh
         self._shards = sharding.batch_shards(mesh)
-        self._batch_size = batch_size
+        self._config, self._batch_size = config, batch_size
         # Tokens of a batch and positions of a chunk, on each device. A CPU is fastest while
         # activations and logits stay in its caches.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -211,6 +215,8 @@ class LogLikelihoods:
         rows, done, running = packed.rows, 0, None
         while done < len(rows):
             length = padded_length(rows[done].size)
+            if isinstance(self._config, ModuleConfig):
+                length = min(length, self._config.max_seq_len)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
             height = -(-min(count, len(rows)) // self._shards)
             while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
@@ -267,16 +273,17 @@ class LogLikelihoods:
         """How many positions of a shard of so many tokens get their logits at once."""
         return min(self._head_positions, tokens)
 
-    def _make_score_batch(self, config: GPT2Config) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def _make_score_batch(self, config: ModelConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """A jitted function of (params, batch, chunks): see `_score_targets`, [shards, S] each."""
-        graph, _ = graph_and_abstract_params(config)
 
         def score_batch(
             params: Any, batch: tuple[jax.Array, ...], num_chunks: Int[Array, ""]
         ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"]]:
-            model = nnx.merge(graph, params)
+            model = make_model(config, params)
             tokens, positions, continuation_ids, sources, targets = (array[0] for array in batch)
-            hidden = model.hidden(tokens, positions=positions, continuation_ids=continuation_ids)
+            # In rows of other models there is one continuation; see `pack_choices`.
+            masks = {"continuation_ids": continuation_ids} if isinstance(model, GPT2) else {}
+            hidden = model.hidden(tokens, positions=positions, **masks)
             hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
             hidden = constrain(hidden, "batch", None, None)
             # Gathered over fsdp here, once, and not in the loop.
@@ -302,7 +309,7 @@ class LogLikelihoods:
         return jax.jit(
             score_batch,
             in_shardings=(
-                sharding.tree_shardings(self._mesh, logical_axes(config)),
+                param_shardings(config, self._mesh),
                 sharding.batch_sharding(self._mesh),
                 sharding.replicated(self._mesh),
             ),
@@ -311,7 +318,7 @@ class LogLikelihoods:
 
 
 def _score_targets(
-    config: GPT2Config,
+    config: ModelConfig,
     embedding: Float[Array, "V D"],
     x: Float[Array, "B S D"],
     targets: Int[Array, "B S"],
@@ -326,8 +333,8 @@ def _score_targets(
     flat = x.reshape(-1, x.shape[-1])
     logits = jnp.einsum("vd,nd->vn", embedding, flat, preferred_element_type=wide)
     logits = constrain(logits, "vocab", "batch")
-    if config.padded_vocab_size > config.vocab_size:
-        is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
+    if len(embedding) > config.vocab_size:
+        is_token = jnp.arange(len(embedding)) < config.vocab_size
         logits = jnp.where(is_token[:, None], logits, jnp.finfo(wide).min)
     normalizer = jax.nn.logsumexp(logits, axis=0).reshape(targets.shape)
     picked = jnp.einsum("bsd,bsd->bs", x, embedding[targets], preferred_element_type=wide)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
-from maxmars.config import DataConfig, EvalConfig, GPT2Config, TokenShardsConfig, TrainConfig
+from maxmars.config import DataConfig, EvalConfig, ModelConfig, TokenShardsConfig, TrainConfig
 from maxmars.config.checks import require
 from maxmars.data.batches import ValidationBatches, open_data
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
@@ -238,7 +238,7 @@ def _open_windows(
     return _Windows(batches=batches, tokenizer=tokenizer, directory=stream.directory)
 
 
-def _model_config(target: RunTarget | HFTarget) -> GPT2Config:
+def _model_config(target: RunTarget | HFTarget) -> ModelConfig:
     if isinstance(target, RunTarget):
         return read(target.checkpoints, target.step).model
     return huggingface.read_config(target.directory)

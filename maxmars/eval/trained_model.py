@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
@@ -19,12 +20,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
-from maxmars.config import GPT2Config, MeshConfig
+from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.mesh import check_mesh_divides_model
+from maxmars.config.user_code import split_source
 from maxmars.data.tokenizer import (
     Tokenizer,
     load_hf_tokenizer,
@@ -33,12 +34,26 @@ from maxmars.data.tokenizer import (
     write_hf_tokenizer,
 )
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import Workdir, require_access, resolve
+from maxmars.distributed.files import (
+    Workdir,
+    cache_directory,
+    is_remote,
+    require_access,
+    resolve,
+    write_bytes,
+)
 from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
-from maxmars.model.gpt2 import GPT2, graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import (
+    LanguageModel,
+    graph_and_abstract_params,
+    make_model,
+    param_shardings,
+)
 
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
+MODEL_SOURCE = "sources/model"
+"""Where a working directory keeps the file of a `ModuleConfig`."""
 
 _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
 
@@ -47,7 +62,7 @@ _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration 
 class TrainedModel:
     """A model that `load` read."""
 
-    config: GPT2Config
+    config: ModelConfig
     params: Any
     """Nested dict of arrays, on the mesh, in the shardings of training."""
     tokenizer: Tokenizer
@@ -58,9 +73,9 @@ class TrainedModel:
     """Path of the checkpoint or Hugging Face directory that was read."""
 
     @property
-    def model(self) -> GPT2:
-        """The Flax module with these parameters: int32 tokens [B, T] to logits [B, T, V]."""
-        return nnx.merge(graph_and_abstract_params(self.config)[0], self.params)
+    def model(self) -> LanguageModel:
+        """The model with these parameters: int32 tokens [B, T] to logits [B, T, V]."""
+        return make_model(self.config, self.params)
 
 
 def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
@@ -80,9 +95,9 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
 
-    def abstract_params(config: GPT2Config) -> Any:
+    def abstract_params(config: ModelConfig) -> Any:
         check_mesh_divides_model(config, mesh.shape)
-        shardings = sharding.tree_shardings(mesh, logical_axes(config))
+        shardings = param_shardings(config, mesh)
         return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
 
     target = find_target(path)
@@ -99,12 +114,11 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
         tokenizer = target.tokenizer()
 
         def read(stored: Checkpoint) -> tuple[Any, Checkpoint]:
-            wanted = {"params": abstract_params(stored.model)}
+            wanted = {"params": abstract_params(target.model_config(stored))}
             return load_arrays(stored, wanted)["params"], stored
 
         (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
-        # It may run on other devices than it was trained on.
-        config = dataclasses.replace(stored.model, attention="auto")
+        config = target.model_config(stored)
         name, source = target.name(stored.step), stored.path
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(
@@ -145,6 +159,26 @@ class RunTarget:
                 "text cannot be read without it; copy it from where the run was trained."
             )
         return load_saved_tokenizer(directory)
+
+    def model_config(self, stored: Checkpoint) -> ModelConfig:
+        """The configuration of the model in a checkpoint, to use it here.
+
+        A module of the user's own is made by the file as it was in training, which the working
+        directory keeps.
+        """
+        config = stored.model
+        if isinstance(config, GPT2Config):
+            # It may run on other devices than it was trained on.
+            return dataclasses.replace(config, attention="auto")
+        path, name = split_source(config.make)
+        kept = self.workdir / MODEL_SOURCE / path.name
+        if not kept.exists():
+            return config
+        if is_remote(kept):
+            text = kept.read_bytes()
+            kept = cache_directory() / "models" / hashlib.sha256(text).hexdigest() / path.name
+            write_bytes(kept, text)
+        return dataclasses.replace(config, make=f"{kept}:{name}")
 
     def name(self, step: int) -> str:
         """Name of the model at a step, for people."""
@@ -293,6 +327,12 @@ def export_model(
                 def read(layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
                     return _read_layout(stored, layout)
 
+                if isinstance(stored.model, ModuleConfig):
+                    raise ValueError(
+                        f"{stored.path} holds the model of {stored.model.make}, and export writes "
+                        "Hugging Face's GPT-2, which cannot say it; `load(...).params` in Python "
+                        "gives its arrays to write in another format."
+                    )
                 return write(stored.model, target.name(stored.step), target.tokenizer, read)
 
             return newest_sound(target.checkpoints, use, target.step)[0]
@@ -317,7 +357,7 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
     return array if layout.stacked else [array]
 
 
-def import_model(source: str | Path, out: str | Path) -> GPT2Config:
+def import_model(source: str | Path, out: str | Path) -> ModelConfig:
     """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
 
     `out` can be used wherever a run's directory can, but there is no training to continue. It

@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
-from maxmars.config import GPT2Config
+from maxmars.config import ModelConfig
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes, token_losses
+from maxmars.model.language_model import make_model, param_shardings, token_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class ValidationLoss:
     """Number of tokens scored; where a mask weights them, the sum of the weights, rounded."""
 
 
-def make_eval_step(config: GPT2Config, mesh: Mesh) -> Any:
+def make_eval_step(config: ModelConfig, mesh: Mesh) -> Any:
     """The jitted evaluation of one batch on a mesh, for use under `jax.set_mesh`.
 
     It takes the parameters, in the mesh's shardings, and `tokens`, int32 [1, rows, T + 1], with
@@ -35,14 +34,13 @@ def make_eval_step(config: GPT2Config, mesh: Mesh) -> Any:
     its loss. It returns the sum of nats over the targets, each times its mask, and that of the
     mask.
     """
-    graph, _ = graph_and_abstract_params(config)
 
     def step(
         params: Any, batch: dict[str, Shaped[Array, "1 rows window"]]
     ) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
         rows = {name: array[0] for name, array in batch.items()}
         targets = rows.pop("mask")[:, 1:]
-        losses = token_losses(nnx.merge(graph, params), **rows)
+        losses = token_losses(make_model(config, params), **rows)
         # The count of a bool mask is exact, also above 2**24.
         total = targets.sum(dtype=jnp.int32 if targets.dtype == jnp.bool else jnp.float32)
         return (losses * targets.astype(losses.dtype)).sum(), total
@@ -50,7 +48,7 @@ def make_eval_step(config: GPT2Config, mesh: Mesh) -> Any:
     return jax.jit(
         step,
         in_shardings=(
-            sharding.tree_shardings(mesh, logical_axes(config)),
+            param_shardings(config, mesh),
             sharding.batch_sharding(mesh),
         ),
         out_shardings=sharding.replicated(mesh),

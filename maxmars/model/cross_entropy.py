@@ -19,11 +19,27 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from maxmars.distributed.sharding import RULES
+from maxmars.distributed.sharding import RULES, constrain
 
 CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about."""
 _TENSOR = RULES.vocab
+
+
+def logits(
+    x: Float[Array, "B T D"], output_embedding: Float[Array, "V D"], vocab_size: int
+) -> Float[Array, "B T V"]:
+    """The logits x output_embeddingᵀ of all tokens, in float32 at least.
+
+    Columns from `vocab_size` on are padding and hold the lowest finite value.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    found = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
+    found = constrain(found, "batch", "length", "vocab")
+    rows = len(output_embedding)
+    if rows > vocab_size:
+        found = jnp.where(jnp.arange(rows) < vocab_size, found, jnp.finfo(wide).min)
+    return found
 
 
 def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:

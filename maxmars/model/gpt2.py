@@ -11,7 +11,6 @@ L layers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Integer, Shaped
+from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import constrain
@@ -189,7 +188,9 @@ class GPT2(nnx.Module):
         self.wte = Embedding(config, config.padded_vocab_size, "vocab", rngs=rngs)
         self.wpe = Embedding(config, config.max_seq_len, "positions", rngs=rngs)
 
-        @nnx.vmap(in_axes=0, out_axes=0)
+        stacked = {nnx.PARTITION_NAME: None, "axes": LAYERS}  # the name of the new axis
+
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked)
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
@@ -279,14 +280,7 @@ class GPT2(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Output head: x times the transposed token embedding, padding masked."""
-        config, wide = self.config, _at_least_float32(x.dtype)
-        embedding = self.output_embedding(x.dtype)
-        logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=wide)
-        logits = constrain(logits, "batch", "length", "vocab")
-        if config.padded_vocab_size > config.vocab_size:
-            is_token = jnp.arange(config.padded_vocab_size) < config.vocab_size
-            logits = jnp.where(is_token, logits, jnp.finfo(wide).min)
-        return logits
+        return cross_entropy.logits(x, self.output_embedding(x.dtype), self.config.vocab_size)
 
     def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
         """The token embedding in the type of matrix products, gathered over `fsdp`.
@@ -316,106 +310,6 @@ def document_segments(
     if segment_ids is not None:
         begins |= jnp.diff(segment_ids, axis=-1, prepend=segment_ids[:, :1]) != 0
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
-
-
-def token_losses(
-    model: GPT2,
-    tokens: Window,
-    *,
-    segment_ids: Window | None = None,
-    positions: Window | None = None,
-) -> Float[Array, "B window-1"]:
-    """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
-    x = _hidden(model, tokens, segment_ids, positions)
-    return cross_entropy.token_losses(
-        x, model.output_embedding(x.dtype), tokens[:, 1:], model.config.vocab_size
-    )
-
-
-def mean_loss(
-    model: GPT2,
-    tokens: Window,
-    *,
-    mask: Shaped[Array, "B window"] | None = None,
-    segment_ids: Window | None = None,
-    positions: Window | None = None,
-    draw_key: Any = None,
-) -> Float[Array, ""]:
-    """Mean of `token_losses` times `mask`, with a cheaper gradient.
-
-    Args:
-      model: the model.
-      tokens: each token but the first of a row is predicted from those before it.
-      mask: factor of each token's loss; that of a row's first token is not used. The mean is over
-        all predicted tokens, so a mask whose mean is 1 gives the mean over the tokens that count.
-        None counts all.
-      segment_ids: see `GPT2.hidden`. They do not change the mask: the first token of a segment is
-        predicted from the segment before it, and counts unless the mask says otherwise.
-      positions: see `GPT2.hidden`.
-      draw_key: key of random numbers; the targets are then drawn from the model's own predictions,
-        which count as constants, and are not `tokens`. Sophia estimates the diagonal of the
-        Gauss-Newton matrix with that.
-    """
-    x = _hidden(model, tokens, segment_ids, positions)
-    embedding, size = model.output_embedding(x.dtype), model.config.vocab_size
-    targets = tokens[:, 1:]
-    if draw_key is not None:
-        uniforms = jax.random.uniform(draw_key, x.shape[:2], _at_least_float32(x.dtype))
-        constants = jax.lax.stop_gradient((x, embedding))
-        targets = cross_entropy.draw_targets(*constants, uniforms, size)
-    weights = None if mask is None else mask[:, 1:].astype(_at_least_float32(x.dtype))
-    return cross_entropy.mean_loss(x, embedding, targets, size, weights=weights)
-
-
-def _hidden(
-    model: GPT2, tokens: Window, segment_ids: Window | None, positions: Window | None
-) -> Float[Array, "B window-1 D"]:
-    """The residual stream of all tokens but the last of a row, which predicts nothing."""
-    segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
-    return model.hidden(tokens[:, :-1], segment_ids=segment_ids, positions=positions)
-
-
-@functools.cache
-def graph_and_abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """The static part of the model, and its parameters as a nested dict of `jax.ShapeDtypeStruct`.
-
-    `nnx.merge(graph, params)` makes a model of a nested dict of arrays, also in a jitted function.
-    """
-    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model, nnx.Param)
-    # Under `jax.set_mesh` the shapes carry shardings on an abstract mesh, and the result is cached
-    # for callers under other meshes.
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), nnx.to_pure_dict(state))
-    return graph, shapes
-
-
-def init_params(config: GPT2Config, seed: int | jax.Array) -> dict[str, Any]:
-    """Initial parameters as a nested dict; `jax.jit` it with shardings for a large model."""
-    model = GPT2(config, rngs=nnx.Rngs(jax.random.key(seed)))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
-@functools.cache
-def logical_axes(config: GPT2Config) -> dict[str, Any]:
-    """The names of each parameter's axes: a nested dict whose leaves are tuples of str.
-
-    Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
-    """
-    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
-
-    def axes(path: tuple[Any, ...], variable: nnx.Param) -> tuple[str, ...]:
-        names = tuple(variable.get_metadata("axes"))
-        return (LAYERS, *names) if path[0] == "h" else names
-
-    state = nnx.state(model, nnx.Param)
-    flat = {path: axes(path, variable) for path, variable in nnx.to_flat_state(state)}
-    return nnx.traversals.unflatten_mapping(flat)
-
-
-def num_parameters(config: GPT2Config) -> int:
-    """Number of parameters, tied embeddings counted once, vocabulary padding included."""
-    _, params = graph_and_abstract_params(config)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _residual_std(config: GPT2Config) -> float:

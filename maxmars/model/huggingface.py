@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from maxmars.config import GPT2Config
 from maxmars.distributed.files import read_json_object, write_json
-from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.model.language_model import graph_and_abstract_params
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_FILE_BYTES = 5_000_000_000

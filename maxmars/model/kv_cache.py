@@ -2,7 +2,8 @@
 
 `prefill` runs the prompts of a batch and keeps the keys and values of every layer; `decode` runs
 one more token of each row against them. Both give the result of `GPT2.hidden` for the whole rows,
-to rounding.
+to rounding. Of a model of the user's own, whose keys and values nobody knows, the tokens are kept,
+and `decode` runs whole rows.
 
 The cache has two parts because the prompts of a batch differ in length. The second part counts new
 tokens from the end of each row's own prompt, so that all rows write the same slot: one slice, which
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmars.distributed.sharding import constrain
 from maxmars.model.attention import causal_attention
 from maxmars.model.gpt2 import GPT2, Block, document_segments
+from maxmars.model.own_model import OwnModel
 
 
 @jax.tree_util.register_dataclass
@@ -44,9 +46,22 @@ class KVCache:
     """New tokens of each row in the cache."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TokenCache:
+    """The tokens of every row, for a model of the user's own."""
+
+    tokens: Int[Array, "B slots"]
+    """P + N slots, but no more than the model's context."""
+    lengths: Int[Array, " B"]
+    """Tokens of each prompt."""
+    num_new: Int[Array, ""]
+    """New tokens of each row in the cache."""
+
+
 def prefill(
-    model: GPT2, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
-) -> tuple[Float[Array, "B D"], KVCache]:
+    model: GPT2 | OwnModel, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
+) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
     """Run prompts.
 
     Args:
@@ -56,8 +71,13 @@ def prefill(
       num_slots: N, the largest number of new tokens.
 
     Returns:
-      The residual stream after the last LayerNorm at each prompt's last token, and the cache.
+      The last hidden state of each prompt's last token, and the cache.
     """
+    if isinstance(model, OwnModel):
+        slots = min(tokens.shape[1] + num_slots, model.config.max_seq_len)
+        tokens = jnp.pad(tokens, ((0, 0), (0, max(0, slots - tokens.shape[1]))))
+        cache = TokenCache(tokens=tokens, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
+        return _last_hidden(model, cache), cache
     config = model.config
     segment_ids = document_segments(tokens, config.document_end_id)
 
@@ -90,13 +110,25 @@ def prefill(
     return model.ln_f(last)[:, 0], cache
 
 
+def _last_hidden(model: OwnModel, cache: TokenCache) -> Float[Array, "B D"]:
+    last = jnp.minimum(cache.lengths + cache.num_new, cache.tokens.shape[1]) - 1
+    return jnp.take_along_axis(model.hidden(cache.tokens), last[:, None, None], axis=1)[:, 0]
+
+
 def decode(
-    model: GPT2, tokens: Int[Array, " B"], cache: KVCache
-) -> tuple[Float[Array, "B D"], KVCache]:
+    model: GPT2 | OwnModel, tokens: Int[Array, " B"], cache: KVCache | TokenCache
+) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
     """Run one more token of each row; see `prefill` for the result.
 
     The result of a row beyond `max_seq_len` tokens means nothing. There must be a free slot.
     """
+    if isinstance(cache, TokenCache):
+        assert isinstance(model, OwnModel)
+        rows, places = jnp.arange(len(tokens)), cache.lengths + cache.num_new
+        written = cache.tokens.at[rows, places].set(tokens, mode="drop")
+        cache = dataclasses.replace(cache, tokens=written, num_new=cache.num_new + 1)
+        return _last_hidden(model, cache), cache
+    assert isinstance(model, GPT2)
     config, slot = model.config, cache.num_new
     segment_ids = _next_segments(tokens, cache, config.document_end_id)
     in_prompt, in_new = _visible(cache, segment_ids)

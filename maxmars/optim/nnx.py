@@ -55,13 +55,13 @@ def _spec(model: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> M
     ndim, metadata = variable.ndim, variable.get_metadata()
     if "matrix_spec" in metadata:
         spec = metadata["matrix_spec"]
-        return _vector(max(ndim, 1)) if spec is None else _stacked(spec, ndim)
+        return _vector(max(ndim, 1)) if spec is None else stacked(spec, ndim)
     if path[-1] == "kernel" and (spec := _kernel(layer)) is not None:
-        return _stacked(spec, ndim)
+        return stacked(spec, ndim)
     if path[-1] == "embedding" and isinstance(layer, nnx.Embed):
-        return _stacked(_TABLE, ndim)
+        return stacked(_TABLE, ndim)
     if path[-1] in ("bias", "scale") and (axes := _vector_axes(layer)) is not None:
-        return _stacked(axes, ndim)
+        return stacked(axes, ndim)
     if ndim > 1:
         name = ".".join(map(str, path))
         raise ValueError(
@@ -110,7 +110,7 @@ def _vector(ndim: int) -> MatrixSpec:
     return _matrix(0, 0, ndim)
 
 
-def _stacked(spec: MatrixSpec, ndim: int) -> MatrixSpec:
+def stacked(spec: MatrixSpec, ndim: int) -> MatrixSpec:
     """The spec of a parameter that has further axes before those of `spec`."""
     extra = max(ndim - spec.ndim, 0)
 

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from maxmars.train.auto import (
     choose_precision,
     first_that_fits,
     peak_bytes,
+    policies_of,
     with_remat,
 )
 from maxmars.train.step import TrainState, make_train_step
@@ -217,7 +218,7 @@ def find_fit(
             found = tried, step  # the search ends with the last setting that fits
         return is_small
 
-    cheapest_that_fits(counts, fits)
+    cheapest_that_fits(counts, fits, policies_of(config.model))
     if found is None:
         raise ValueError(
             f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
@@ -228,7 +229,9 @@ def find_fit(
 
 
 def cheapest_that_fits(
-    counts: list[int], fits: Callable[[Remat, int], bool]
+    counts: list[int],
+    fits: Callable[[Remat, int], bool],
+    policies: Sequence[Remat] = POLICIES,
 ) -> tuple[Remat, int] | None:
     """The cheapest policy under which some microbatch fits, with the fewest microbatches.
 
@@ -239,8 +242,9 @@ def cheapest_that_fits(
     Args:
       counts: possible numbers of microbatches, ascending.
       fits: whether the step fits; if it fits with some count, it fits with all larger ones.
+      policies: those to try, from the least arithmetic to the least memory.
     """
-    for remat in POLICIES:
+    for remat in policies:
         count = _first(counts, functools.partial(fits, remat))
         if count is not None:
             return remat, count

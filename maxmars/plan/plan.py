@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from rich.table import Column, Table
 
 from maxmars import __version__
-from maxmars.config import MarsConfig, MuonConfig, TrainConfig, to_dict
+from maxmars.config import MarsConfig, ModuleConfig, MuonConfig, TrainConfig, to_dict
 from maxmars.distributed import sharding
 from maxmars.model.attention import choose_attention
-from maxmars.model.gpt2 import num_parameters
+from maxmars.model.language_model import flops_per_token, num_parameters
 from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
 from maxmars.plan.compile import (
     ChipMemory,
@@ -41,7 +41,6 @@ from maxmars.plan.roofline import (
 )
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import choose_precision
-from maxmars.train.metrics import flops_per_token
 from maxmars.train.optimizer import matrix_specs, parameter_groups
 
 
@@ -143,7 +142,7 @@ def make_plan(
     memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
     parameters = num_parameters(config.model)
     flops = Flops(
-        model=flops_per_token(parameters, config.model) * config.tokens_per_step,
+        model=flops_per_token(config.model) * config.tokens_per_step,
         hardware=step.flops.total(),
         optimizer=step.flops["optimizer"],
     )
@@ -192,16 +191,20 @@ def print_plan(plan: Plan) -> None:
     axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
     chip = "fake CPU device" if topology.chip is None else topology.chip.name
-    attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
+    if isinstance(config.model, ModuleConfig):
+        model, reason = f"model {config.model.make}", None
+    else:
+        attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
+        model = f"remat {config.model.remat}, attention {attention.implementation}"
+        reason = attention.reason
     print(
         f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {topology.name}"
         f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
         f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
-        f"{config.microbatch_size} sequences, remat {config.model.remat}, attention "
-        f"{attention.implementation}"
+        f"{config.microbatch_size} sequences, {model}"
     )
-    if attention.reason is not None:
-        print(f"attention is plain and slower: {attention.reason}")
+    if reason is not None:
+        print(f"attention is plain and slower: {reason}")
     memory = _table("Memory of one chip", "train step", _right("MB"))
     for name, size in _memory_rows(plan):
         memory.add_row(name, _mb(size), style="bold" if name.startswith("peak") else None)

@@ -60,7 +60,7 @@ class Flops:
     """FLOPs of one step over all chips."""
 
     model: int
-    """6 N + 12 L d T a token, as MFU is measured (`maxmars.train.metrics.flops_per_token`)."""
+    """6 N + 12 L d T a token, as MFU is measured (`model.language_model.flops_per_token`)."""
     hardware: int
     """Matrix products that run, recomputation and optimizer included."""
     optimizer: int

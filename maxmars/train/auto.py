@@ -20,7 +20,7 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-from maxmars.config import TrainConfig
+from maxmars.config import GPT2Config, ModelConfig, TrainConfig
 from maxmars.data.own_data import Types
 from maxmars.distributed import processes
 from maxmars.train.step import make_train_step
@@ -60,6 +60,7 @@ def choose_precision(
 
 def with_compute_dtype(config: TrainConfig, dtype: ComputeDtype) -> TrainConfig:
     """The config with this type of matrix products."""
+    assert isinstance(config.model, GPT2Config)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
 
 
@@ -149,8 +150,16 @@ def choose_remat(
 
 
 def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
-    """The config with this policy."""
+    """The config with this policy; a module of the user's own has none but None."""
+    if config.model.remat == remat:
+        return config
+    assert isinstance(config.model, GPT2Config)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
+    """The policies that a search may try."""
+    return POLICIES if isinstance(model, GPT2Config) else (None,)
 
 
 def first_that_fits(fits: Callable[[Remat], bool]) -> tuple[Remat, bool]:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxmars.checkpoint import Checkpoint, find, load, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
-from maxmars.config import GPT2Config, TrainConfig, differences
+from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, read_text, resolve, write_json
 from maxmars.eval.trained_model import HFTarget, find_target
@@ -101,6 +101,7 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
             raise _no_optimizer_state(path)
         model, weights = huggingface.read_config(target.directory), path
         _check_model(path, model, config.model)
+        assert isinstance(config.model, GPT2Config)
         model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)
         parts = {"params": huggingface.load_params(target.directory, model, abstract.params)}
     parts["params"] = _padded(parts["params"], abstract.params, config.model)
@@ -167,7 +168,12 @@ def _no_optimizer_state(path: Any) -> ValueError:
     )
 
 
-def _check_model(path: Any, theirs: GPT2Config, ours: GPT2Config) -> None:
+def _check_model(path: Any, theirs: ModelConfig, ours: ModelConfig) -> None:
+    if type(theirs) is not type(ours):
+        raise ValueError(
+            f"the weights in {path} are of a {type(theirs).__name__}, and model is a "
+            f"{type(ours).__name__} here; start from weights of the same model."
+        )
     changed = [(field, old, new) for field, old, new in differences(theirs, ours) if field in _SAME]
     if changed:
         rows = ", ".join(
@@ -205,9 +211,11 @@ def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, s
         )
 
 
-def _as_stored(params: dict[str, Any], model: GPT2Config) -> dict[str, Any]:
+def _as_stored(params: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Abstract parameters whose token embedding has the rows of `model`, which may have another
     `vocab_pad_multiple`. Other rows are not split over the mesh, which need not divide them."""
+    if not isinstance(model, GPT2Config):
+        return params
     embedding = params["wte"]["embedding"]
     rows, width = model.padded_vocab_size, embedding.shape[1]
     if rows == embedding.shape[0]:
@@ -218,8 +226,10 @@ def _as_stored(params: dict[str, Any], model: GPT2Config) -> dict[str, Any]:
     return params | {"wte": params["wte"] | {"embedding": stored}}
 
 
-def _padded(params: dict[str, Any], abstract: dict[str, Any], model: GPT2Config) -> dict[str, Any]:
+def _padded(params: dict[str, Any], abstract: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """The parameters with the padding of `abstract`; the rows that pad are zero."""
+    if not isinstance(model, GPT2Config):
+        return params
     embedding, wanted = params["wte"]["embedding"], abstract["wte"]["embedding"]
     if embedding.shape == wanted.shape:
         return params

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxmars.config import GPT2Config
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     LineFile,
@@ -26,17 +25,6 @@ from maxmars.distributed.files import (
     write_text,
 )
 from maxmars.train.trackers import Trackers
-
-
-def flops_per_token(num_parameters: int, config: GPT2Config) -> int:
-    """FLOPs of forward and backward pass a token: 6 N + 12 L d T, as in PaLM (2204.02311, App. B).
-
-    Args:
-      num_parameters: all parameters, embeddings included.
-      config: the model, of `num_layers` L, `embed_dim` d and `max_seq_len` T.
-    """
-    attention = 12 * config.num_layers * config.embed_dim * config.max_seq_len
-    return 6 * num_parameters + attention
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):

@@ -1,14 +1,13 @@
 """Config to optimizer: the kind of each parameter, and its update rule, rate and weight decay.
 
 The kind of a parameter, its matrix and its part of the model follow from the names of its axes
-(`model.gpt2.logical_axes`), never from its number of dimensions or its path.
+(`model.logical_axes`), never from its number of dimensions or its path.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +23,9 @@ from maxmars.config import (
     AdamWConfig,
     AdEMAMixConfig,
     AdoptConfig,
-    GPT2Config,
     LionConfig,
     MarsConfig,
+    ModelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,
@@ -37,7 +36,12 @@ from maxmars.config import (
 )
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, like_params
-from maxmars.model.gpt2 import LAYERS, graph_and_abstract_params, logical_axes
+from maxmars.model.gpt2 import LAYERS
+from maxmars.model.language_model import (
+    given_matrix_specs,
+    graph_and_abstract_params,
+    logical_axes,
+)
 from maxmars.optim import (
     MatrixSpec,
     mars,
@@ -46,15 +50,7 @@ from maxmars.optim import (
     soap_shardings,
     sophia,
 )
-
-# The names of each matrix's axes (layers aside) -> how many of the first axes are inputs.
-_LINEAR_INPUTS: dict[tuple[str, ...], int] = {
-    ("embed", "qkv", "heads", "head_dim"): 1,
-    ("heads", "head_dim", "embed"): 2,
-    ("embed", "mlp"): 1,
-    ("mlp", "embed"): 1,
-}
-_EMBEDDINGS = {("vocab", "embed"), ("positions", "embed")}
+from maxmars.optim.nnx import stacked
 
 Kind = Literal["linear", "embedding", "vector"]
 
@@ -75,49 +71,95 @@ class ParameterGroup:
     """Which axes make its matrix, or its stack of matrices or vectors."""
 
 
-def parameter_kinds(config: GPT2Config) -> Any:
+def parameter_kinds(config: ModelConfig) -> Any:
     """The kind of each parameter, as a nested dict of strings."""
 
-    def kind(layers: tuple[str, ...], axes: tuple[str, ...]) -> Kind:
-        if axes in _LINEAR_INPUTS:
-            return "linear"
-        return "embedding" if axes in _EMBEDDINGS else "vector"
+    def kind(spec: MatrixSpec) -> Kind:
+        if spec.embedding:
+            return "embedding"
+        return "linear" if spec.is_matrix else "vector"
 
-    return _map_axes(kind, config)
+    return jax.tree.map(kind, matrix_specs(config))
 
 
-def matrix_specs(config: GPT2Config, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
+def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
     """The `MatrixSpec` of each parameter, as a nested dict.
+
+    It follows from the names of the axes, `layers` aside:
+
+    * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
+    * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
+    * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
+
+    A parameter of the user's own may say it by its metadata `matrix_spec`, as for
+    `maxmars.optim.nnx.matrix_specs_of`.
 
     Args:
       config: the model.
       qkv: the attention's input projection is one matrix ("fused"), three for queries, keys and
         values ("qkv"), or three for each head ("heads").
       mesh: if given, the specs say how `sharding.RULES` partitions each parameter over it.
+
+    Raises:
+      ValueError: the names do not say it, and neither does `matrix_spec`.
     """
     split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
+    given = given_matrix_specs(config)
+    _, shapes = graph_and_abstract_params(config)
 
-    def spec(layers: tuple[str, ...], axes: tuple[str, ...]) -> MatrixSpec:
-        names = (*layers, *axes)
-        first = len(layers) + _LINEAR_INPUTS.get(axes, 0)
-        rows, cols = range(len(layers), first), range(first, len(names))
-        if axes in _EMBEDDINGS:
-            rows, cols = cols[1:], cols[:1]  # [tokens, embed] maps from embed to tokens in the head
-        split = [i for i, name in enumerate(names) if name in split_names]
+    def spec(path: tuple[Any, ...], shape: Any, axes: tuple[str | None, ...]) -> MatrixSpec:
+        keys = tuple(key.key for key in path)
+        partition = None if mesh is None else RULES.spec(*axes)
+        if given.get(keys) is not None:
+            return dataclasses.replace(stacked(given[keys], len(axes)), partition=partition)
+        batch, rows, cols = _vector(axes) if keys in given else _matrix(axes, keys)
+        embedding = bool(rows) and axes[cols[0]] in _TABLES
+        padding = shape.shape[cols[0]] - config.vocab_size if embedding and "vocab" in axes else 0
+        split = [i for i, name in enumerate(axes) if name in split_names]
         return MatrixSpec(
-            batch=tuple(range(len(layers))),
-            rows=tuple(rows),
-            cols=tuple(cols),
-            partition=None if mesh is None else RULES.spec(*names),
+            batch=batch,
+            rows=rows,
+            cols=cols,
+            partition=partition,
             split=tuple(split) if rows and "qkv" in axes else (),
-            embedding=axes in _EMBEDDINGS,
-            padding=config.padded_vocab_size - config.vocab_size if "vocab" in axes else 0,
+            embedding=embedding,
+            padding=padding,
         )
 
-    return _map_axes(spec, config)
+    return jax.tree.map_with_path(spec, shapes, logical_axes(config))
 
 
-def parameter_groups(optimizer: OptimizerConfig, model: GPT2Config) -> Any:
+_TABLES = ("vocab", "positions")
+_Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _vector(axes: tuple[str | None, ...]) -> _Axes:
+    """Axes that stack layers, no rows, and all others."""
+    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
+    return tuple(range(layers)), (), tuple(range(layers, max(len(axes), 1)))
+
+
+def _matrix(axes: tuple[str | None, ...], keys: tuple[Any, ...]) -> _Axes:
+    """Axes that stack layers, input axes and output axes, by the rules of `matrix_specs`."""
+    layers, _, others = _vector(axes)
+    names = axes[len(layers) :]
+    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
+        return layers, (), others
+    for i, name in zip(others, names, strict=True):
+        if name in _TABLES:
+            return layers, tuple(axis for axis in others if axis != i), (i,)
+    if names[0] == "embed":
+        return layers, others[:1], others[1:]
+    if names[-1] == "embed":
+        return layers, others[:-1], others[-1:]
+    raise ValueError(
+        f"the axes {list(axes)} of {'.'.join(map(str, keys))} do not say whether it is a matrix: "
+        "neither the first nor the last one is embed; say so in the parameter's metadata, "
+        "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
+    )
+
+
+def parameter_groups(optimizer: OptimizerConfig, model: ModelConfig) -> Any:
     """The `ParameterGroup` of each parameter, as a nested dict."""
     return jax.tree.map(
         lambda kind, spec: _group(optimizer, kind, spec),
@@ -187,7 +229,7 @@ def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> Paramete
 
 def make_optimizer(
     optimizer: OptimizerConfig,
-    model: GPT2Config,
+    model: ModelConfig,
     learning_rate: optax.ScalarOrSchedule,
     *,
     batch_tokens: int = 1,
@@ -295,7 +337,7 @@ def _own_optimizer(
     return tx
 
 
-def check_optimizer(optimizer: OptimizerConfig, model: GPT2Config, mesh: Mesh) -> None:
+def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) -> None:
     """Check that a user's own optimizer makes updates like the parameters.
 
     Raises:
@@ -309,7 +351,7 @@ def check_optimizer(optimizer: OptimizerConfig, model: GPT2Config, mesh: Mesh) -
         tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
         return tx.update(params, tx.init(params), params)[0]
 
-    updates = jax.eval_shape(update, jax.ShapeDtypeStruct((), model.param_dtype), params)
+    updates = jax.eval_shape(update, jax.ShapeDtypeStruct((), jnp.float32), params)
     same = jax.tree.structure(updates) == jax.tree.structure(params) and all(
         u.shape == p.shape
         for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
@@ -327,14 +369,14 @@ def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _soap_specs(model: GPT2Config, mesh: Mesh | None) -> Any:
+def _soap_specs(model: ModelConfig, mesh: Mesh | None) -> Any:
     """SOAP leaves embeddings to AdamW, as it does vectors: they have no spec."""
     specs = matrix_specs(model, mesh=mesh)
     return jax.tree.map(lambda spec: None if spec.embedding else spec, specs)
 
 
 def opt_state_shardings(
-    optimizer: OptimizerConfig, model: GPT2Config, opt_state: Any, params: Any, mesh: Mesh
+    optimizer: OptimizerConfig, model: ModelConfig, opt_state: Any, params: Any, mesh: Mesh
 ) -> Any:
     """NamedShardings of an (abstract) optimizer state, given parameters that carry theirs.
 
@@ -383,13 +425,13 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
 # --- the parts of the model that metrics tell apart ----------------------------------------------
 
 PARTS = ("embedding", "attention", "mlp", "vector")
-"""Embeddings, the kernels of attention, the kernels of the MLPs, and norms and biases."""
+"""Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
 
 
-def parameter_parts(config: GPT2Config) -> Any:
+def parameter_parts(config: ModelConfig) -> Any:
     """The part of each parameter, one of `PARTS`, as a nested dict."""
 
-    def part(kind: str, axes: tuple[str, ...]) -> str:
+    def part(kind: str, axes: tuple[str | None, ...]) -> str:
         if kind != "linear":
             return kind
         return "attention" if "heads" in axes else "mlp"
@@ -397,11 +439,11 @@ def parameter_parts(config: GPT2Config) -> Any:
     return jax.tree.map(part, parameter_kinds(config), logical_axes(config))
 
 
-def learning_rate_scales(optimizer: OptimizerConfig, model: GPT2Config) -> dict[str, float]:
+def learning_rate_scales(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
     parts = jax.tree.leaves(parameter_parts(model))
     groups = dict(zip(parts, jax.tree.leaves(parameter_groups(optimizer, model)), strict=True))
-    scales = {part: groups[part].learning_rate_scale for part in PARTS}
+    scales = {part: groups[part].learning_rate_scale for part in PARTS if part in groups}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 
 
@@ -419,15 +461,3 @@ def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
             found[name] = float(np.linalg.norm(row))
         found |= {f"{name}/{part}": float(value) for part, value in zip(PARTS, row, strict=True)}
     return found
-
-
-def _map_axes(
-    function: Callable[[tuple[str, ...], tuple[str, ...]], Any], config: GPT2Config
-) -> Any:
-    """Map the axes of each parameter, split into the one that stacks the layers and the others."""
-
-    def split(axes: tuple[str, ...]) -> Any:
-        num_layer_axes = int(axes[0] == LAYERS)
-        return function(axes[:num_layer_axes], axes[num_layer_axes:])
-
-    return jax.tree.map(split, logical_axes(config), is_leaf=lambda x: isinstance(x, tuple))

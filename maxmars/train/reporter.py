@@ -21,8 +21,7 @@ from maxmars.config.numbers import short
 from maxmars.data.tokenizer import Tokenizer, load_saved_tokenizer
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
-from maxmars.model.gpt2 import num_parameters
-from maxmars.train.metrics import flops_per_token
+from maxmars.model.language_model import flops_per_token
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
 
@@ -54,7 +53,7 @@ class StepReporter:
         self._run = run
         self._started = started
         self._pending: tuple[int, Any] | None = None
-        self._flops = flops_per_token(num_parameters(run.config.model), run.config.model)
+        self._flops = flops_per_token(run.config.model)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * run.mesh.size
         self._since: float | None = None  # when the first step, which compiles, had ended

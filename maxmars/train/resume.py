@@ -21,9 +21,11 @@ from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_types
-from maxmars.config import TrainConfig, differences, to_dict
+from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
+from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line
+from maxmars.eval.trained_model import MODEL_SOURCE
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.step import abstract_train_state
 
@@ -98,11 +100,14 @@ def continued_config(
                 f"{f' (did you mean {close[0]}?)' if close else ''}; name fields or their groups, "
                 "such as optimizer.learning_rate,schedule."
             )
-    if config.model.compute_dtype == "auto":  # a run keeps the type that it began with
+    if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
+        # A run keeps the type that it began with.
         config = with_compute_dtype(config, stored.model.compute_dtype)
     rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
+    if isinstance(config.model, ModuleConfig) and isinstance(stored.model, ModuleConfig):
+        rows = _without_same_source(saved, rows, stored.model, config.model, overrides)
     if rows:
         _check_changes(saved, rows, config, mesh, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
@@ -118,6 +123,33 @@ def continued_config(
         schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
         config = dataclasses.replace(config, schedule=schedule)
     return config
+
+
+def _without_same_source(
+    saved: Checkpoint,
+    rows: Sequence[tuple[str, Any, Any]],
+    stored: ModuleConfig,
+    config: ModuleConfig,
+    overrides: Sequence[str],
+) -> list[tuple[str, Any, Any]]:
+    """The changed fields without the path of the model's file: its text decides, which the working
+    directory keeps.
+
+    Raises:
+      ValueError: the text has changed, and `overrides` do not say that it may.
+    """
+    workdir = saved.path.parent.parent
+    (before, old_name), (path, name) = split_source(stored.make), split_source(config.make)
+    kept = workdir / MODEL_SOURCE / before.name
+    if not kept.exists():
+        return list(rows)
+    if kept.read_bytes() != path.read_bytes() and "model.make" not in overrides:
+        raise ValueError(
+            f"{workdir} was trained with another text of {path}, which it keeps in {kept}; "
+            "continue with that text, choose another --workdir, or change it on purpose with "
+            "--resume-overrides model.make."
+        )
+    return [row for row in rows if row[0] != "model.make" or name != old_name]
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
@@ -143,7 +175,7 @@ def _check_changes(
     misfit = None
     if "optimizer" in names:
         misfit = "that is another optimizer"  # even if its arrays have the same shapes
-    elif any(name.startswith(("model.", "optimizer.")) for name in names):
+    elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):
         misfit = first_misfit(saved.types, leaf_types(abstract_train_state(config, mesh)))
     if not refused and misfit is None:
         return
@@ -161,7 +193,7 @@ def _check_changes(
     if misfit is None:
         wanted = ",".join([*overrides, *refused])
         way_out += f", or change on purpose with --resume-overrides {wanted}"
-    elif not any(name.startswith("model.") for name in names):
+    elif not any(name.partition(".")[0] == "model" for name in names):
         way_out += f" and start there from its weights with --init-from {workdir}"
     raise ValueError(f"{problem}. {way_out}.")
 

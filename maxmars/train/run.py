@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.environment import environment
-from maxmars.config import TrainConfig, to_dict
+from maxmars.config import GPT2Config, ModuleConfig, TrainConfig, to_dict
 from maxmars.config.mesh import check_mesh
+from maxmars.config.user_code import split_source
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification
@@ -27,9 +28,10 @@ from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import Workdir, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.eval.hellaswag import HellaSwagInLoop
+from maxmars.eval.trained_model import MODEL_SOURCE
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
-from maxmars.model.gpt2 import num_parameters
+from maxmars.model.language_model import check_model, num_parameters
 from maxmars.train import runtime
 from maxmars.train.auto import choose_precision, choose_remat
 from maxmars.train.init_from import (
@@ -182,10 +184,12 @@ def check(
         config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
     messages: list[str] = []
     config = choose_precision(config, mesh, messages.append)
+    check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
-    attention = choose_attention(config.model, mesh.devices.flat[0].platform)
-    if attention.reason is not None:
-        messages.append(f"attention is plain and slower: {attention.reason}")
+    if isinstance(config.model, GPT2Config):
+        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+        if attention.reason is not None:
+            messages.append(f"attention is plain and slower: {attention.reason}")
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
@@ -225,6 +229,9 @@ def lock(
         write_json(workdir / "environment.json", environment(mesh))
         stream = tokens.first
         copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
+        if isinstance(config.model, ModuleConfig):
+            path, _ = split_source(config.model.make)
+            write_bytes(workdir / MODEL_SOURCE / path.name, path.read_bytes())
         for path in tokens.sources:
             write_bytes(workdir / "sources" / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
@@ -26,11 +25,13 @@ from maxmars.config import GuardConfig, MarsConfig, SophiaConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.data.own_data import TYPES, Types
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import (
+from maxmars.model.language_model import (
+    check_model,
     graph_and_abstract_params,
     init_params,
-    logical_axes,
+    make_model,
     mean_loss,
+    param_shardings,
 )
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.optimizer import (
@@ -87,10 +88,9 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
       ValueError: the mesh does not divide the model or the batch.
     """
     check_mesh(config, mesh.shape)
+    check_model(config.model, mesh)
     abstract = jax.eval_shape(lambda: _initial_state(config, mesh, 0))
-    params = sharding.with_shardings(
-        abstract.params, sharding.tree_shardings(mesh, logical_axes(config.model))
-    )
+    params = sharding.with_shardings(abstract.params, param_shardings(config.model, mesh))
     opt_state = opt_state_shardings(
         config.optimizer, config.model, abstract.opt_state, params, mesh
     )
@@ -157,7 +157,9 @@ def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
 
 
 def _hyperparams(config: TrainConfig) -> dict[str, jax.Array]:
-    return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, config.model.param_dtype)}
+    _, params = graph_and_abstract_params(config.model)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, dtype)}
 
 
 def _optimizer(
@@ -285,11 +287,10 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    graph, _ = graph_and_abstract_params(config.model)
     parts = parameter_parts(config.model)
 
     def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
-        return mean_loss(nnx.merge(graph, params), **rows)
+        return mean_loss(make_model(config.model, params), **rows)
 
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
         with jax.named_scope("model"):
@@ -420,11 +421,10 @@ def _sampled_gradients(
 
     It is clipped to global norm 1, as in Sophia's official code.
     """
-    graph, _ = graph_and_abstract_params(config.model)
 
     def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
         rows, key = microbatch
-        return mean_loss(nnx.merge(graph, params), **rows, draw_key=key)
+        return mean_loss(make_model(config.model, params), **rows, draw_key=key)
 
     def sampled(params: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
@@ -515,7 +515,8 @@ def _update_metrics(
     metrics = {}
     for kind, of in kinds.items():
         total = sum(squares[part] for part in of)
-        metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / sum(sizes[part] for part in of))
+        size = sum(sizes[part] for part in of) or 1  # a model may have none of a kind
+        metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / size)
     for name in ("clip_fraction", "orthogonality_error"):
         found = optax.tree.get_all_with_path(opt_state, name)
         given = [value for _, value in found if value is not None]

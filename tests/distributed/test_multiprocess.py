@@ -81,7 +81,7 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import processes
 from maxmars.distributed.sharding import make_mesh, tree_shardings
 from maxmars.eval.hellaswag import HellaSwag, load_questions
-from maxmars.model.gpt2 import init_params, logical_axes
+from maxmars.model.language_model import init_params, logical_axes
 from tiny import MODEL
 
 count, process, port = map(int, sys.argv[1:])

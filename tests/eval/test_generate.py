@@ -22,7 +22,7 @@ from maxmars.eval.generate import (
     generate_texts,
     generate_tokens,
 )
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)

@@ -35,7 +35,7 @@ from maxmars.eval.hellaswag import (
     paired_difference,
     write_scores,
 )
-from maxmars.model.gpt2 import init_params
+from maxmars.model.language_model import init_params
 
 # --- questions
 

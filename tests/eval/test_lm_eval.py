@@ -14,7 +14,7 @@ from maxmars.eval import TrainedModel, load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import load_questions
 from maxmars.eval.lm_eval import PRESETS, Answers, rolling_windows, run_lm_eval
-from maxmars.model.gpt2 import logical_axes
+from maxmars.model.language_model import logical_axes
 
 RNG = np.random.default_rng(0)
 TEXT = "A man was sleeping. He woke up and walked to the door, and there he stood."

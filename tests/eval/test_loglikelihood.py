@@ -11,7 +11,7 @@ from tiny import MODEL
 from maxmars.config import MeshConfig
 from maxmars.distributed.sharding import make_mesh, tree_shardings
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
-from maxmars.model.gpt2 import init_params, logical_axes
+from maxmars.model.language_model import init_params, logical_axes
 
 # The 16 tokens of this model's context make the longer items lose some of theirs.
 LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
@@ -38,7 +38,7 @@ def choices():
 def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
     placed = jax.device_put(params, tree_shardings(mesh, logical_axes(model)))
-    packed = pack_choices(choices, model.max_seq_len)
+    packed = pack_choices(choices, model)
     return LogLikelihoods(model, mesh, batch_size=batch_size)(
         placed, packed, progress
     ).log_likelihoods
@@ -106,6 +106,6 @@ def test_few_programs_and_little_padding():
 def test_clear_errors(context, continuation, message):
     item = Choices(context=np.arange(context), continuations=[np.arange(continuation)])
     with pytest.raises(ValueError, match=message):
-        pack_choices([item], MODEL.max_seq_len)
+        pack_choices([item], MODEL)
     with pytest.raises(ValueError, match="batch_size=0"):
         LogLikelihoods(MODEL, make_mesh(MeshConfig()), batch_size=0)

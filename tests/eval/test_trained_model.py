@@ -35,7 +35,7 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model, import_model
-from maxmars.model.gpt2 import logical_axes
+from maxmars.model.language_model import logical_axes
 
 PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 
 
 def load(directory, config=None, mesh=None):

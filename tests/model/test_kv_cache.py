@@ -9,8 +9,8 @@ from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import graph_and_abstract_params, logical_axes
 from maxmars.model.kv_cache import decode, prefill
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 from maxmars.plan.collectives import collectives
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)

@@ -12,7 +12,7 @@ from tiny import MODEL
 
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import (
+from maxmars.model.language_model import (
     graph_and_abstract_params,
     init_params,
     logical_axes,

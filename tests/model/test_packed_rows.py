@@ -20,7 +20,8 @@ from maxmars.model.attention import (
     causal_attention,
     splash_attention,
 )
-from maxmars.model.gpt2 import document_segments, graph_and_abstract_params, mean_loss
+from maxmars.model.gpt2 import document_segments
+from maxmars.model.language_model import graph_and_abstract_params, mean_loss
 
 # The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
 LENGTHS = [[9, 4, 4], [17], [4, 9], [9, 4]]

@@ -13,7 +13,7 @@ import pytest
 from tiny import MODEL, tiny_config
 
 from maxmars.config import AdamWConfig, MarsConfig, MeshConfig
-from maxmars.model.gpt2 import num_parameters
+from maxmars.model.language_model import num_parameters
 from maxmars.plan import get_topology, make_plan
 from maxmars.plan.hlo import parse
 

@@ -16,7 +16,7 @@ from flax import nnx
 from tiny import MODEL, random_params
 
 from maxmars.config import to_dict
-from maxmars.model.gpt2 import graph_and_abstract_params, num_parameters, token_losses
+from maxmars.model.language_model import graph_and_abstract_params, num_parameters, token_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model.num-layers", "2", "--model.embed-dim", "32", "--model.max-seq-len", "16"]

@@ -10,7 +10,8 @@ from flax import nnx
 from tiny import MODEL, short_config, tiny_config
 
 from maxmars.distributed.sharding import make_mesh
-from maxmars.model.gpt2 import GPT2, mean_loss
+from maxmars.model.gpt2 import GPT2
+from maxmars.model.language_model import mean_loss
 from maxmars.train import train
 from maxmars.train.auto import (
     POLICIES,

@@ -7,13 +7,13 @@ import pytest
 from tiny import short_config
 
 from maxmars.config import CheckpointConfig, GPT2Config
+from maxmars.model.language_model import flops_per_token
 from maxmars.train import train
 from maxmars.train.metrics import (
     ACTIVITIES,
     Goodput,
     MetricsWriter,
     Session,
-    flops_per_token,
     read_metrics,
     read_sessions,
     run_seconds,
@@ -227,4 +227,4 @@ def test_flipped_bits_never_stop_a_run(tmp_path):
 
 def test_flops_per_token_of_gpt2_small():
     # 6 * 124439808 + 12 * 12 * 768 * 1024
-    assert flops_per_token(124_439_808, GPT2Config.small()) == 859_885_056
+    assert flops_per_token(GPT2Config.small()) == 859_885_056

@@ -19,7 +19,7 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import graph_and_abstract_params, mean_loss
+from maxmars.model.language_model import graph_and_abstract_params, mean_loss
 from maxmars.optim import MatrixSpec
 from maxmars.train.optimizer import (
     PARTS,

@@ -23,7 +23,7 @@ from maxmars.config import (
 )
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
-from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom, check_origin, load_initial, record_origin
 from maxmars.train.resume import continued_config

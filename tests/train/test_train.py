@@ -28,7 +28,7 @@ from maxmars.data.formats import open_split
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.validation import make_eval_step, validation_loss
-from maxmars.model.gpt2 import graph_and_abstract_params
+from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import TrainResult, train
 from maxmars.train.optimizer import PARTS
 

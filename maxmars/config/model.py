@@ -1,0 +1,136 @@
+"""The model of a run: GPT-2, or a module of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxmars.config.checks import CheckedConfig, Positive, require
+from maxmars.config.user_code import split_source, with_tuples
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(CheckedConfig):
+    """GPT-2. Presets `small`, `medium`, `large`, `xl` are the four published GPT-2 sizes."""
+
+    num_layers: Positive[int] = 12
+    """Number of transformer blocks."""
+    num_heads: Positive[int] = 12
+    """Attention heads; must divide embed_dim."""
+    embed_dim: Positive[int] = 768
+    """Width of the residual stream."""
+    max_seq_len: Positive[int] = 1024
+    """Context length in tokens; also the length of a training sequence."""
+    vocab_size: Positive[int] = 50257
+    """Number of token ids that the softmax covers."""
+    vocab_pad_multiple: Positive[int] = 1
+    """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked
+    out of the softmax, so the loss does not depend on it; use it to make `tensor` divide the
+    vocabulary."""
+    use_bias: bool = True
+    """Biases in linear layers and LayerNorms (GPT-2 has them; the MARS paper's models do not)."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """Also divide the attention logits of layer i by i + 1 (the MARS paper's models do)."""
+    layer_norm_epsilon: Positive[float] = 1e-5
+    """Added to the variance in every LayerNorm."""
+    param_dtype: Literal["float32", "float64"] = "float32"
+    """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
+    compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of matrix products; norms, logits, softmax and loss use float32 at least. auto takes
+    bfloat16 on accelerators and on CPUs that are faster in it, else float32; a run that continues
+    keeps its type."""
+    document_end_id: int | None = None
+    """Id of the token that ends a document (gpt2: 50256, byte: 256), to keep attention within
+    documents. A document then reaches from one such token up to the next, and its tokens attend to
+    no token before it. Positions still count from the start of the window, and every token is
+    predicted. None attends over the whole window, as GPT-2 does. See also `data.packing`, which
+    counts positions in each document."""
+    attention: Literal["auto", "plain", "blocked", "splash", "cudnn"] = "auto"
+    """Implementation of attention. `splash` is a kernel for TPUs and `cudnn` a kernel for NVIDIA
+    GPUs; neither stores length x length numbers a head. `plain` and `blocked` run anywhere, and
+    `blocked` is faster on CPUs. `auto` chooses by the devices, and the run logs why where a kernel
+    cannot be used."""
+    remat: Literal["auto", "full", "attention", "dots"] | None = None
+    """Rematerialisation: which arrays of a block are kept for the backward pass, which computes the
+    others again. `full` keeps the block's input; `attention` also queries, keys, values and the
+    output of attention; `dots` also the results of all products with weights; None keeps
+    everything. `auto` keeps as much as fits the device's memory, and everything on a CPU."""
+    scan_unroll: Positive[int] = 1
+    """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.embed_dim % self.num_heads == 0,
+            f"model.embed_dim={self.embed_dim} must be a multiple of "
+            f"model.num_heads={self.num_heads}.",
+        )
+        require(
+            self.document_end_id is None or 0 <= self.document_end_id < self.vocab_size,
+            f"model.document_end_id={self.document_end_id} must lie in [0, model.vocab_size="
+            f"{self.vocab_size}).",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token embedding: `vocab_size` rounded up to `vocab_pad_multiple`."""
+        return -(-self.vocab_size // self.vocab_pad_multiple) * self.vocab_pad_multiple
+
+    @classmethod
+    def small(cls) -> GPT2Config:
+        """124m parameters."""
+        return cls()
+
+    @classmethod
+    def medium(cls) -> GPT2Config:
+        """355m parameters."""
+        return cls(num_layers=24, num_heads=16, embed_dim=1024)
+
+    @classmethod
+    def large(cls) -> GPT2Config:
+        """774m parameters."""
+        return cls(num_layers=36, num_heads=20, embed_dim=1280)
+
+    @classmethod
+    def xl(cls) -> GPT2Config:
+        """1558m parameters."""
+        return cls(num_layers=48, num_heads=25, embed_dim=1600)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig(CheckedConfig):
+    """Any language model, made by a function of the user's own."""
+
+    make: str
+    """`FILE.py:NAME`, relative to the config file: the function is called as
+    `make(rngs=..., vocab_size=..., max_seq_len=..., **options)` and returns a Flax NNX module. See
+    `model/README.md` for what the trainer asks of the module."""
+    # Not hashed, as a dict cannot be; configs are still compared by it.
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further arguments of the function, JSON values."""
+    vocab_size: Positive[int]
+    """Number of token ids that the softmax covers."""
+    max_seq_len: Positive[int]
+    """Context length in tokens; also the length of a training sequence."""
+
+    # What these fields of GPT2Config say, a module decides by options of its own.
+    compute_dtype = remat = document_end_id = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split_source(self.make)
+        taken = {"type", "rngs", "vocab_size", "max_seq_len"} & self.options.keys()
+        require(
+            not taken,
+            f"model.options has {', '.join(sorted(taken))}, but no option of a model may be called "
+            "type, rngs, vocab_size or max_seq_len.",
+        )
+        # So that a run that continues finds them unchanged.
+        object.__setattr__(self, "options", with_tuples(self.options))
+
+
+ModelConfig = GPT2Config | ModuleConfig

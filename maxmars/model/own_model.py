@@ -1,0 +1,211 @@
+"""Models of the user's own: a Flax NNX module made by a function, and what is asked of it.
+
+See `ModuleConfig` for the function, and the README of this room for the module and an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer
+
+from maxmars.config import ModuleConfig
+from maxmars.config.user_code import load_function
+from maxmars.distributed.sharding import RULES, ShardingRules, constrain
+from maxmars.model import cross_entropy
+
+_NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
+
+
+def _wrong(config: ModuleConfig, problem: str) -> ValueError:
+    return ValueError(f"model.make={config.make!r}: {problem}.")
+
+
+def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The module that the user's function makes. The metadata `axes` of each of its parameters
+    holds the names of the axes.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
+        it returns something else than it should. Any other exception was raised by the function.
+    """
+    make = load_function(config.make)
+    arguments = {
+        "rngs": rngs,
+        "vocab_size": config.vocab_size,
+        "max_seq_len": config.max_seq_len,
+        **config.options,
+    }
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise _wrong(
+            config,
+            f"it cannot be called with {', '.join(arguments)} ({error}); it is make(*, rngs, "
+            "vocab_size, max_seq_len, **options) with the keys of model.options",
+        ) from None
+    # Flax would split each array at once, over a mesh whose axes have the names of the array's.
+    with nnx.use_eager_sharding(False):
+        module = make(**arguments)
+    if not isinstance(module, nnx.Module):
+        raise _wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
+    _check_call(config, module)
+    for path, node in nnx.iter_graph(module):
+        name = ".".join(map(str, path))
+        if isinstance(node, nnx.Variable):
+            _name_axes(config, name, node)
+        elif isinstance(node, nnx.Module):
+            arrays = [key for key, value in vars(node).items() if isinstance(value, jax.Array)]
+            if arrays:
+                raise _wrong(
+                    config,
+                    f"{'.'.join(filter(None, [name, arrays[0]]))} is an array outside of nnx.Param,"
+                    " and a checkpoint holds parameters alone; make it where it is used, or a "
+                    "numpy array",
+                )
+    return module
+
+
+def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
+    try:
+        inspect.signature(module.__call__).bind(None, segment_ids=None, positions=None)
+    except (AttributeError, TypeError) as error:
+        raise _wrong(
+            config,
+            f"the {type(module).__name__} cannot be called with tokens, segment_ids and positions "
+            f"({error}); it needs __call__(self, tokens, segment_ids=None, positions=None)",
+        ) from None
+    if not hasattr(module, "output_embedding"):
+        raise _wrong(
+            config,
+            f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
+            "parameter of this name with the rows [vocab_size, width] of the output head",
+        )
+
+
+def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
+    """Check the names that Flax keeps as `out_sharding`, and keep them as `axes`."""
+    if not isinstance(variable, nnx.Param):
+        raise _wrong(
+            config,
+            f"{name} is a {type(variable).__name__}, and a checkpoint holds parameters alone; "
+            "every variable must be an nnx.Param",
+        )
+    axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
+    if len(axes) != len(shape):
+        raise _wrong(
+            config,
+            f"{name} has the shape {list(shape)} and the axis names {list(axes)}, where each axis "
+            'needs one: nnx.Param(..., out_sharding=("embed", "mlp")), or nnx.with_partitioning '
+            "around an initializer; nnx.vmap names its axis by transform_metadata="
+            '{nnx.PARTITION_NAME: "layers"}',
+        )
+    unknown = [axis for axis in axes if axis is not None and axis not in _NAMES]
+    if unknown:
+        raise _wrong(
+            config,
+            f"an axis of {name} has the name {unknown[0]!r}; there are {', '.join(_NAMES)}, and "
+            "None for an axis that is not split",
+        )
+    split = [axis for axis in RULES.spec(*axes) if axis is not None]
+    if len(set(split)) < len(split):
+        raise _wrong(
+            config,
+            f"two axes of {name}, of {list(axes)}, would be split over the same axis of the mesh; "
+            "name one of them None",
+        )
+    # Without Flax's name, which it takes for axes of the mesh wherever there is one.
+    variable.set_metadata(axes=axes, out_sharding=None)
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A module of the user's own, as training, evaluation and generation use it."""
+
+    config: ModuleConfig
+    module: nnx.Module
+
+    def __call__(
+        self,
+        tokens: Integer[Array | np.ndarray, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position; see `GPT2.__call__`."""
+        tokens = jnp.asarray(tokens, jnp.int32)
+        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What the module returns: the last hidden states, before the output head.
+
+        Raises:
+          ValueError: a row without `positions` is longer than `max_seq_len`, or the module returns
+            something else.
+        """
+        if positions is None and tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than model.max_seq_len="
+                f"{self.config.max_seq_len}."
+            )
+        module: Any = self.module
+        x = module(tokens, segment_ids=segment_ids, positions=positions)
+        shape = _shape_of_floats(x)
+        if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
+            raise _wrong(
+                self.config,
+                f"for tokens of the shape {list(tokens.shape)} the {type(module).__name__} returned"
+                f" {_described(x)}; it must return hidden states [rows, tokens, width]",
+            )
+        return constrain(x, "batch", "length", None)
+
+    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
+        """The output head in the type of matrix products, gathered over `fsdp`.
+
+        Raises:
+          ValueError: it is no array [rows, width] with a row for each token.
+        """
+        module: Any = self.module
+        found = module.output_embedding
+        if callable(found) and not isinstance(found, nnx.Variable):
+            found = found()
+        if isinstance(found, nnx.Variable):
+            found = found[...]
+        shape = _shape_of_floats(found)
+        if shape is None or len(shape) != 2 or shape[0] < self.config.vocab_size:
+            raise _wrong(
+                self.config,
+                f"the output_embedding of the {type(module).__name__} is {_described(found)}; it "
+                f"must have the shape [model.vocab_size={self.config.vocab_size} or more, width]",
+            )
+        return constrain(found.astype(dtype), "vocab", None)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Output head: hidden states times the transposed `output_embedding`, padding masked."""
+        return cross_entropy.logits(x, self.output_embedding(x.dtype), self.config.vocab_size)
+
+
+def _shape_of_floats(found: Any) -> Sequence[int] | None:
+    """The shape of an array of floating-point numbers; None of anything else."""
+    is_array = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jnp.floating)
+    return found.shape if is_array else None
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, jax.Array):
+        return f"an array of {found.dtype} with the shape {list(found.shape)}"
+    return f"a {type(found).__name__}"

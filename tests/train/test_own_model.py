@@ -1,0 +1,517 @@
+"""Models of the user's own: trained, continued, evaluated, planned, and refused in one line."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hellaswag_questions import write_questions_file
+from plain_scores import plain_scorer
+from tiny import ADAMW, MODEL, batch_of, short_config
+
+from maxmars.cli import main
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    LionConfig,
+    MarsConfig,
+    MeshConfig,
+    ModuleConfig,
+    MuonConfig,
+    ScheduleConfig,
+    SoapConfig,
+    SophiaConfig,
+    TokenShardsConfig,
+    from_dict,
+    to_dict,
+)
+from maxmars.config.command_line import UsageError, parse_config
+from maxmars.distributed import sharding
+from maxmars.eval import load
+from maxmars.eval.generate import GREEDY, generate_tokens
+from maxmars.eval.hellaswag import HellaSwag, load_questions
+from maxmars.eval.trained_model import export_model
+from maxmars.model.language_model import (
+    check_model,
+    flops_per_token,
+    init_params,
+    logical_axes,
+    make_model,
+    num_parameters,
+    token_losses,
+)
+from maxmars.optim import MatrixSpec
+from maxmars.plan import get_topology, make_plan
+from maxmars.train import train
+from maxmars.train.init_from import InitFrom
+from maxmars.train.metrics import read_metrics
+from maxmars.train.optimizer import matrix_specs, parameter_groups
+from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.verify_resume import first_difference, series
+
+EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_model.py"
+OPTIONS = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "dtype": "float32"}
+OWN = ModuleConfig(make=f"{EXAMPLE}:make", options=OPTIONS, vocab_size=257, max_seq_len=16)
+SHAMPOO = MarsConfig(variant="shampoo", vector_learning_rate_scale=0.15)
+
+
+def one_device():
+    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def own_config(folder, **changes):
+    options = {
+        "model": OWN,
+        "optimizer": MarsConfig(),
+        "num_steps": 4,
+        "schedule": ScheduleConfig(warmup_steps=0, decay_steps=4),
+        "checkpoint": CheckpointConfig(every=None),
+        "eval": EvalConfig(every=None),
+    }
+    return short_config(folder / "tokens", **(options | changes))
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, byte_tokens):
+    """A run of the example from the command line, with HellaSwag in the loop."""
+    folder = tmp_path_factory.mktemp("own")
+    questions = write_questions_file(folder / "questions.jsonl")
+    options = f"""--num-processes 1 --num-steps 4 --global-batch-size 8 --log.every 1
+        --model.options.num-layers 2 --model.options.embed-dim 32 --model.max-seq-len 128
+        --mesh.data 1 --mesh.fsdp 4 --mesh.tensor 2
+        --eval.num-windows 16 --eval.batch-size 16
+        --eval.hellaswag-every 100 --eval.hellaswag-path {questions}"""
+    config = f"{EXAMPLE}:optimizer=mars_shampoo,data={byte_tokens}"
+    main(["train", config, "--workdir", str(folder / "run"), *options.split()])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    return load(run)
+
+
+def test_a_run_from_the_command_line_is_evaluated_as_it_evaluated_itself(run, capsys):
+    report = run.parent / "report.json"
+    questions = str(run.parent / "questions.jsonl")
+    options = ["--num-processes", "1", "--hellaswag.path", questions]
+    main(["eval", str(run), "--output", str(report), *options])
+    found = json.loads(report.read_text())
+    lines = {key: value for line in read_metrics(run) for key, value in line.items()}
+    assert found["loss"] == pytest.approx(lines["eval/loss"], rel=1e-6)
+    for protocol, name in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
+        assert found["hellaswag"][protocol]["acc_norm"] == lines[f"eval/{name}_acc_norm"]
+    assert "HellaSwag" in capsys.readouterr().out
+
+
+def test_questions_are_scored_as_each_ending_alone(run, trained):
+    questions = load_questions(run.parent / "questions.jsonl")
+    scorer = HellaSwag(trained.config, trained.mesh, trained.tokenizer, questions)
+    found = scorer(trained.params)["completion"].log_likelihoods
+    score, encode = plain_scorer(trained.config, trained.params), trained.tokenizer.encode
+    expected = [
+        [score(encode(q.context), encode(f" {ending}"))[0] for ending in q.endings]
+        for q in questions
+    ]
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+def test_text_is_generated_by_whole_forward_passes(trained):
+    longest = 16  # a context that the longer prompt fills, and both outgrow
+    model = dataclasses.replace(
+        trained, config=dataclasses.replace(trained.config, max_seq_len=longest)
+    )
+    prompts = [np.arange(3, dtype=np.int32), np.arange(40, dtype=np.int32)]
+    forward = jax.jit(make_model(model.config, model.params))
+
+    def plain(prompt):
+        tokens, start = prompt.tolist(), max(0, len(prompt) - longest)
+        for _ in range(20):
+            if len(tokens) - start > longest:
+                start = len(tokens) - longest // 2
+            seen = tokens[start:]
+            logits = forward(jnp.array([seen + [0] * (longest - len(seen))]))
+            tokens.append(int(logits[0, len(seen) - 1, :257].argmax()))
+        return tokens[len(prompt) :]
+
+    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
+    assert [tokens.tolist() for tokens in found] == [plain(prompt) for prompt in prompts]
+
+
+def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, capsys):
+    assert trained.config.make.startswith(str(run))
+    with pytest.raises(ValueError, match=r"own_model\.py:make, and export writes .*GPT-2") as found:
+        export_model(run, tmp_path / "out")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()
+    main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
+    assert capsys.readouterr().out.startswith("the ")
+
+
+def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
+    source = shutil.copy(EXAMPLE, tmp_path / "mine.py")
+    model = dataclasses.replace(OWN, make=f"{source}:make")
+    config = own_config(tmp_path, model=model)
+    train(config, tmp_path / "undisturbed")
+    train(dataclasses.replace(config, num_steps=2), tmp_path / "continued")
+    moved = shutil.move(source, tmp_path / "tokens")  # where the file lies does not matter
+    model = dataclasses.replace(model, make=f"{moved}:make")
+    config = dataclasses.replace(config, model=model)
+    train(config, tmp_path / "continued")
+    assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None
+    assert len(series(tmp_path / "continued")) == 2 * 4
+
+    for wrong, message in (
+        (dataclasses.replace(model, options=OPTIONS | {"remat": True}), "differs in model.options"),
+        (dataclasses.replace(model, vocab_size=300), "differs in model.vocab_size"),
+        (dataclasses.replace(MODEL, max_seq_len=16), "differs in model "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(dataclasses.replace(config, model=wrong), tmp_path / "continued")
+    with pytest.raises(ValueError, match="are of a ModuleConfig, and model is a GPT2Config"):
+        train(
+            dataclasses.replace(config, model=MODEL),
+            tmp_path / "other",
+            init_from=InitFrom(path=str(tmp_path / "continued")),
+        )
+    with open(moved, "a") as file:
+        file.write("\n# another text\n")
+    more = dataclasses.replace(config, num_steps=5)
+    with pytest.raises(ValueError, match=r"another text of .*mine\.py.*--resume-overrides"):
+        train(more, tmp_path / "continued")
+    done = train(more, tmp_path / "continued", resume_overrides=["model.make"])
+    assert done.step == 5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_run_continues_bit_by_bit(tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["verify-resume", str(EXAMPLE), "--steps", "60", "--out", str(out)])
+    assert "identical to the undisturbed run" in capsys.readouterr().out
+
+
+# --- on a mesh ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        MarsConfig(),
+        *(
+            pytest.param(optimizer, marks=pytest.mark.slow)
+            for optimizer in (
+                ADAMW,
+                SHAMPOO,
+                MarsConfig(exact=True),
+                MarsConfig(variant="m"),
+                MuonConfig(qkv="heads"),
+                SoapConfig(),
+                SophiaConfig(update_hessian_every=2),
+                LionConfig(),
+            )
+        ),
+    ],
+)
+def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):
+    """Newton-Schulz computes in float32 here, as in the tests of the package's own model."""
+    if hasattr(optimizer, "ns_dtype"):
+        optimizer = dataclasses.replace(optimizer, ns_dtype="float32")
+    shape = MeshConfig(data=2, fsdp=2, tensor=2)
+    config = own_config(tmp_path, optimizer=optimizer, mesh=shape)
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 1, 16, 17)).astype(np.int32)
+    found = []
+    for mesh in (one_device(), sharding.make_mesh(shape)):
+        step = make_train_step(config, mesh)
+        state, losses = init_train_state(config, mesh), []
+        for batch in tokens:
+            state, metrics = step(state, batch_of(step, batch))
+            losses.append(float(metrics["train/loss"]))
+        found.append((losses, jax.device_get(state.params)))
+    (expected, params), (losses, sharded) = found
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    rate = optimizer.learning_rate
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02 * rate), sharded, params)
+
+
+@pytest.mark.slow
+def test_a_plan_of_it(tmp_path):
+    mesh = MeshConfig(data=1, fsdp=4, tensor=1)
+    config = own_config(tmp_path, mesh=mesh, optimizer=SHAMPOO)
+    plan = make_plan(config, get_topology("cpu:4"), evaluate=False)
+    parameters = num_parameters(OWN)
+    assert plan.num_parameters == parameters
+    norms = 2 * (2 * 32 + 2 * 8) + 32  # which are not split
+    assert plan.memory.parameters_bytes == (parameters - norms) + 4 * norms
+    assert plan.exchange is not None
+    assert plan.flops.model == flops_per_token(OWN) * config.tokens_per_step
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def test_the_names_of_the_axes_say_what_a_matrix_is():
+    groups = parameter_groups(SHAMPOO, OWN)
+    rules = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (group.rule, group.kind)
+        for path, group in jax.tree.leaves_with_path(groups)
+    }
+    matrices = {f"blocks.{name}" for name in ("qkv", "out", "gate", "up", "down")}
+    assert {name for name, (rule, _) in rules.items() if rule == "mars-shampoo"} == matrices
+    tables = {name for name, (_, kind) in rules.items() if kind == "embedding"}
+    assert tables == {"embedding", "lm_head"}
+    spec = matrix_specs(OWN)["blocks"]["qkv"]
+    assert spec == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
+    assert matrix_specs(OWN)["lm_head"].padding == 384 - 257
+
+
+def test_flops_of_a_head_of_its_own():
+    tables, width, layers, length = 384 * 32, 32, 2, 16
+    expected = 6 * (num_parameters(OWN) - tables) + 12 * layers * width * length
+    assert flops_per_token(OWN) == expected
+
+
+def test_packed_documents_are_scored_as_each_alone():
+    tokens = np.random.default_rng(0).integers(0, 257, (1, 15)).astype(np.int32)
+    segments = np.repeat([0, 1], [6, 9])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(6), np.arange(9)])[None].astype(np.int32)
+    losses = jax.jit(lambda params, *a, **k: token_losses(make_model(OWN, params), *a, **k)[0])
+    params = jax.jit(init_params, static_argnums=0)(OWN, 0)
+    packed = losses(params, tokens, segment_ids=segments, positions=positions)
+    first, second = (losses(params, part) for part in (tokens[:, :6], tokens[:, 6:]))
+    np.testing.assert_allclose(packed[:5], first, rtol=1e-5)
+    np.testing.assert_allclose(packed[6:], second, rtol=1e-5)
+
+
+def test_a_config_with_it_survives_json():
+    config = dataclasses.replace(OWN, options={"sizes": [1, 2], "deep": {"a": None}})
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_options_change_on_the_command_line():
+    arguments = ["--model.options.num-layers", "3", "--model.max-seq-len", "64"]
+    config = parse_config(str(EXAMPLE), arguments, "maxmars train")
+    assert config.model.options["num_layers"] == 3
+    assert config.model.max_seq_len == 64
+    with pytest.raises(UsageError, match="no option --model"):
+        parse_config(str(EXAMPLE), ["--model.num-layers", "3"], "maxmars train")
+
+
+PLAIN = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from maxmars.optim import MatrixSpec
+
+def param(rngs, *shape, names, **metadata):
+    values = 0.1 * jax.random.normal(rngs.params(), shape)
+    return nnx.Param(values, out_sharding=names, **metadata)
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), ("embed", None))
+        self.mix = nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.cumsum(jnp.tanh(self.mix(x)), axis=1) / 16
+
+class Plain(nnx.Module):
+    '''Tied embeddings, layers in a list.'''
+
+    def __init__(self, rngs, vocab_size):
+        self.table = param(rngs, vocab_size, 8, names=("vocab", "embed"))
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+
+    @property
+    def output_embedding(self):
+        return self.table
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        x = self.table[...][tokens]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def make(*, rngs, vocab_size, max_seq_len):
+    return Plain(rngs, vocab_size)
+
+# Each of these is wrong in one way.
+
+def needs_more(*, rngs, vocab_size, max_seq_len, width):
+    return Plain(rngs, vocab_size)
+
+def number(**options):
+    return 1
+
+def with_parameter(names=None, shape=(8, 8), **metadata):
+    def make(*, rngs, vocab_size, max_seq_len):
+        model = Plain(rngs, vocab_size)
+        model.extra = param(rngs, *shape, names=names, **metadata)
+        return model
+    return make
+
+unnamed = with_parameter()
+unnamed_stack = with_parameter(("embed", "mlp"), (2, 8, 8))
+unknown_name = with_parameter(("embed", "hidden"))
+same_axis = with_parameter(("heads", "mlp"))
+no_matrix = with_parameter((None, "mlp"))
+spec = MatrixSpec(rows=(0,), cols=(1,))
+given_matrix = with_parameter((None, "mlp"), matrix_spec=spec)
+given_stack = with_parameter(("layers", None, "mlp"), (2, 8, 8), matrix_spec=spec)
+given_vector = with_parameter(("embed", "mlp"), matrix_spec=None)
+
+def dropout(*, rngs, vocab_size, max_seq_len):
+    model = Plain(rngs, vocab_size)
+    model.dropout = nnx.Dropout(0.1, rngs=rngs)
+    return model
+
+def array(*, rngs, vocab_size, max_seq_len):
+    model = Plain(rngs, vocab_size)
+    model.table_of_sines = nnx.data(jnp.sin(jnp.arange(8.0)))
+    return model
+
+class OneArgument(Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens)
+
+class Uncallable(nnx.Module):
+    pass
+
+class Headless(nnx.Module):
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return tokens
+
+class Logits(Plain):
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return super().__call__(tokens) @ self.table[...].T
+
+class Sums(Plain):
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return super().__call__(tokens).sum(1)
+
+class Pair(Plain):
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return super().__call__(tokens), None
+
+class Transposed(Plain):
+    @property
+    def output_embedding(self):
+        return self.table[...].T
+
+def one_argument(*, rngs, vocab_size, max_seq_len):
+    return OneArgument(rngs, vocab_size)
+
+def uncallable(**options):
+    return Uncallable()
+
+def headless(**options):
+    return Headless()
+
+def logits(*, rngs, vocab_size, max_seq_len):
+    return Logits(rngs, vocab_size)
+
+def sums(*, rngs, vocab_size, max_seq_len):
+    return Sums(rngs, vocab_size)
+
+def pair(*, rngs, vocab_size, max_seq_len):
+    return Pair(rngs, vocab_size)
+
+def transposed(*, rngs, vocab_size, max_seq_len):
+    return Transposed(rngs, vocab_size)
+
+def small_vocabulary(*, rngs, vocab_size, max_seq_len):
+    return Plain(rngs, 100)
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain") / "plain.py"
+    path.write_text(PLAIN)
+    return lambda name: ModuleConfig(make=f"{path}:{name}", vocab_size=257, max_seq_len=16)
+
+
+def test_layers_in_a_list_are_trained_saved_and_read(tmp_path, plain, byte_tokens):
+    data = TokenShardsConfig(path=str(byte_tokens))
+    config = own_config(tmp_path, model=plain("make"), optimizer=ADAMW, num_steps=1, data=data)
+    train(config, tmp_path / "run")
+    model = load(tmp_path / "run").model
+    assert model(np.zeros((1, 3), np.int32)).shape == (1, 3, 257)
+
+
+def test_a_parameter_may_say_itself_what_it_is(plain):
+    spec = MatrixSpec(rows=(0,), cols=(1,))
+    assert matrix_specs(plain("given_matrix"))["extra"] == spec
+    expected = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+    assert matrix_specs(plain("given_stack"))["extra"] == expected
+    assert matrix_specs(plain("given_vector"))["extra"] == MatrixSpec(rows=(), cols=(0, 1))
+    assert matrix_specs(plain("make"))["layers"][0]["mix"]["kernel"] == spec
+    assert logical_axes(plain("make"))["table"] == ("vocab", "embed")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "has no function 'missing'"),
+        ("needs_more", r"cannot be called with rngs, .*'width'.*keys of model.options"),
+        ("number", r"returned a int, not a flax\.nnx\.Module"),
+        ("unnamed", r"extra has the shape \[8, 8\] and the axis names \[\], .*out_sharding"),
+        ("unnamed_stack", r"extra has the shape \[2, 8, 8\] and the axis names .*PARTITION_NAME"),
+        ("unknown_name", r"an axis of extra has the name 'hidden'; there are layers, embed"),
+        ("same_axis", "two axes of extra, .* would be split over the same axis"),
+        ("no_matrix", "of extra do not say whether it is a matrix"),
+        ("dropout", r"dropout\.rngs\.\w+ is a Rng\w+, .* every variable must be an nnx.Param"),
+        ("array", "table_of_sines is an array outside of nnx.Param"),
+        ("one_argument", r"OneArgument cannot be called with tokens, segment_ids and positions"),
+        ("uncallable", r"Uncallable cannot be called with tokens, .* needs __call__"),
+        ("headless", "Headless has no output_embedding"),
+        ("logits", "hidden states have 257 columns, and the output_embedding 8"),
+        ("sums", r"Sums returned an array of float32 with the shape \[1, 8\]; it must return hid"),
+        ("pair", "Pair returned a tuple; it must return hidden states"),
+        ("transposed", r"output_embedding of the Transposed is .* \[8, 257\]; it must have the sh"),
+        ("small_vocabulary", r"\[100, 8\]; it must have the shape \[model.vocab_size=257 or more"),
+    ],
+)
+def test_wrong_modules_are_refused_in_one_line(plain, name, message):
+    model = plain(name)
+    check = matrix_specs if name == "no_matrix" else lambda model: check_model(model, one_device())
+    with pytest.raises(ValueError, match=message) as found:
+        check(model)
+    assert "\n" not in str(found.value)
+
+
+def test_wrong_runs_are_refused_before_anything_is_written(tmp_path, plain):
+    config = own_config(tmp_path, model=plain("make"))
+    small = dataclasses.replace(plain("make"), vocab_size=100)
+    mesh = MeshConfig(data=1, fsdp=1, tensor=2)
+    for changes, message in (
+        ({"model": plain("logits")}, "257 columns"),
+        ({"model": small}, "have a vocabulary of 257 .*, more than model.vocab_size=100"),
+        ({"mesh": mesh}, r"mesh\.tensor=2 does not divide the axis vocab of table, .*\[257, 8\]"),
+    ):
+        wrong = dataclasses.replace(config, **changes)
+        if "mesh" in changes:
+            with pytest.raises(ValueError, match=message):
+                check_model(wrong.model, sharding.make_mesh(mesh, jax.devices()[:2]))
+            continue
+        with pytest.raises(ValueError, match=message):
+            train(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sequence_longer_than_the_context_is_refused(plain):
+    model = make_model(plain("make"), init_params(plain("make"), 0))
+    with pytest.raises(ValueError, match="17 tokens is longer than"):
+        model(np.zeros((1, 17), np.int32))
+
+
+def test_names_that_the_trainer_gives_are_no_options():
+    with pytest.raises(ValueError, match="has rngs, but no option of a model"):
+        ModuleConfig(make="m.py:make", options={"rngs": 1}, vocab_size=9, max_seq_len=8)

@@ -1,0 +1,180 @@
+"""A language model of your own for `maxmars train`, and a config that trains it.
+
+    maxmars train tools/examples/own_model.py:optimizer=mars_shampoo
+    maxmars train tools/examples/own_model.py --model.options.num-layers 8
+    maxmars generate runs/own-model --prompt "def "
+
+The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
+attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
+how it is split over a mesh, and which matrix an optimizer sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxmars.config import AdamWConfig, MarsConfig, ModuleConfig, OptimizerConfig, TrainConfig
+from maxmars.config.command_line import load_config
+from maxmars.distributed.sharding import constrain
+
+Parameter = nnx.Param[jax.Array]
+
+
+def rms_norm(x: jax.Array, scale: Parameter) -> jax.Array:
+    """x over the root mean square of its last axis, in float32, times `scale`."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6) * scale[...]).astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary positions (arXiv 2104.09864) of x [batch, length, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half) / half)
+    angles = positions[:, :, None, None] * frequencies
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self, embed_dim: int, num_heads: int, rngs: nnx.Rngs, out_std: float):
+        """Projections start normal, with standard deviation 0.02 or, back to x, `out_std`."""
+        head_dim, mlp_dim = embed_dim // num_heads, 8 * embed_dim // 3 // 64 * 64 or 64
+
+        def matrix(std: float = 0.02, **axes: int) -> Parameter:
+            values = std * jax.random.normal(rngs.params(), tuple(axes.values()))
+            return nnx.Param(values, out_sharding=tuple(axes))
+
+        def ones(size: int) -> Parameter:
+            return nnx.Param(jnp.ones(size), out_sharding=("norm",))
+
+        self.attention_norm, self.mlp_norm = ones(embed_dim), ones(embed_dim)
+        self.query_norm, self.key_norm = ones(head_dim), ones(head_dim)
+        self.qkv = matrix(embed=embed_dim, qkv=3, heads=num_heads, head_dim=head_dim)
+        self.out = matrix(out_std, heads=num_heads, head_dim=head_dim, embed=embed_dim)
+        self.gate = matrix(embed=embed_dim, mlp=mlp_dim)
+        self.up = matrix(embed=embed_dim, mlp=mlp_dim)
+        self.down = matrix(out_std, mlp=mlp_dim, embed=embed_dim)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """x [batch, length, embed]; `mask`: which keys [batch, 1, length, length] each sees."""
+
+        def dot(spec: str, x: jax.Array, kernel: Parameter) -> jax.Array:
+            return jnp.einsum(spec, x, kernel[...].astype(x.dtype))
+
+        x = constrain(x, "batch", "length", None)
+        q, k, v = jnp.unstack(dot("btd,dshk->sbthk", rms_norm(x, self.attention_norm), self.qkv))
+        q = rotate(rms_norm(q, self.query_norm), positions)
+        k = rotate(rms_norm(k, self.key_norm), positions)
+        attended = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        x = x + dot("bthk,hkd->btd", attended, self.out)
+        y = rms_norm(x, self.mlp_norm)
+        y = jax.nn.silu(dot("btd,df->btf", y, self.gate)) * dot("btd,df->btf", y, self.up)
+        return x + dot("btf,fd->btd", y, self.down)
+
+
+class Decoder(nnx.Module):
+    """Token embedding, blocks under `jax.lax.scan`, a norm, and the head `lm_head`."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        embed_dim: int,
+        dtype: str,
+        remat: bool,
+    ):
+        """`dtype` is that of the matrix products; `remat` keeps only the inputs of the blocks."""
+        self.dtype, self.remat = dtype, remat
+        rows = -(-vocab_size // 128) * 128  # so that a mesh divides them; the loss masks the rest
+
+        def table() -> Parameter:
+            values = 0.02 * jax.random.normal(rngs.params(), (rows, embed_dim))
+            return nnx.Param(values, out_sharding=("vocab", "embed"))
+
+        @functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(embed_dim, num_heads, rngs, out_std=0.02 / (2 * num_layers) ** 0.5)
+
+        self.embedding, self.lm_head = table(), table()
+        self.blocks = blocks(rngs.split(num_layers))
+        self.norm = nnx.Param(jnp.ones(embed_dim), out_sharding=("norm",))
+
+    @property
+    def output_embedding(self) -> jax.Array:
+        """The rows of the head."""
+        return self.lm_head[...]
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """The last hidden states [batch, length, embed] of tokens [batch, length]."""
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
+            return block(x, positions, mask), None
+
+        # Gathered over `fsdp` before the lookup, so that x is split by rows alone.
+        embedding = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
+        step = jax.checkpoint(step, prevent_cse=False) if self.remat else step
+        x, _ = jax.lax.scan(step, embedding[tokens], self.blocks)
+        return rms_norm(x, self.norm)
+
+
+def make(
+    *,
+    rngs: nnx.Rngs,
+    vocab_size: int,
+    max_seq_len: int,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    embed_dim: int = 128,
+    dtype: str = "bfloat16",
+    remat: bool = False,
+) -> Decoder:
+    """The model of `ModuleConfig`; rotary positions need no `max_seq_len`."""
+    del max_seq_len
+    return Decoder(rngs, vocab_size, num_layers, num_heads, embed_dim, dtype, remat)
+
+
+def get_config(
+    optimizer: Literal["adamw", "mars", "mars_shampoo"] = "mars", data: str = ""
+) -> TrainConfig:
+    """The quickstart's run with this model; `data` is a directory of tokens, as there."""
+    rules: dict[str, OptimizerConfig] = {
+        "adamw": AdamWConfig(learning_rate=3e-3),
+        "mars": MarsConfig(learning_rate=6e-3),
+        "mars_shampoo": MarsConfig(
+            variant="shampoo",
+            learning_rate=2e-2,
+            vector_learning_rate_scale=0.15,
+            clip_threshold=None,
+        ),
+    }
+    options: dict[str, Any] = {"num_layers": 4, "embed_dim": 128, "dtype": "float32"}
+    base = load_config(f"quickstart:data={data}" if data else "quickstart")
+    model = ModuleConfig(
+        make="own_model.py:make",
+        options=options,
+        vocab_size=base.model.vocab_size,
+        max_seq_len=base.model.max_seq_len,
+    )
+    return dataclasses.replace(base, name="own-model", model=model, optimizer=rules[optimizer])
