@@ -41,7 +41,7 @@ from maxmars.plan.roofline import (
 )
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import choose_precision
-from maxmars.train.optimizer import matrix_specs, parameter_groups
+from maxmars.train.optimizer import matrix_specs, parameter_groups, summarize_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,8 @@ def print_plan(plan: Plan) -> None:
         f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {topology.name}"
         f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
         f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
-        f"{config.microbatch_size} sequences, {model}"
+        f"{config.microbatch_size} sequences, {model}\n"
+        f"{summarize_rules(config.optimizer, config.model)}"
     )
     if reason is not None:
         print(f"attention is plain and slower: {reason}")

@@ -44,6 +44,7 @@ from maxmars.model.language_model import (
 )
 from maxmars.optim import (
     MatrixSpec,
+    describe,
     mars,
     muon,
     soap,
@@ -225,6 +226,30 @@ def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> Paramete
     return ParameterGroup(
         kind=kind, rule=rule, learning_rate_scale=scale, weight_decay=decay, spec=spec
     )
+
+
+def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+    """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay."""
+    _, params = graph_and_abstract_params(model)
+    groups = parameter_groups(optimizer, model)
+    own = isinstance(optimizer, OptaxConfig)
+    return describe(
+        params,
+        jax.tree.map(lambda group: group.spec, groups),
+        rule=jax.tree.map(lambda group: group.rule, groups),
+        rate=jax.tree.map(lambda group: "its own" if own else group.learning_rate_scale, groups),
+        decay=jax.tree.map(lambda group: "its own" if own else group.weight_decay, groups),
+    )
+
+
+def summarize_rules(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+    """The size of each rule, such as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
+    _, params = graph_and_abstract_params(model)
+    sizes: dict[str, int] = {}
+    groups = jax.tree.leaves(parameter_groups(optimizer, model))
+    for leaf, group in zip(jax.tree.leaves(params), groups, strict=True):
+        sizes[group.rule] = sizes.get(group.rule, 0) + leaf.size
+    return ", ".join(f"{rule} for {size:,}" for rule, size in sizes.items()) + " parameters"
 
 
 def make_optimizer(

@@ -42,7 +42,7 @@ from maxmars.train.init_from import (
     record_origin,
 )
 from maxmars.train.metrics import Goodput, MetricsWriter
-from maxmars.train.optimizer import check_optimizer
+from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
 from maxmars.train.resume import check_data, continued_config, record_changes, saved_run
 from maxmars.train.step import (
     TrainState,
@@ -227,6 +227,8 @@ def lock(
     if processes.is_primary():
         write_json(workdir / "config.json", to_dict(config))
         write_json(workdir / "environment.json", environment(mesh))
+        table = describe_parameters(config.optimizer, config.model)
+        write_bytes(workdir / "parameters.txt", f"{table}\n".encode())
         stream = tokens.first
         copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
         if isinstance(config.model, ModuleConfig):
@@ -242,6 +244,8 @@ def lock(
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
         f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
     )
+    rules = summarize_rules(config.optimizer, config.model)
+    progress.message(f"{rules}; parameters.txt says which")
     for text in checked.messages:
         progress.message(text)
     return checkpointer

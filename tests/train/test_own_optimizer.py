@@ -122,6 +122,7 @@ def test_the_example_trains_from_the_command_line(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "3" in (tmp_path / "run" / "summary.json").read_text()
+    assert "own_optimizer.py:mars_nadam  its own" in (tmp_path / "run/parameters.txt").read_text()
 
 
 def test_exact_mars_is_told_that_it_gets_no_second_gradient(tmp_path):

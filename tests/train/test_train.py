@@ -75,6 +75,7 @@ def test_what_a_run_leaves_behind(finished):
         "environment.json",
         "logs",
         "metrics.jsonl",
+        "parameters.txt",
         "sessions.jsonl",
         "summary.json",
         "tokenizer",
@@ -109,6 +110,10 @@ def test_what_a_run_leaves_behind(finished):
     assert read(finished / "checkpoints").config == tiny_config()
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["num_devices"] == 8
+    rows = (finished / "parameters.txt").read_text().splitlines()
+    assert rows[0].split() == ["parameter", "shape", "kind", "matrix", "rule", "rate", "decay"]
+    assert rows[-1].startswith("wte.embedding")
+    assert rows[-1].split()[-3:] == ["mars-adamw", "1.0", "0.0"]
     evaluations = series(finished, "eval/loss")
     assert evaluations[6] < evaluations[3] < evaluations[0]
     assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
