@@ -11,9 +11,6 @@ import functools
 import hashlib
 import itertools
 import logging
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +49,7 @@ from maxmars.data.sampling import (
 )
 from maxmars.data.token_files import TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
+from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
 from maxmars.distributed.files import is_remote
 from maxmars.distributed.sharding import batch_shards, local_rows, to_device
@@ -336,7 +334,7 @@ def _iterate(
     if num_workers and prefetch_steps:
         flags.FLAGS.mark_as_parsed()  # Grain hands the flags of Abseil to its workers
         options = grain.MultiprocessingOptions(num_workers=num_workers)
-        read = read.mp_prefetch(options, worker_init_fn=_end_with_parent)
+        read = read.mp_prefetch(options, worker_init_fn=lambda *_: end_with_parent())
     on_mesh = read.map(functools.partial(_to_devices, mesh, rows))
     if prefetch_steps == 0:
         return iter(on_mesh)
@@ -346,18 +344,6 @@ def _iterate(
     iterator = iter(ahead)
     iterator.start_prefetch()
     return iterator
-
-
-def _end_with_parent(_index: int, _count: int) -> None:
-    """End this worker when the run is killed; Grain's own would stay for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # a worker has one
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _to_devices(mesh: Mesh, rows: int, batch: Batch) -> DeviceBatch:

@@ -86,15 +86,20 @@ def _start_worker(work: Work, count: Any, stop: Any) -> None:
     _worker = work, count, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A worker waits for work on a pipe that its siblings hold open too; it would outlive us.
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _die_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, however that was."""
+    # It waits for work on a pipe that its siblings hold open too, and would wait for ever.
     parent = parent_process()
     assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
+
+    def end() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _work(number: int) -> Exception | None:
