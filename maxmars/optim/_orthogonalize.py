@@ -1,29 +1,19 @@
 """Orthogonalise a pytree of matrices by Newton-Schulz, on one device or on a mesh.
 
-On a mesh a matrix is cut into pieces, and each iteration needs all of it. Gathering every matrix on
-every device, which is what XLA does if left alone, moves tens of gigabytes a step. Here each device
-becomes the owner of whole matrices instead:
-
-1. the pieces go to the owners in one bfloat16 all-to-all over all axes that cut the matrices,
-2. owners iterate on a batch of equal matrices,
-3. the pieces go back in one all-to-all.
-
-`plan_orthogonalization` decides all of it from shapes, `MatrixSpec`s and the mesh; `orthogonalize`
-runs it in one `jax.shard_map`. Two facts keep it simple. Newton-Schulz commutes with permutations
-of rows and of columns, so an owner may put pieces together in any order that it can undo. And it
-keeps zero columns zero, so a smaller matrix may fill a free slot among wider ones.
+On a mesh whole matrices have owners, which iterate on a batch of equal ones (see `_exchange.py`).
+`plan_orthogonalization` decides who owns what from shapes, `MatrixSpec`s and the mesh;
+`orthogonalize` runs it. Two facts keep it simple. Newton-Schulz commutes with permutations of rows
+and of columns, so an owner may put pieces together in any order that it can undo. And it keeps zero
+columns zero, so a smaller matrix may fill a free slot among wider ones.
 
 A mesh axis plays one of three roles for a leaf. It cuts its matrices into pieces (then the pieces
 are exchanged over it), or it cuts the stack of matrices (each part is then planned alike, and
 nothing is exchanged over it), or it holds copies (each copy then takes its share of the stack, and
 the results are gathered over it).
-
-The file goes from a leaf's layout over the static plan to the exchange itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,17 +23,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from maxmars.optim._exchange import (
+    AnyMesh,
+    Axes,
+    Exchange,
+    Layout,
+    entries_of,
+    known_partition,
+    layout_of,
+    num_devices,
+    on_mesh,
+    pad_axis,
+)
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients, newton_schulz, triples_of
 from maxmars.optim._rules import Scalar, Tree, check_choice, check_positive
 
-# --- how the matrices of a leaf lie on a mesh ----------------------------------------------------
-
-
-Axes = tuple[str, ...]
+# --- the matrices of a leaf ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,180 +61,85 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixLeaf:
-    """A leaf that holds matrices, as one device sees it."""
+    """A leaf that holds matrices, the blocks of its `MatrixSpec`."""
 
-    name: str
-    """Its key path, for people."""
     index: int
     """Its place among all leaves."""
     spec: MatrixSpec
-    shape: tuple[int, ...]
-    partition: PartitionSpec
-    """Without mesh axes of size one."""
-    local_shape: tuple[int, ...]
+    layout: Layout
     transposed: bool
     """Whether its matrices are turned over, so that rows <= cols."""
     roles: Roles
 
     @property
-    def inputs(self) -> int:
-        """Input width of one block."""
-        return math.prod(self.shape[axis] for axis in self.spec.block_rows)
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        """Its axes of the stack, of the rows and of the columns, turned over."""
+        rows, cols = self.spec.block_rows, self.spec.block_cols
+        return (self.spec.stack, cols, rows) if self.transposed else (self.spec.stack, rows, cols)
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Number, rows and columns of the matrices in a part of this shape."""
+        return tuple(math.prod(shape[axis] for axis in axes) for axes in self.axes)
 
     @property
-    def outputs(self) -> int:
-        """Output width of one block."""
-        return math.prod(self.shape[axis] for axis in self.spec.block_cols)
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Rows and columns of a matrix, turned over."""
+        return self.sizes(self.layout.shape)[1:]
 
     def factor(self, scale: str | None) -> float:
         """What `scale` multiplies an orthogonal matrix of this shape by, padding left out."""
-        inputs, outputs = self.inputs, self.outputs - self.spec.padding
+        outputs, inputs = self.matrix_shape if self.transposed else self.matrix_shape[::-1]
+        outputs -= self.spec.padding
         if scale == "spectral":
             return math.sqrt(max(1.0, outputs / inputs))
         return 1.0 if scale is None else 0.2 * math.sqrt(max(inputs, outputs))
 
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of one block, after turning over."""
-        return (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
+    def to_stack(self, x: Float[Array, ...]) -> Float[Array, "stack rows cols"]:
+        """The (pieces of) matrices of (a part of) the leaf, turned over."""
+        stack, rows, cols = self.axes
+        return x.transpose(*stack, *rows, *cols).reshape(self.sizes(x.shape))
 
-    @property
-    def stack(self) -> int:
-        """Number of blocks that a device holds pieces of."""
-        return math.prod(self.local_shape[axis] for axis in self.spec.stack)
-
-    @property
-    def permutation(self) -> tuple[int, ...]:
-        """Transposition to the axes of the stack, of the rows and of the columns."""
-        rows, cols = self.spec.block_rows, self.spec.block_cols
-        return self.spec.stack + (cols + rows if self.transposed else rows + cols)
+    def from_stack(self, y: Float[Array, "stack rows cols"]) -> Float[Array, ...]:
+        """The inverse of `to_stack`, of a device's part."""
+        order = [axis for axes in self.axes for axis in axes]
+        y = y.reshape([self.layout.local_shape[axis] for axis in order])
+        return y.transpose(np.argsort(order))
 
 
-def matrix_leaf(
-    index: int,
-    path: Any,
-    leaf: Any,
-    spec: MatrixSpec,
-    mesh: Mesh | AbstractMesh | None,
-    owned: Axes,
+def _matrix_leaf(
+    index: int, path: Any, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, owned: Axes
 ) -> MatrixLeaf:
-    """The layout of one leaf; `owned` are the ownership axes, in the mesh's order.
-
-    Raises:
-      ValueError: see `plan_orthogonalization`.
-    """
-    name, shape = jax.tree_util.keystr(path, simple=True, separator="."), tuple(leaf.shape)
-    sizes: dict[str, int] = {} if mesh is None else dict(mesh.shape)
-    partition = _known_partition(leaf, spec)
-    cuts = ((),) * spec.ndim
-    if mesh is not None:
-        cuts = _cuts(name, partition, spec.ndim, sizes, owned)
-    parts = [math.prod(sizes[axis] for axis in axes) for axes in cuts]
-    if any(size % count for size, count in zip(shape, parts, strict=True)):
-        raise ValueError(
-            f"{name} of shape {shape} is partitioned into {tuple(parts)} parts, which do not "
-            "divide it; take a mesh or a partition that does."
-        )
+    layout = layout_of(path, array, spec.ndim, spec.partition, mesh, owned)
+    rows, cols = spec.block_rows, spec.block_cols
+    height, width = (math.prod(layout.shape[axis] for axis in axes) for axes in (rows, cols))
+    transposed = height > width or (height == width and _turn_square(spec, array))
 
     def cutting(axes: Sequence[int]) -> Axes:
-        found = {mesh_axis for axis in axes for mesh_axis in cuts[axis]}
-        return tuple(axis for axis in owned if axis in found)
+        return tuple(name for name in owned if any(name in layout.cuts[axis] for axis in axes))
 
-    row_axes, col_axes = cutting(spec.block_rows), cutting(spec.block_cols)
-    height = math.prod(shape[axis] for axis in spec.block_rows)
-    width = math.prod(shape[axis] for axis in spec.block_cols)
-    transposed = height > width or (height == width and _turn_square(spec, partition))
-    used = (*row_axes, *col_axes, *cutting(spec.stack))
+    uncut = [name for name in owned if not any(name in names for names in layout.cuts)]
     roles = Roles(
-        rows=col_axes if transposed else row_axes,
-        cols=row_axes if transposed else col_axes,
+        rows=cutting(cols if transposed else rows),
+        cols=cutting(rows if transposed else cols),
         stack=cutting(spec.stack),
-        copy=tuple(axis for axis in owned if axis not in used and sizes[axis] > 1),
+        copy=tuple(name for name in uncut if num_devices((name,), mesh) > 1),
     )
-    return MatrixLeaf(
-        name=name,
-        index=index,
-        spec=spec,
-        shape=shape,
-        partition=PartitionSpec(*(axes or None for axes in cuts)),
-        local_shape=tuple(size // count for size, count in zip(shape, parts, strict=True)),
-        transposed=transposed,
-        roles=roles,
-    )
+    return MatrixLeaf(index=index, spec=spec, layout=layout, transposed=transposed, roles=roles)
 
 
-def _turn_square(spec: MatrixSpec, partition: PartitionSpec | None) -> bool:
+def _turn_square(spec: MatrixSpec, array: Any) -> bool:
     """Whether to turn a square matrix over, so that its cuts are those of other matrices: an
     attention output [heads, embed] then is cut like an MLP input [embed, mlp].
 
     It does not depend on the mesh, which therefore changes no rounding.
     """
-    entries = _entries(partition or PartitionSpec(), spec.ndim)
-
-    def names(axes: Sequence[int]) -> list[str]:
-        return sorted(itertools.chain(*(entries[axis] for axis in axes)))
-
-    rows, cols = names(spec.block_rows), names(spec.block_cols)
+    partition = known_partition(array) if spec.partition is None else spec.partition
+    entries = entries_of(partition or PartitionSpec(), spec.ndim)
+    rows, cols = (
+        sorted(name for axis in axes for name in entries[axis])
+        for axes in (spec.block_rows, spec.block_cols)
+    )
     return bool(cols) and (not rows or cols < rows)
-
-
-def _known_partition(leaf: Any, spec: MatrixSpec) -> PartitionSpec | None:
-    if spec.partition is not None:
-        return spec.partition
-    traced = isinstance(leaf, jax.core.Tracer)
-    sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    # The type of a traced array knows its partition over Explicit axes only.
-    if traced and any(t != AxisType.Explicit for t in sharding.mesh.axis_types):
-        return None
-    return sharding.spec
-
-
-def _cuts(
-    name: str, partition: PartitionSpec | None, ndim: int, sizes: dict[str, int], owned: Axes
-) -> tuple[Axes, ...]:
-    """For each axis of a leaf, the mesh axes of more than one device that cut it."""
-    if partition is None:
-        raise ValueError(
-            f"{name} is a matrix on a mesh without a known partition; give its "
-            "MatrixSpec(partition=...), PartitionSpec() for a copy on every device."
-        )
-    cuts = _entries(partition, ndim)
-    for axis in itertools.chain(*cuts):
-        if axis not in sizes:
-            raise ValueError(
-                f"the partition {partition} of {name} names {axis!r}, which the mesh does not "
-                f"have; it has {', '.join(sizes)}."
-            )
-        if axis not in owned and sizes[axis] > 1:
-            raise ValueError(
-                f"the partition {partition} of {name} names {axis!r}, which is not an ownership "
-                f"axis; give ownership_axes={(*owned, axis)}."
-            )
-    return tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in cuts)
-
-
-def _entries(partition: PartitionSpec, ndim: int) -> tuple[Axes, ...]:
-    """The mesh axes of each axis of an array."""
-    entries = [*partition, *[None] * (ndim - len(partition))]
-    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
-
-
-def to_stack(x: Float[Array, ...], leaf: MatrixLeaf) -> Float[Array, "stack rows cols"]:
-    """The (pieces of) matrices of a leaf, turned over so that whole ones have rows <= cols."""
-    ordered = x.transpose(leaf.permutation)
-    stacked = len(leaf.spec.stack)
-    heights = len(leaf.spec.block_cols if leaf.transposed else leaf.spec.block_rows)
-    rows = math.prod(ordered.shape[stacked : stacked + heights])
-    cols = math.prod(ordered.shape[stacked + heights :])
-    return ordered.reshape(math.prod(ordered.shape[:stacked]), rows, cols)
-
-
-def from_stack(y: Float[Array, "stack rows cols"], leaf: MatrixLeaf) -> Float[Array, ...]:
-    """The inverse of `to_stack`."""
-    ordered = y.reshape([leaf.local_shape[axis] for axis in leaf.permutation])
-    return ordered.transpose(np.argsort(leaf.permutation))
 
 
 # --- which device orthogonalises which matrix: a static plan -------------------------------------
@@ -251,7 +155,7 @@ _MAX_WIDENING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """Matrices `start` to `stop` of a leaf's local stack."""
+    """Matrices `start` to `stop` of a leaf's stack on each device."""
 
     leaf: int
     """Place in `OrthogonalizationPlan.leaves`."""
@@ -283,11 +187,6 @@ class Group:
     members: tuple[Member, ...]
 
     @property
-    def exchange_axes(self) -> Axes:
-        """Mesh axes of the all-to-all, rows' first."""
-        return self.roles.rows + self.roles.cols
-
-    @property
     def owners(self) -> int:
         """Devices that iterate on different matrices."""
         return self.pieces * self.copies * self.parts
@@ -298,9 +197,14 @@ class Group:
         return self.per_owner * self.pieces * self.copies
 
     @property
+    def filled(self) -> int:
+        """Matrices of one part of the stack, without padding."""
+        return sum(member.count for member in self.members)
+
+    @property
     def matrices(self) -> int:
         """Matrices of all parts of the stack, without padding."""
-        return sum(member.count for member in self.members) * self.parts
+        return self.filled * self.parts
 
     @property
     def padded_elements(self) -> int:
@@ -308,15 +212,11 @@ class Group:
         return self.slots * self.parts * self.rows * self.cols
 
     @property
-    def all_to_all_elements(self) -> int:
-        """Elements that both transfers leave on a device."""
-        return 2 * self.per_owner * self.rows * self.cols if self.pieces > 1 else 0
-
-    @property
-    def all_gather_elements(self) -> int:
-        """Elements that the gathering of results over copies leaves on a device."""
-        gathered = self.slots * self.rows * self.cols // self.pieces
-        return gathered if self.copies > 1 else 0
+    def transfer_elements(self) -> int:
+        """Elements that both all-to-alls and the gathering over copies leave on a device."""
+        exchanged = 2 * self.per_owner * self.rows * self.cols if self.pieces > 1 else 0
+        gathered = self.slots * self.rows * self.cols // self.pieces if self.copies > 1 else 0
+        return exchanged + gathered
 
     def flops(self, steps: int = _STEPS) -> int:
         """Multiplications and additions on one device."""
@@ -333,13 +233,13 @@ class OrthogonalizationPlan:
     """Those that hold matrices."""
     groups: tuple[Group, ...]
     """Largest slots first."""
-    mesh: Mesh | AbstractMesh | None
+    mesh: AnyMesh | None
     max_batch_bytes: int
 
     @property
     def elements(self) -> int:
         """Elements of all matrices, P."""
-        return sum(math.prod(leaf.shape) for leaf in self.leaves)
+        return sum(math.prod(leaf.layout.shape) for leaf in self.leaves)
 
     @property
     def padded_elements(self) -> int:
@@ -348,42 +248,27 @@ class OrthogonalizationPlan:
 
     def transfer_bytes(self, itemsize: int = _ITEMSIZE) -> int:
         """Bytes that the collectives of one step leave on a device."""
-        elements = sum(g.all_to_all_elements + g.all_gather_elements for g in self.groups)
-        return itemsize * elements
+        return itemsize * sum(group.transfer_elements for group in self.groups)
 
     def __str__(self) -> str:
         """A table of the groups, with bytes in bfloat16 and FLOPs of five steps, per device."""
         header = ("group", "matrices", "owners", "slots", "exchange", "MB", "GFLOP", "members")
-        rows = [header, *(self._row(group) for group in self.groups)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
-            for row in rows
-        ]
-        return "\n".join([*lines, self._summary()])
-
-    def _row(self, group: Group) -> tuple[str, ...]:
-        elements = group.all_to_all_elements + group.all_gather_elements
-        names = ", ".join(f"{self.leaves[m.leaf].name}[{m.count}]" for m in group.members)
-        return (
-            f"{group.rows} x {group.cols}",
-            str(group.matrices),
-            str(group.owners),
-            str(group.slots * group.parts),
-            " ".join(group.exchange_axes) or "-",
-            f"{_ITEMSIZE * elements / 1e6:.1f}",
-            f"{group.flops() / 1e9:.1f}",
-            names,
-        )
-
-    def _summary(self) -> str:
+        rows: list[tuple[str, ...]] = [header]
+        for g in self.groups:
+            members = [f"{self.leaves[m.leaf].layout.name}[{m.count}]" for m in g.members]
+            numbers = g.matrices, g.owners, g.slots * g.parts
+            exchange = " ".join(g.roles.rows + g.roles.cols) or "-"
+            costs = f"{_ITEMSIZE * g.transfer_elements / 1e6:.1f}", f"{g.flops() / 1e9:.1f}"
+            shape = f"{g.rows} x {g.cols}"
+            rows.append((shape, *map(str, numbers), exchange, *costs, ", ".join(members)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)] + [0]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         padding = self.padded_elements / max(self.elements, 1)
         flops = sum(group.flops() for group in self.groups)
-        return (
-            f"P = {self.elements:,} elements, "
-            f"P_padded = {self.padded_elements:,} ({padding:.3f} P)\n"
-            f"per device and step: {self.transfer_bytes() / 1e6:,.1f} MB in bfloat16, "
-            f"{flops:.3g} FLOPs in {_STEPS} iterations"
+        return "\n".join(lines) + (
+            f"\nP = {self.elements:,} elements, P_padded = {self.padded_elements:,} "
+            f"({padding:.3f} P)\nper device and step: {self.transfer_bytes() / 1e6:,.1f} MB in "
+            f"bfloat16, {flops:.3g} FLOPs in {_STEPS} iterations"
         )
 
 
@@ -391,7 +276,7 @@ def plan_orthogonalization(
     params: Any,
     matrix_specs: Any = None,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
     max_batch_bytes: int = 2**30,
 ) -> OrthogonalizationPlan:
@@ -419,20 +304,23 @@ def plan_orthogonalization(
     paths = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     leaves = tuple(
-        matrix_leaf(index, path, leaf, spec, mesh, owned)
+        _matrix_leaf(index, path, leaf, spec, mesh, owned)
         for index, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True))
         if spec.is_matrix and math.prod(leaf.shape)
     )
+    # Filling free slots splits leaves, so it must save some.
+    assignments = [_assign(leaves, mesh, fill=fill) for fill in (False, True)]
+    groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
     return OrthogonalizationPlan(
         num_leaves=len(paths),
         leaves=leaves,
-        groups=_groups(leaves, mesh),
+        groups=groups,
         mesh=mesh,
         max_batch_bytes=max_batch_bytes,
     )
 
 
-def _ownership_axes(mesh: Mesh | AbstractMesh | None, axes: Sequence[str] | None) -> Axes:
+def _ownership_axes(mesh: AnyMesh | None, axes: Sequence[str] | None) -> Axes:
     names = () if mesh is None else mesh.axis_names
     for axis in axes or ():
         if axis not in names:
@@ -445,63 +333,37 @@ def _ownership_axes(mesh: Mesh | AbstractMesh | None, axes: Sequence[str] | None
     )
 
 
-def _groups(leaves: Sequence[MatrixLeaf], mesh: Mesh | AbstractMesh | None) -> tuple[Group, ...]:
-    """The cheaper of two assignments: with free slots filled by narrower matrices, or without."""
-    apart, filled = (_assign(leaves, mesh, fill) for fill in (False, True))
-
-    def cost(groups: Sequence[Group]) -> int:
-        return sum(group.padded_elements for group in groups)
-
-    return filled if cost(filled) < cost(apart) else apart
-
-
-def _assign(
-    leaves: Sequence[MatrixLeaf], mesh: Mesh | AbstractMesh | None, fill: bool
-) -> tuple[Group, ...]:
-    queues: dict[tuple[tuple[int, int], Roles], list[Member]] = {}
+def _assign(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, *, fill: bool) -> tuple[Group, ...]:
+    """Groups of matrices of one shape, whose free slots narrower ones may fill."""
+    queues: dict[tuple[tuple[int, ...], Roles], list[Member]] = {}
     for place, leaf in enumerate(leaves):
-        whole = Member(leaf=place, start=0, stop=leaf.stack)
+        whole = Member(leaf=place, start=0, stop=leaf.sizes(leaf.layout.local_shape)[0])
         queues.setdefault((leaf.matrix_shape, leaf.roles), []).append(whole)
-    sizes: dict[str, int] = {} if mesh is None else dict(mesh.shape)
     order = sorted(queues, key=lambda key: math.prod(key[0]), reverse=True)
     groups = []
-    for position, (shape, roles) in enumerate(order):
-        members = queues[shape, roles]
+    for position, ((rows, cols), roles) in enumerate(order):
+        members = queues[order[position]]
         if not members:
             continue  # all of them fill slots of larger groups
-        group = _group(shape, roles, members, sizes)
-        free = group.slots - sum(member.count for member in members)
+        pieces, copies = (num_devices(a, mesh) for a in (roles.rows + roles.cols, roles.copy))
+        group = Group(
+            rows=rows,
+            cols=cols,
+            roles=roles,
+            pieces=pieces,
+            copies=copies,
+            parts=num_devices(roles.stack, mesh),
+            per_owner=-(-sum(member.count for member in members) // (pieces * copies)),
+            members=tuple(members),
+        )
         for other in order[position + 1 :] if fill else ():
-            if _fits(other, shape, roles):
-                taken, queues[other] = _take(queues[other], free)
-                members = [*members, *taken]
-                free -= sum(member.count for member in taken)
-        groups.append(replace(group, members=tuple(members)))
+            (other_rows, other_cols), other_roles = other
+            fits = (other_rows, other_roles) == (rows, roles) and cols <= _MAX_WIDENING * other_cols
+            if fits:
+                taken, queues[other] = _take(queues[other], group.slots - group.filled)
+                group = replace(group, members=(*group.members, *taken))
+        groups.append(group)
     return tuple(groups)
-
-
-def _group(
-    shape: tuple[int, int], roles: Roles, members: Sequence[Member], sizes: dict[str, int]
-) -> Group:
-    """A group with as few slots as its members need."""
-    pieces, copies = _devices(roles.rows + roles.cols, sizes), _devices(roles.copy, sizes)
-    count = sum(member.count for member in members)
-    return Group(
-        rows=shape[0],
-        cols=shape[1],
-        roles=roles,
-        pieces=pieces,
-        copies=copies,
-        parts=_devices(roles.stack, sizes),
-        per_owner=-(-count // (pieces * copies)),
-        members=tuple(members),
-    )
-
-
-def _fits(other: tuple[tuple[int, int], Roles], shape: tuple[int, int], roles: Roles) -> bool:
-    """Whether other matrices may fill slots of this shape."""
-    (rows, cols), other_roles = other
-    return (rows, other_roles) == (shape[0], roles) and shape[1] <= _MAX_WIDENING * cols
 
 
 def _take(queue: list[Member], count: int) -> tuple[list[Member], list[Member]]:
@@ -510,18 +372,14 @@ def _take(queue: list[Member], count: int) -> tuple[list[Member], list[Member]]:
     for member in queue:
         split = member.start + min(count, member.count)
         if split > member.start:
-            taken.append(Member(leaf=member.leaf, start=member.start, stop=split))
+            taken.append(replace(member, stop=split))
         if split < member.stop:
-            rest.append(Member(leaf=member.leaf, start=split, stop=member.stop))
+            rest.append(replace(member, start=split))
         count -= split - member.start
     return taken, rest
 
 
-def _devices(axes: Axes, sizes: dict[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in axes)
-
-
-# --- the exchange and the iterations -------------------------------------------------------------
+# --- the iterations ------------------------------------------------------------------------------
 
 
 Iteration = Callable[[jax.Array], jax.Array]
@@ -546,7 +404,7 @@ def scale_by_orthogonalization(
     dtype: Any = "bfloat16",
     scale: str | None = "spectral",
     measure_every: int | jax.Array | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """`orthogonalize` as an optax transformation; vectors pass as they are.
@@ -687,7 +545,7 @@ def orthogonality_error(
     total, count = jnp.zeros([]), 0
     _, results = _apply(unscaled, plan, squared_error, jnp.float32)
     for leaf, result in zip(plan.leaves, results, strict=True):
-        num_matrices = math.prod(leaf.shape) // (leaf.inputs * leaf.outputs)
+        num_matrices = leaf.sizes(leaf.layout.shape)[0]
         total += jnp.sum(result) / min(leaf.matrix_shape) + num_matrices
         count += num_matrices
     return jnp.sqrt(jnp.maximum(total, 0) / max(count, 1))
@@ -710,10 +568,11 @@ def _check_leaves(leaves: Sequence[Any], plan: OrthogonalizationPlan) -> None:
             "for this tree."
         )
     for leaf in plan.leaves:
-        if leaves[leaf.index].shape != leaf.shape:
+        layout, shape = leaf.layout, leaves[leaf.index].shape
+        if shape != layout.shape:
             raise ValueError(
-                f"the plan is for {leaf.name} of shape {leaf.shape}, but its update has shape "
-                f"{leaves[leaf.index].shape}; plan for this tree."
+                f"the plan is for {layout.name} of shape {layout.shape}, but its update has shape "
+                f"{shape}; plan for this tree."
             )
 
 
@@ -722,8 +581,8 @@ def _on_one_device(
 ) -> list[jax.Array]:
     # The cast comes first here too, so that a mesh changes no rounding.
     return [
-        from_stack(
-            _iterate(to_stack(x.astype(dtype), leaf), iteration, plan.max_batch_bytes, dtype), leaf
+        leaf.from_stack(
+            _iterate(leaf.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype)
         )
         for x, leaf in zip(matrices, plan.leaves, strict=True)
     ]
@@ -732,85 +591,32 @@ def _on_one_device(
 def _on_mesh(
     matrices: Sequence[jax.Array], plan: OrthogonalizationPlan, iteration: Iteration, dtype: Any
 ) -> Sequence[jax.Array]:
-    def local(*blocks: jax.Array) -> list[jax.Array]:
+    def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
         pairs = zip(blocks, plan.leaves, strict=True)
-        stacks = [to_stack(block.astype(dtype), leaf) for block, leaf in pairs]
+        stacks = [leaf.to_stack(block.astype(dtype)) for block, leaf in pairs]
         done: list[list[jax.Array]] = [[] for _ in stacks]
         for group in plan.groups:
             x = _gather_members(stacks, group)
-            y = _as_owners(x, group, lambda x: _iterate(x, iteration, plan.max_batch_bytes, dtype))
+            exchange = Exchange(cuts=(group.roles.rows, group.roles.cols), copies=group.roles.copy)
+            y = _iterate(exchange.to_owners(x), iteration, plan.max_batch_bytes, dtype)
+            y, start = exchange.from_owners(y, x.shape[1:]), 0
             # A leaf's earlier matrices are in larger groups, so its parts come in order.
-            for member, part in _split_members(y, stacks, group):
-                done[member].append(part)
-        return [
-            from_stack(jnp.concatenate(parts), leaf)
-            for parts, leaf in zip(done, plan.leaves, strict=True)
-        ]
+            for member in group.members:
+                width = stacks[member.leaf].shape[2]
+                done[member.leaf].append(y[start : start + member.count, :, :width])
+                start += member.count
+        pairs = zip(done, plan.leaves, strict=True)
+        return [leaf.from_stack(jnp.concatenate(parts)) for parts, leaf in pairs]
 
-    partitions = [leaf.partition for leaf in plan.leaves]
-    # Gathering over copies leaves them equal, which the check of varying axes cannot see.
-    mapped = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=tuple(partitions), out_specs=partitions, check_vma=False
-    )
-    return mapped(*matrices)
+    assert plan.mesh is not None
+    return on_mesh(local, plan.mesh, [leaf.layout.partition for leaf in plan.leaves], matrices)
 
 
 def _gather_members(stacks: Sequence[jax.Array], group: Group) -> Float[Array, "slots rows cols"]:
     """This device's pieces of all matrices of a group, padded by zeros."""
     width = max(stacks[member.leaf].shape[2] for member in group.members)
-    parts = [_pad(stacks[m.leaf][m.start : m.stop], axis=2, size=width) for m in group.members]
-    return _pad(jnp.concatenate(parts), axis=0, size=group.slots)
-
-
-def _split_members(
-    y: Float[Array, "slots rows cols"], stacks: Sequence[jax.Array], group: Group
-) -> list[tuple[int, jax.Array]]:
-    """The inverse of `_gather_members`: places of leaves, and their parts."""
-    parts, start = [], 0
-    for member in group.members:
-        width = stacks[member.leaf].shape[2]
-        parts.append((member.leaf, y[start : start + member.count, :, :width]))
-        start += member.count
-    return parts
-
-
-def _as_owners(
-    x: Float[Array, "slots rows cols"], group: Group, iteration: Iteration
-) -> Float[Array, "slots rows cols"]:
-    """Apply `iteration` to whole matrices: each device to its own, then pieces back to all."""
-    if group.copies > 1:
-        share = group.slots // group.copies
-        first = jax.lax.axis_index(group.roles.copy) * share
-        x = jax.lax.dynamic_slice_in_dim(x, first, share)
-    y = _exchange(x, group, iteration) if group.pieces > 1 else iteration(x)
-    if group.copies > 1:
-        y = jax.lax.all_gather(y, group.roles.copy, tiled=True)
-    return y
-
-
-def _exchange(
-    x: Float[Array, "slots rows cols"], group: Group, iteration: Iteration
-) -> Float[Array, "slots rows cols"]:
-    """All-to-all to owners, iteration on whole matrices, all-to-all back."""
-    rows, cols = x.shape[1:]
-    height, width = group.rows // rows, group.cols // cols  # pieces down and across
-    count = group.per_owner
-    x = _all_to_all(x.reshape(group.pieces, count, rows, cols), group)
-    x = x.reshape(height, width, count, rows, cols).transpose(2, 0, 3, 1, 4)
-    y = iteration(x.reshape(count, group.rows, group.cols))
-    y = y.reshape(count, height, rows, width, cols).transpose(1, 3, 0, 2, 4)
-    y = _all_to_all(y.reshape(group.pieces, count, rows, cols), group)
-    return y.reshape(group.pieces * count, rows, cols)
-
-
-def _all_to_all(
-    x: Float[Array, "pieces count rows cols"], group: Group
-) -> Float[Array, "pieces count rows cols"]:
-    """Element i goes to device i of the exchange axes; element j of the result is from device j."""
-    # As integers, since XLA's CPU backend sends a bfloat16 as a float32.
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-    bits = jax.lax.all_to_all(bits, group.exchange_axes, split_axis=0, concat_axis=0)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
+    parts = [pad_axis(stacks[m.leaf][m.start : m.stop], 2, width) for m in group.members]
+    return pad_axis(jnp.concatenate(parts), 0, group.slots)
 
 
 def _iterate(
@@ -818,21 +624,12 @@ def _iterate(
 ) -> Float[Array, "count rows cols"]:
     """Iterate on as many matrices at a time as the bound on temporaries allows."""
     count, rows, cols = x.shape
-    limit = max(1, max_batch_bytes // _temporary_bytes(rows, cols, dtype))
-    rounds = -(-count // limit)
-    return (
-        iteration(x) if rounds <= 1 else jax.lax.map(iteration, x, batch_size=-(-count // rounds))
-    )
-
-
-def _temporary_bytes(rows: int, cols: int, dtype: Any) -> int:
-    """Bytes of one matrix's X, its next value and its narrow copy, and of A, A² and b A + c A²."""
-    short, long = sorted((rows, cols))
     narrow = jnp.dtype(dtype).itemsize
     wide = jnp.promote_types(dtype, jnp.float32).itemsize
-    return (2 * wide + narrow) * short * long + (2 * wide + 2 * narrow) * short**2
-
-
-def _pad(x: jax.Array, *, axis: int, size: int) -> jax.Array:
-    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, widths) if size > x.shape[axis] else x
+    short, long = sorted((rows, cols))
+    # X, its next value and its narrow copy; A, A² and b A + c A², two of them narrow too.
+    size = (2 * wide + narrow) * short * long + (2 * wide + 2 * narrow) * short**2
+    rounds = -(-count // max(1, max_batch_bytes // size))
+    if rounds <= 1:
+        return iteration(x)
+    return jax.lax.map(iteration, x, batch_size=-(-count // rounds))

@@ -39,7 +39,8 @@ A lone matrix with one preconditioned side, such as an embedding table, has no s
 other side's rows are dealt out like matrices, and their Gram matrices summed up. That Gram matrix
 and its basis are copied.
 
-The file goes from the step of a stack of matrices over its layout on a mesh to the optimizer.
+The file goes from the optimizer to the step of a stack of matrices, where its state lies on a
+mesh, and the eigenvectors.
 """
 
 from __future__ import annotations
@@ -53,12 +54,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from maxmars.optim._decompositions import eigenvectors, orthonormal_columns
+from maxmars.optim._exchange import (
+    AnyMesh,
+    Axes,
+    Exchange,
+    layout_of,
+    num_devices,
+    on_mesh,
+    pad_axis,
+    partition_of,
+    placed_zeros,
+)
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
-from maxmars.optim._orthogonalize import Axes, matrix_leaf
 from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
@@ -73,427 +83,28 @@ from maxmars.optim._rules import (
     wide_dtype,
 )
 
-# --- one step of a stack of matrices: Adam in the eigenbases of their Gram matrices --------------
-
-
-Grads = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
-Square = Float[Array, "stack side side"]
-
-
-class Moments(NamedTuple):
-    """What SOAP remembers of a stack of matrices, or what belongs to each of it: arrays, homes,
-    shardings. None for a side that keeps the identity."""
-
-    mu: Any
-    """First moment in the eigenbases, [stack, rows, cols]."""
-    nu: Any
-    """Second moment in the eigenbases, [stack, rows, cols]."""
-    row_gram: Any
-    """Moving average of G Gᵀ, [stack, rows, rows]."""
-    col_gram: Any
-    """Moving average of Gᵀ G, [stack, cols, cols]."""
-    row_basis: Any
-    """Eigenvectors of `row_gram` in columns, eigenvalues falling."""
-    col_basis: Any
-    """Eigenvectors of `col_gram` in columns, eigenvalues falling."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoapRule:
-    """The hyperparameters of SOAP, see `scale_by_soap`."""
-
-    b1: Scalar
-    b2: Scalar
-    shampoo_beta: Scalar
-    eps: Scalar
-    precondition_frequency: int | jax.Array
-
-
-def soap_step(
-    grads: Grads,
-    moments: Moments,
-    count: Int[Array, ""],
-    rule: SoapRule,
-    sum_grams: Callable[[jax.Array], jax.Array],
-) -> tuple[Grads, Moments]:
-    """The direction of every matrix, and what to remember.
-
-    Args:
-      grads: gradients, in float32 or float64.
-      moments: all in the gradients' dtype.
-      count: number of earlier steps.
-      rule: the hyperparameters.
-      sum_grams: sums Gram matrices over the devices that a matrix is dealt out to.
-    """
-    moments, directions = _adam(grads, moments, count, rule)
-    beta = rule.shampoo_beta
-    row_gram, col_gram = moments.row_gram, moments.col_gram
-    if row_gram is not None:
-        row_gram = beta * row_gram + (1 - beta) * sum_grams(_matmul(grads, grads.mT))
-    if col_gram is not None:
-        col_gram = beta * col_gram + (1 - beta) * sum_grams(_matmul(grads.mT, grads))
-    moments = moments._replace(row_gram=row_gram, col_gram=col_gram)
-    if row_gram is not None or col_gram is not None:
-        due = count % rule.precondition_frequency == 0
-        branch = jnp.where(count == 0, 1, jnp.where(due, 2, 0))
-        moments = jax.lax.switch(branch, (lambda m: m, _first_bases, _next_bases), moments)
-    return directions, moments
-
-
-def _adam(
-    grads: Grads, moments: Moments, count: Int[Array, ""], rule: SoapRule
-) -> tuple[Moments, Grads]:
-    """Adam in the eigenbases; nothing in the first step, which has none yet."""
-    projected = _to_bases(grads, moments)
-    mu = rule.b1 * moments.mu + (1 - rule.b1) * projected
-    nu = rule.b2 * moments.nu + (1 - rule.b2) * jnp.square(projected)
-    updates = jnp.maximum(count, 1)  # the first step is not one of Adam's
-    correction = jnp.sqrt(bias_correction(rule.b2, updates)) / bias_correction(rule.b1, updates)
-    scaled = correction.astype(mu.dtype) * mu / (jnp.sqrt(nu) + rule.eps)
-    directions = _from_bases(scaled, moments)
-    first = count == 0
-    mu, nu = jnp.where(first, moments.mu, mu), jnp.where(first, moments.nu, nu)
-    return moments._replace(mu=mu, nu=nu), jnp.where(first, 0, directions)
-
-
-def _to_bases(x: Grads, moments: Moments) -> Grads:
-    if moments.row_basis is not None:
-        x = _matmul(moments.row_basis.mT, x)
-    return x if moments.col_basis is None else _matmul(x, moments.col_basis)
-
-
-def _from_bases(x: Grads, moments: Moments) -> Grads:
-    if moments.row_basis is not None:
-        x = _matmul(moments.row_basis, x)
-    return x if moments.col_basis is None else _matmul(x, moments.col_basis.mT)
-
-
-def _first_bases(moments: Moments) -> Moments:
-    def basis(gram: jax.Array | None) -> jax.Array | None:
-        return None if gram is None else eigenvectors(_normalized(gram))
-
-    return moments._replace(row_basis=basis(moments.row_gram), col_basis=basis(moments.col_gram))
-
-
-def _next_bases(moments: Moments) -> Moments:
-    """A power iteration of each basis, and the moments in the new ones."""
-    original, nu = _from_bases(moments.mu, moments), moments.nu
-    row_basis, col_basis = moments.row_basis, moments.col_basis
-    if row_basis is not None:
-        row_basis, order = _power_iteration(moments.row_gram, row_basis)
-        nu = jnp.take_along_axis(nu, order[:, :, None], axis=1)
-    if col_basis is not None:
-        col_basis, order = _power_iteration(moments.col_gram, col_basis)
-        nu = jnp.take_along_axis(nu, order[:, None, :], axis=2)
-    moments = moments._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
-    return moments._replace(mu=_to_bases(original, moments))
-
-
-def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
-    """Q of the QR decomposition of gram @ basis, its columns ordered by estimated eigenvalues
-    first; and that order of the old columns."""
-    image = _matmul(_normalized(gram), basis)
-    eigenvalues = jnp.sum(basis * image, axis=-2)
-    order = jnp.argsort(eigenvalues, axis=-1, descending=True)
-    return orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
-
-
-def _normalized(gram: Square) -> Square:
-    """The same eigenvectors, out of the reach of underflow: of trace one, unless it is zero."""
-    trace = jnp.trace(gram, axis1=-2, axis2=-1)[:, None, None]
-    return gram / jnp.where(trace > 0, trace, 1)
-
-
-def _matmul(
-    x: Float[Array, "stack rows inner"], y: Float[Array, "stack inner cols"]
-) -> Float[Array, "stack rows cols"]:
-    # By default an accelerator may multiply float32 in fewer bits, and eigenvectors need them.
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
-
-
-# --- who preconditions which matrix, and where the state lies on a mesh --------------------------
-
-
-Sum = Callable[[jax.Array], jax.Array]
-Step = Callable[[jax.Array, Moments, jax.Array, Sum], tuple[jax.Array, Moments]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Owners:
-    """The devices among which the matrices of a leaf are dealt out."""
-
-    axes: Axes
-    """The mesh axes that cut the matrices."""
-    sizes: tuple[int, ...]
-    """Devices along each."""
-
-    @property
-    def count(self) -> int:
-        """Number of devices."""
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """Where an array lies between steps, and how it gets to the owners and back."""
-
-    shape: tuple[int, ...]
-    partition: PartitionSpec
-    order: tuple[int, ...]
-    """Its axes: those that stack matrices, then the others."""
-    stacked: int
-    """How many of them stack matrices."""
-    cuts: tuple[Axes, ...] | None
-    """The owners' axes that cut each axis of a matrix; None where owners hold theirs already."""
-    matrix_shape: tuple[int, int]
-    """Of a whole matrix."""
-    dealt: int | None = None
-    """0 or 1 where not matrices are stacked but rows or columns of one."""
-
-    def to_owners(self, x: jax.Array, owners: Owners) -> Float[Array, "stack rows cols"]:
-        """From a device's part of the array to the matrices that it owns."""
-        x = x.transpose(self.order)
-        x = x.reshape(-1, *x.shape[self.stacked :])
-        if self.cuts is not None and owners.count > 1:
-            count = -(-len(x) // owners.count)
-            x = jnp.pad(x, [(0, count * owners.count - len(x))] + [(0, 0)] * (x.ndim - 1))
-            x = self._collect(x, owners) if any(self.cuts) else _own(x, count, owners)
-        rows, cols = self.matrix_shape
-        if self.dealt is None:
-            return x.reshape(-1, rows, cols)
-        return x.reshape(1, -1, cols) if self.dealt == 0 else x.reshape(1, -1, rows).mT
-
-    def from_owners(
-        self, y: Float[Array, "stack rows cols"], owners: Owners, shape: tuple[int, ...]
-    ) -> jax.Array:
-        """The inverse of `to_owners`; `shape` is that of the device's part."""
-        ordered = [shape[axis] for axis in self.order]
-        stack, inner = ordered[: self.stacked], ordered[self.stacked :]
-        y = y.mT if self.dealt == 1 else y
-        if self.cuts is None or owners.count == 1:
-            y = y.reshape(-1, *inner)
-        elif any(self.cuts):
-            y = self._distribute(y, owners, inner)
-        else:
-            y = jax.lax.all_gather(y.reshape(-1, *inner), owners.axes, tiled=True)
-        return y[: math.prod(stack)].reshape(ordered).transpose(np.argsort(self.order))
-
-    def _collect(self, x: jax.Array, owners: Owners) -> jax.Array:
-        """Pieces of all matrices [owners * count, ...] to own matrices [count, ...]."""
-        inner = x.shape[1:]
-        x = x.reshape(owners.count, -1, *inner)
-        x = jax.lax.all_to_all(x, owners.axes, split_axis=0, concat_axis=0)
-        x = x.reshape(*owners.sizes, *x.shape[1:]).transpose(self._joined(owners))
-        pieces = [math.prod(self._pieces(i, owners)) for i in range(len(inner))]
-        return x.reshape(-1, *(n * size for n, size in zip(pieces, inner, strict=True)))
-
-    def _distribute(self, y: jax.Array, owners: Owners, inner: list[int]) -> jax.Array:
-        """The inverse of `_collect`; `inner` is the shape of a piece."""
-        apart = [n for i, size in enumerate(inner) for n in (*self._pieces(i, owners), size)]
-        y = y.reshape(-1, *apart).transpose(np.argsort(self._joined(owners)))
-        y = y.reshape(owners.count, -1, *inner)
-        y = jax.lax.all_to_all(y, owners.axes, split_axis=0, concat_axis=0)
-        return y.reshape(-1, *inner)
-
-    def _pieces(self, axis: int, owners: Owners) -> list[int]:
-        """Numbers of pieces of an axis of a matrix, for each mesh axis that cuts it."""
-        assert self.cuts is not None
-        return [owners.sizes[owners.axes.index(name)] for name in self.cuts[axis]]
-
-    def _joined(self, owners: Owners) -> list[int]:
-        """Transposition of [*owners, count, *piece] that puts pieces side by side."""
-        assert self.cuts is not None
-        joined, first = [len(owners.axes)], len(owners.axes) + 1
-        for i, names in enumerate(self.cuts):
-            joined += [*(owners.axes.index(name) for name in names), first + i]
-        return joined
-
-
-def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-    return all(axis_type == AxisType.Explicit for axis_type in mesh.axis_types)
-
-
-def _own(x: jax.Array, count: int, owners: Owners) -> jax.Array:
-    """Own matrices [count, ...] of copies of all of them."""
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(owners.axes) * count, count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoapLayout:
-    """A leaf of matrices and its state, on a mesh or (None) on one device."""
-
-    mesh: Mesh | AbstractMesh | None
-    owners: Owners
-    grads: Home
-    """Of gradients and updates."""
-    moments: Moments
-    """The `Home` of each array of the state; None as there."""
-    sum_axes: Axes
-    """Mesh axes over which Gram matrices are summed up."""
-
-    @property
-    def shardings(self) -> Moments:
-        """The sharding of each array of the state; None as there, and without a mesh."""
-        if self.mesh is None:
-            return jax.tree.map(lambda _: None, self.moments)
-        return jax.tree.map(lambda home: NamedSharding(self.mesh, home.partition), self.moments)
-
-    def run(
-        self, step: Step, grads: jax.Array, moments: Moments, count: jax.Array
-    ) -> tuple[jax.Array, Moments]:
-        """`step` on whole matrices [stack, rows, cols], each by its owner.
-
-        Args:
-          step: function of gradients, moments, count and of how to sum up Gram matrices.
-          grads: the leaf's gradient.
-          moments: its state.
-          count: what `step` gets.
-
-        Returns:
-          The update and the new state, each in its partition.
-        """
-        homes = [self.grads, *jax.tree.leaves(self.moments)]
-        arrays, treedef = jax.tree.flatten((grads, moments))
-
-        def local(count: jax.Array, *parts: jax.Array) -> list[jax.Array]:
-            owned = [h.to_owners(x, self.owners) for h, x in zip(homes, parts, strict=True)]
-            own_grads, own_moments = jax.tree.unflatten(treedef, owned)
-            result = step(own_grads, own_moments, count, self._sum)
-            return [
-                home.from_owners(y, self.owners, x.shape)
-                for home, y, x in zip(homes, jax.tree.leaves(result), parts, strict=True)
-            ]
-
-        if self.mesh is None:
-            return jax.tree.unflatten(treedef, local(count, *arrays))
-        partitions = [home.partition for home in homes]
-        mapped = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), *partitions),
-            out_specs=partitions,
-            check_vma=False,  # it cannot see that copies stay equal
-        )
-        if not _is_explicit(self.mesh):
-            return jax.tree.unflatten(treedef, mapped(count, *arrays))
-        # There inputs must have these very partitions, and so must what is added to the results.
-        shardings = [NamedSharding(self.mesh, partition) for partition in partitions]
-        placed = [reshard(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]
-        results = zip(mapped(count, *placed), arrays, strict=True)
-        return jax.tree.unflatten(treedef, [reshard(y, jax.typeof(x).sharding) for y, x in results])
-
-    def zeros(self, home: Home, dtype: Any) -> jax.Array:
-        """An array of the state, where it belongs."""
-        if self.mesh is None:
-            return jnp.zeros(home.shape, dtype)
-        sharding = NamedSharding(self.mesh, home.partition)
-        if _is_explicit(self.mesh):
-            return reshard(jnp.zeros(home.shape, dtype), sharding)
-        if isinstance(self.mesh, AbstractMesh):
-            return jnp.zeros(home.shape, dtype)  # nothing is placed
-        # Outside of jit the first places it, inside of jit the second.
-        x = jnp.zeros(home.shape, dtype, device=sharding)
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def _sum(self, gram: jax.Array) -> jax.Array:
-        return jax.lax.psum(gram, self.sum_axes) if self.sum_axes else gram
-
-
-def soap_layout(
-    path: Any,
-    leaf: Any,
-    spec: MatrixSpec,
-    sides: tuple[bool, bool],
-    mesh: Mesh | AbstractMesh | None,
-) -> SoapLayout:
-    """The layout of one leaf.
-
-    Args:
-      path: its key path, for messages.
-      leaf: an array, a tracer or a `jax.ShapeDtypeStruct`.
-      spec: its matrices. Where it has no `partition`, that of the leaf's sharding is taken.
-      sides: whether rows and columns are preconditioned; one of them at least.
-      mesh: the mesh, or None for one device.
-
-    Raises:
-      ValueError: the partition is missing, names an axis that the mesh lacks, or does not divide
-        the leaf.
-    """
-    spec = replace(spec, split=())
-    sizes = {} if mesh is None else dict(mesh.shape)
-    known = matrix_leaf(0, path, leaf, spec, mesh, tuple(sizes))
-    entries = [*known.partition, *[None] * (spec.ndim - len(known.partition))]
-    cuts = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
-    # A lone matrix with one side: the other side's rows are independent.
-    dealt = None if spec.batch or all(sides) else sides.index(False)
-    stack = spec.batch if dealt is None else (spec.rows, spec.cols)[dealt]
-    inner = tuple(axis for axis in spec.inner if axis not in stack)
-    axes = tuple(name for axis in inner for name in cuts[axis])
-    owners = Owners(axes=axes, sizes=tuple(sizes[name] for name in axes))
-    height = math.prod(known.shape[axis] for axis in spec.rows)
-    width = math.prod(known.shape[axis] for axis in spec.cols)
-    grads = Home(
-        shape=known.shape,
-        partition=known.partition,
-        order=(*stack, *inner),
-        stacked=len(stack),
-        cuts=tuple(cuts[axis] for axis in inner),
-        matrix_shape=(height, width),
-        dealt=dealt,
-    )
-    owned = len(stack) == 1 and known.local_shape[stack[0]] % owners.count == 0
-    moved = [(*c, *axes) if axis in stack else () for axis, c in enumerate(cuts)]
-    moment = replace(grads, partition=_partition(moved), cuts=None) if owned else grads
-    batch = [tuple(cuts[axis]) for axis in spec.batch]
-    batch = [(*batch[0], *axes)] if owned and batch else batch
-
-    def square(side: int) -> Home | None:
-        if not sides[side]:
-            return None
-        shape = (*(known.shape[axis] for axis in spec.batch), *[grads.matrix_shape[side]] * 2)
-        return _square(shape, batch, None if owned or dealt is not None else owners)
-
-    summed = tuple(name for names in cuts for name in names) if dealt is not None else ()
-    homes = Moments(moment, moment, square(0), square(1), square(0), square(1))
-    return SoapLayout(mesh=mesh, owners=owners, grads=grads, moments=homes, sum_axes=summed)
-
-
-def _square(shape: tuple[int, ...], batch: list[Axes], owners: Owners | None) -> Home:
-    """The home of a stack of Gram matrices or bases, cut over `owners`, or whole."""
-    cuts, side = None, shape[-1]
-    if owners is not None:
-        cuts = owners.axes[:1], owners.axes[1:]
-        if side % math.prod(owners.sizes[:1]) or side % math.prod(owners.sizes[1:]):
-            cuts = (), ()
-    return Home(
-        shape=shape,
-        partition=_partition([*batch, *(cuts or ((), ()))]),
-        order=tuple(range(len(shape))),
-        stacked=len(batch),
-        cuts=cuts,
-        matrix_shape=(side, side),
-    )
-
-
-def _partition(cuts: list[Axes]) -> PartitionSpec:
-    return PartitionSpec(*(names or None for names in cuts))
-
-
 # --- the optimizer -------------------------------------------------------------------------------
 
 
 MAX_PRECONDITION_DIM = 2048
 
+Matrices = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
+Square = Float[Array, "stack side side"]
+Decomposition = Callable[[Square], Square]
+Sum = Callable[[jax.Array], jax.Array]
+Step = Callable[[Matrices, "ScaleBySoapState", jax.Array, Sum], tuple[Matrices, "ScaleBySoapState"]]
+
 
 class ScaleBySoapState(NamedTuple):
-    """State of `scale_by_soap`; trees like the parameters.
+    """State of `scale_by_soap`; trees like the parameters. In this file also the part of a single
+    parameter, or what belongs to each array of it, without `count`.
 
     The Gram matrices and bases of a parameter are [*batch, side, side] in float32 (float64 of a
     float64 parameter), or None where the side keeps the identity. None of it depends on the mesh
     but the shardings, see `soap_shardings`.
     """
 
-    count: jax.Array
+    count: Any
     """Number of updates, the first included, int32."""
     mu: Tree
     """First moment m, in the eigenbases; the parameters' shapes."""
@@ -519,7 +130,7 @@ def scale_by_soap(
     max_precondition_dim: int | None = None,
     mu_dtype: Any = None,
     matrix_specs: Any = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction U that `soap` steps along; the arguments are those of `soap`.
 
@@ -546,14 +157,14 @@ def scale_by_soap(
     check_positive("eps", eps)
     check_positive("precondition_frequency", precondition_frequency)
     check_positive("max_precondition_dim", max_precondition_dim)
-    rule = SoapRule(
-        b1=b1,
-        b2=b2,
-        shampoo_beta=shampoo_beta,
-        eps=eps,
-        precondition_frequency=precondition_frequency,
-    )
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
+
+    def step(
+        grads: Matrices, part: ScaleBySoapState, count: jax.Array, sum_grams: Sum
+    ) -> tuple[Matrices, ScaleBySoapState]:
+        directions, part = _adam(grads, part, count, b1, b2, eps)
+        part = _update_grams(grads, part, shampoo_beta, sum_grams)
+        return directions, _update_bases(part, count, precondition_frequency)
 
     def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
         if not spec.is_matrix or not x.size:
@@ -561,42 +172,37 @@ def scale_by_soap(
         rows, cols = (math.prod(x.shape[i] for i in axes) for axes in (spec.rows, spec.cols))
         return rows <= limit, cols <= limit
 
-    def step(
-        grads: jax.Array, moments: Moments, count: jax.Array, sum_grams: Sum
-    ) -> tuple[jax.Array, Moments]:
-        return soap_step(grads, moments, count, rule, sum_grams)
-
-    def zeros(param: Any, layout: SoapLayout | None) -> Moments:
-        if layout is None:
+    def zeros(param: Any, homes: Homes | None) -> ScaleBySoapState:
+        if homes is None:
             mu, nu = jnp.zeros_like(param, mu_dtype), jnp.zeros_like(param)
-            return Moments(mu, nu, None, None, None, None)
+            return ScaleBySoapState(None, mu, nu, None, None, None, None)
         wide = wide_dtype(param.dtype)
-        dtypes = Moments(mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide)
+        dtypes = [None, mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide]
         arrays = [
-            None if home is None else layout.zeros(home, dtype)
-            for home, dtype in zip(layout.moments, dtypes, strict=True)
+            None if home is None else placed_zeros(home.shape, dtype, home.partition, mesh)
+            for home, dtype in zip(homes.state, dtypes, strict=True)
         ]
-        return Moments(*arrays)
+        return ScaleBySoapState(*arrays)
 
     def init_fn(params: Tree) -> ScaleBySoapState:
         leaves, treedef = jax.tree.flatten(params)
-        pairs = zip(leaves, _layouts(params, matrix_specs, mesh, sides), strict=True)
-        moments = [zeros(param, layout) for param, layout in pairs]
-        return _state(jnp.zeros([], jnp.int32), moments, treedef)
+        homes = _homes_of(params, matrix_specs, mesh, sides)
+        parts = [zeros(param, home) for param, home in zip(leaves, homes, strict=True)]
+        return _joined(jnp.zeros([], jnp.int32), parts, treedef)
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaleBySoapState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        layouts = _layouts(updates, matrix_specs, mesh, sides)
+        homes = _homes_of(updates, matrix_specs, mesh, sides)
         results = [
-            step(g, moments, state.count, lambda gram: gram)
-            if layout is None
-            else layout.run(step, g, moments, state.count)
-            for g, moments, layout in zip(leaves, _moments(state, treedef), layouts, strict=True)
+            step(g, part, state.count, lambda gram: gram)
+            if home is None
+            else home.run(step, g, part, state.count)
+            for g, part, home in zip(leaves, _parts(state, treedef), homes, strict=True)
         ]
         directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
         count = jnp.asarray(optax.safe_increment(state.count))
-        return directions, _state(count, [moments for _, moments in results], treedef)
+        return directions, _joined(count, [part for _, part in results], treedef)
 
     return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
@@ -619,7 +225,7 @@ def soap(
     vector_b2: Scalar = 0.95,
     vector_weight_decay: ScalarOrSchedule | None = None,
     matrix_specs: Any = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SOAP on matrices, AdamW on vectors. The defaults of the matrices are the official code's, but
     for `max_precondition_dim` (10,000 there) and `weight_decay` (0.01 there).
@@ -674,7 +280,7 @@ def soap(
     return in_float32(by_kind(rules, matrix_specs))
 
 
-def soap_shardings(opt_state: Any, mesh: Mesh | AbstractMesh, matrix_specs: Any = None) -> Any:
+def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> Any:
     """How the state of SOAP lies on a mesh.
 
     Args:
@@ -696,11 +302,12 @@ def soap_shardings(opt_state: Any, mesh: Mesh | AbstractMesh, matrix_specs: Any 
         if not is_soap(x):
             return None
         treedef = jax.tree.structure(x.mu)
-        moments = _moments(x, treedef)
-        sides = iter([(m.row_gram is not None, m.col_gram is not None) for m in moments])
-        layouts = _layouts(x.mu, matrix_specs, mesh, lambda *_: next(sides))
-        none = Moments(*[None] * len(Moments._fields))
-        return _state(None, [none if lay is None else lay.shardings for lay in layouts], treedef)
+        parts = _parts(x, treedef)
+        sides = iter([(part.row_gram is not None, part.col_gram is not None) for part in parts])
+        homes = _homes_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
+        none = ScaleBySoapState(*[None] * 7)
+        shardings = [none if home is None else home.shardings for home in homes]
+        return _joined(None, shardings, treedef)
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
 
@@ -715,31 +322,337 @@ def _after_first(weight_decay: ScalarOrSchedule) -> optax.Schedule:
     return schedule
 
 
-def _layouts(
+def _parts(state: ScaleBySoapState, treedef: Any) -> list[ScaleBySoapState]:
+    """The state of each parameter."""
+    trees = [treedef.flatten_up_to(tree) for tree in state[1:]]
+    return [ScaleBySoapState(None, *arrays) for arrays in zip(*trees, strict=True)]
+
+
+def _joined(count: Any, parts: list[ScaleBySoapState], treedef: Any) -> ScaleBySoapState:
+    """The inverse of `_parts`."""
+    fields = list(zip(*parts, strict=True))[1:] or [()] * 6
+    return ScaleBySoapState(count, *(jax.tree.unflatten(treedef, field) for field in fields))
+
+
+# --- one step of a stack of matrices: Adam in the eigenbases of their Gram matrices --------------
+
+
+def _adam(
+    grads: Matrices,
+    part: ScaleBySoapState,
+    count: Int[Array, ""],
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+) -> tuple[Matrices, ScaleBySoapState]:
+    """Adam in the eigenbases; nothing in the first step, which has none yet."""
+    projected = _to_bases(grads, part)
+    mu = b1 * part.mu + (1 - b1) * projected
+    nu = b2 * part.nu + (1 - b2) * jnp.square(projected)
+    updates = jnp.maximum(count, 1)  # the first step is not one of Adam's
+    correction = jnp.sqrt(bias_correction(b2, updates)) / bias_correction(b1, updates)
+    scaled = correction.astype(mu.dtype) * mu / (jnp.sqrt(nu) + eps)
+    directions = _from_bases(scaled, part)
+    first = count == 0
+    mu, nu = jnp.where(first, part.mu, mu), jnp.where(first, part.nu, nu)
+    return jnp.where(first, 0, directions), part._replace(mu=mu, nu=nu)
+
+
+def _update_grams(
+    grads: Matrices, part: ScaleBySoapState, beta: Scalar, sum_grams: Sum
+) -> ScaleBySoapState:
+    """`sum_grams` sums Gram matrices over the devices that a matrix is dealt out to."""
+    row_gram, col_gram = part.row_gram, part.col_gram
+    if row_gram is not None:
+        row_gram = beta * row_gram + (1 - beta) * sum_grams(_matmul(grads, grads.mT))
+    if col_gram is not None:
+        col_gram = beta * col_gram + (1 - beta) * sum_grams(_matmul(grads.mT, grads))
+    return part._replace(row_gram=row_gram, col_gram=col_gram)
+
+
+def _update_bases(
+    part: ScaleBySoapState, count: Int[Array, ""], frequency: int | jax.Array
+) -> ScaleBySoapState:
+    if part.row_gram is None and part.col_gram is None:
+        return part
+    branch = jnp.where(count == 0, 1, jnp.where(count % frequency == 0, 2, 0))
+    return jax.lax.switch(branch, (lambda part: part, _first_bases, _next_bases), part)
+
+
+def _first_bases(part: ScaleBySoapState) -> ScaleBySoapState:
+    def basis(gram: Square | None) -> Square | None:
+        return None if gram is None else _eigenvectors(_normalized(gram))
+
+    return part._replace(row_basis=basis(part.row_gram), col_basis=basis(part.col_gram))
+
+
+def _next_bases(part: ScaleBySoapState) -> ScaleBySoapState:
+    """A power iteration of each basis, and the moments in the new ones."""
+    original, nu = _from_bases(part.mu, part), part.nu
+    row_basis, col_basis = part.row_basis, part.col_basis
+    if row_basis is not None:
+        row_basis, order = _power_iteration(part.row_gram, row_basis)
+        nu = jnp.take_along_axis(nu, order[:, :, None], axis=1)
+    if col_basis is not None:
+        col_basis, order = _power_iteration(part.col_gram, col_basis)
+        nu = jnp.take_along_axis(nu, order[:, None, :], axis=2)
+    part = part._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
+    return part._replace(mu=_to_bases(original, part))
+
+
+def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
+    """Q of the QR decomposition of gram @ basis, its columns ordered by estimated eigenvalues
+    first; and that order of the old columns."""
+    image = _matmul(_normalized(gram), basis)
+    eigenvalues = jnp.sum(basis * image, axis=-2)
+    order = jnp.argsort(eigenvalues, axis=-1, descending=True)
+    return _orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
+
+
+def _to_bases(x: Matrices, part: ScaleBySoapState) -> Matrices:
+    if part.row_basis is not None:
+        x = _matmul(part.row_basis.mT, x)
+    return x if part.col_basis is None else _matmul(x, part.col_basis)
+
+
+def _from_bases(x: Matrices, part: ScaleBySoapState) -> Matrices:
+    if part.row_basis is not None:
+        x = _matmul(part.row_basis, x)
+    return x if part.col_basis is None else _matmul(x, part.col_basis.mT)
+
+
+def _normalized(gram: Square) -> Square:
+    """The same eigenvectors, out of the reach of underflow: of trace one, unless it is zero."""
+    trace = jnp.trace(gram, axis1=-2, axis2=-1)[:, None, None]
+    return gram / jnp.where(trace > 0, trace, 1)
+
+
+def _matmul(
+    x: Float[Array, "stack rows inner"], y: Float[Array, "stack inner cols"]
+) -> Float[Array, "stack rows cols"]:
+    # By default an accelerator may multiply float32 in fewer bits, and eigenvectors need them.
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+# --- who preconditions which matrix, and where the state lies on a mesh --------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where an array lies between steps, and how its matrices get to their owners and back."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[Axes, ...]
+    """For each of its axes, the mesh axes that cut it."""
+    order: tuple[int, ...]
+    """Its axes: those that stack matrices, then the others."""
+    stacked: int
+    """How many of them stack matrices."""
+    exchange: Exchange
+    owners: int
+    """Devices among which the exchange deals out matrices; 1 where each holds its own already."""
+    matrix_shape: tuple[int, int]
+    """Of a whole matrix."""
+    dealt: int | None = None
+    """0 or 1 where not matrices are stacked but rows or columns of one."""
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """How it lies on the mesh."""
+        return partition_of(self.cuts)
+
+    def to_owners(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
+        """From a device's part of the array to the matrices that it owns."""
+        x = x.transpose(self.order)
+        x = x.reshape(-1, *x.shape[self.stacked :])
+        x = self.exchange.to_owners(pad_axis(x, 0, -(-len(x) // self.owners) * self.owners))
+        if self.dealt is None:
+            return x.reshape(-1, *self.matrix_shape)
+        x = x.reshape(1, -1, self.matrix_shape[1 - self.dealt])
+        return x.mT if self.dealt else x
+
+    def from_owners(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_owners`; `shape` is that of the device's part."""
+        shape = tuple(shape[axis] for axis in self.order)
+        stack, piece = math.prod(shape[: self.stacked]), shape[self.stacked :]
+        y = self.exchange.from_owners(y.mT if self.dealt else y, piece).reshape(-1, *piece)
+        return y[:stack].reshape(shape).transpose(np.argsort(self.order))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """A parameter of matrices and its state, on a mesh or (None) on one device."""
+
+    mesh: AnyMesh | None
+    grads: Home
+    """Of gradients and updates."""
+    state: ScaleBySoapState
+    """The `Home` of each array of the state; None as there."""
+    sum_axes: Axes
+    """Mesh axes over which Gram matrices are summed up."""
+
+    @property
+    def shardings(self) -> ScaleBySoapState:
+        """The sharding of each array of the state; None as there, and without a mesh."""
+
+        def sharding(home: Home) -> NamedSharding | None:
+            return None if self.mesh is None else NamedSharding(self.mesh, home.partition)
+
+        return jax.tree.map(sharding, self.state)
+
+    def run(
+        self, step: Step, grads: jax.Array, part: ScaleBySoapState, count: jax.Array
+    ) -> tuple[jax.Array, ScaleBySoapState]:
+        """`step` on whole matrices [stack, rows, cols], each by its owner.
+
+        Args:
+          step: function of gradients, state, count and of how to sum up Gram matrices.
+          grads: the parameter's gradient.
+          part: its state.
+          count: what `step` gets.
+
+        Returns:
+          The update and the new state, each in its partition.
+        """
+        homes = [self.grads, *jax.tree.leaves(self.state)]
+        arrays, treedef = jax.tree.flatten((grads, part))
+
+        def sum_grams(gram: jax.Array) -> jax.Array:
+            return jax.lax.psum(gram, self.sum_axes) if self.sum_axes else gram
+
+        def local(parts: Any, count: jax.Array) -> list[jax.Array]:
+            owned = [home.to_owners(x) for home, x in zip(homes, parts, strict=True)]
+            own_grads, own_part = jax.tree.unflatten(treedef, owned)
+            result = step(own_grads, own_part, count, sum_grams)
+            return [
+                home.from_owners(y, x.shape)
+                for home, y, x in zip(homes, jax.tree.leaves(result), parts, strict=True)
+            ]
+
+        if self.mesh is None:
+            return jax.tree.unflatten(treedef, local(arrays, count))
+        partitions = [home.partition for home in homes]
+        return jax.tree.unflatten(treedef, on_mesh(local, self.mesh, partitions, arrays, count))
+
+
+def _homes_of(
     params: Tree,
     matrix_specs: Any,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: AnyMesh | None,
     sides: Callable[[Any, MatrixSpec], tuple[bool, bool]],
-) -> list[SoapLayout | None]:
+) -> list[Homes | None]:
+    """The homes of each parameter; None where no side is preconditioned."""
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    layouts = []
-    for (path, x), spec in zip(paths, specs, strict=True):
+    homes = []
+    for (path, x), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True):
         chosen = sides(x, spec)
-        layouts.append(soap_layout(path, x, spec, chosen, mesh) if any(chosen) else None)
-    return layouts
+        homes.append(_homes(path, x, spec, chosen, mesh) if any(chosen) else None)
+    return homes
 
 
-def _moments(state: ScaleBySoapState, treedef: Any) -> list[Moments]:
-    """The state of each parameter."""
-    trees = [treedef.flatten_up_to(getattr(state, name)) for name in Moments._fields]
-    return [Moments(*arrays) for arrays in zip(*trees, strict=True)]
+def _homes(
+    path: Any, array: Any, spec: MatrixSpec, sides: tuple[bool, bool], mesh: AnyMesh | None
+) -> Homes:
+    """Of one parameter; `sides` says whether rows and columns are preconditioned."""
+    every = () if mesh is None else tuple(mesh.axis_names)
+    layout = layout_of(path, array, spec.ndim, spec.partition, mesh, every)
+    shape, cuts = layout.shape, layout.cuts
+    # A lone matrix with one side: the other side's rows are independent.
+    dealt = None if spec.batch or all(sides) else sides.index(False)
+    stack = spec.batch if dealt is None else (spec.rows, spec.cols)[dealt]
+    inner = tuple(axis for axis in spec.inner if axis not in stack)
+    axes = tuple(name for axis in inner for name in cuts[axis])
+    owners = num_devices(axes, mesh)
+    rows, cols = (math.prod(shape[axis] for axis in side) for side in (spec.rows, spec.cols))
+    grads = Home(
+        shape=shape,
+        cuts=cuts,
+        order=(*stack, *inner),
+        stacked=len(stack),
+        exchange=Exchange(cuts=tuple(cuts[axis] for axis in inner)),
+        owners=owners,
+        matrix_shape=(rows, cols),
+        dealt=dealt,
+    )
+    # Owners keep the state where they divide the stack, that is where its one axis can be cut.
+    kept = len(stack) == 1 and layout.local_shape[stack[0]] % owners == 0
+    moment, batch = grads, [cuts[axis] for axis in spec.batch]
+    none = Exchange(cuts=())
+    if kept:
+        moved = tuple((*c, *axes) if axis in stack else () for axis, c in enumerate(cuts))
+        moment = replace(grads, cuts=moved, exchange=none, owners=1)
+        batch = [(*names, *axes) for names in batch]
+
+    def square(side: int) -> Home | None:
+        """Of a Gram matrix or basis: with the owners, else cut, else copied."""
+        if not sides[side]:
+            return None
+        size = (rows, cols)[side]
+        inner_cuts, exchange = ((), ()), none
+        if dealt is None and not kept:
+            inner_cuts = axes[:1], axes[1:]
+            if any(size % num_devices(names, mesh) for names in inner_cuts):
+                inner_cuts = (), ()
+            exchange = Exchange(cuts=inner_cuts, copies=() if any(inner_cuts) else axes)
+        return Home(
+            shape=(*(shape[axis] for axis in spec.batch), size, size),
+            cuts=(*batch, *inner_cuts),
+            order=tuple(range(len(batch) + 2)),
+            stacked=len(batch),
+            exchange=exchange,
+            owners=owners if dealt is None and not kept else 1,
+            matrix_shape=(size, size),
+        )
+
+    homes = ScaleBySoapState(None, moment, moment, square(0), square(1), square(0), square(1))
+    summed = () if dealt is None else tuple(name for names in cuts for name in names)
+    return Homes(mesh=mesh, grads=grads, state=homes, sum_axes=summed)
 
 
-def _state(count: Any, moments: list[Moments], treedef: Any) -> ScaleBySoapState:
-    """The inverse of `_moments`."""
-    trees = {
-        name: jax.tree.unflatten(treedef, [getattr(m, name) for m in moments])
-        for name in Moments._fields
-    }
-    return ScaleBySoapState(count=count, **trees)
+# --- QR and eigenvectors, where a linear algebra library may block -------------------------------
+
+# On CPU, `jnp.linalg` calls LAPACK. In jaxlib before 0.11.2 such a call waits for work that it
+# hands to the pool of threads it runs in itself: a program with as many independent calls as the
+# pool has threads can block for ever (24 QR decompositions on two cores do, and two on two fake
+# devices). There, what XLA compiles itself is used, as JAX has it do on TPU.
+_LAPACK_MAY_BLOCK = jax.__version_info__ < (0, 11, 2)
+
+
+def _orthonormal_columns(x: Square) -> Square:
+    """Q of the QR decomposition of each matrix of a stack."""
+
+    def of_xla(x: Square) -> Square:
+        taus = jax.ShapeDtypeStruct(x.shape[:-1], x.dtype)
+        reflectors = _xla_call("Qr", (x, taus), x)
+        return _xla_call("ProductOfElementaryHouseholderReflectors", x, *reflectors)
+
+    return _by_platform(x, of_xla, lambda x: jnp.linalg.qr(x)[0])
+
+
+def _eigenvectors(x: Square) -> Square:
+    """Eigenvectors of each symmetric matrix of a stack in columns, eigenvalues falling."""
+
+    def of_xla(x: Square) -> Square:
+        eigenvalues = jax.ShapeDtypeStruct(x.shape[:-1], x.dtype)
+        # The lower half, sorted, 15 sweeps of rotations (ten do for a thousand rows) whatever is
+        # left, as else the sweeps of a matrix would depend on those beside it in the stack.
+        return _xla_call("Eigh", (x, eigenvalues), x, config="1,1,15,0")[0][..., ::-1]
+
+    return _by_platform(x, of_xla, lambda x: jnp.linalg.eigh(x)[1][..., ::-1])
+
+
+def _by_platform(x: Square, of_xla: Decomposition, of_library: Decomposition) -> Square:
+    if not _LAPACK_MAY_BLOCK:
+        return of_library(x)
+    return jax.lax.platform_dependent(x, cpu=of_xla, default=of_library)
+
+
+def _xla_call(target: str, result: Any, *arguments: jax.Array, config: str = "") -> Any:
+    call = jax.ffi.ffi_call(
+        target,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result),
+        vmap_method="broadcast_all",  # all take any number of stacked axes
+        custom_call_api_version=1,
+        legacy_backend_config=config,
+    )
+    return call(*arguments)

@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxmars.optim import MatrixSpec, soap
+from maxmars.optim import MatrixSpec, scale_by_soap, soap
 
 LAYERS = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
 STATIC = ("max_precondition_dim", "shampoo_beta", "mu_dtype", "vector_learning_rate_scale")
@@ -42,11 +43,8 @@ def assert_close(ours, theirs, atol):
 # --- a plain reference ---------------------------------------------------------------------------
 
 
-def plain_soap(p, grads, rates, *, decay, frequency, b1, b2, beta, eps, sides, first_bases=None):
+def plain_soap(p, grads, rates, *, decay, frequency, b1, b2, beta, eps, sides, first_bases):
     """The equations for one matrix, with the momentum in the parameter's own basis."""
-
-    def falling_eigenvectors(gram):
-        return np.linalg.eigh(gram)[1][:, ::-1]
 
     def transform(x, bases, inverse=False):
         left, right = (q.T if inverse else q for q in bases)
@@ -66,7 +64,7 @@ def plain_soap(p, grads, rates, *, decay, frequency, b1, b2, beta, eps, sides, f
             grams[i] = beta * grams[i] + (1 - beta) * outer
         for i in np.flatnonzero(sides):
             if t == 0:
-                bases[i] = falling_eigenvectors(grams[i]) if first_bases is None else first_bases[i]
+                bases[i] = np.asarray(first_bases[i])
             elif t % frequency == 0:
                 order = np.argsort(-np.diag(bases[i].T @ grams[i] @ bases[i]))
                 v = np.take(v, order, axis=i)
@@ -101,7 +99,7 @@ def test_equations(x64, shape, frequency, options):
         max_precondition_dim=12,
         **options,
     )
-    bases = first_bases(tx, p, grads[0]) if shape == (5, 8) else None
+    bases = first_bases(tx, p, grads[0])
     given = DEFAULTS | {n.replace("shampoo_", ""): x for n, x in options.items()}
     sides = [n <= 12 for n in shape]
     expected = plain_soap(
@@ -113,15 +111,20 @@ def test_equations(x64, shape, frequency, options):
 
 
 def first_bases(tx, p, g):
-    """The bases after one step. The larger Gram matrix is singular, and any basis of its kernel is
-    right: so they are checked, and taken for the reference."""
+    """The bases after one step, None of a side that keeps the identity.
+
+    They are checked and then given to the reference: any basis of a singular Gram matrix's kernel
+    is right, and the eigenvectors that stand in for LAPACK's stop at 1e-7, in float64 too.
+    """
     _, state = run(tx, p, [g])
     state = state.inner_states["matrix"].inner_state[0]
     for q, gram in [(state.row_basis, g @ g.T), (state.col_basis, g.T @ g)]:
-        np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
-        values = np.linalg.eigvalsh(gram)[::-1]
-        np.testing.assert_allclose(q.T @ gram @ q, np.diag(values), atol=1e-11)
-    return np.asarray(state.row_basis), np.asarray(state.col_basis)
+        if q is not None:
+            np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
+            values = np.linalg.eigvalsh(gram)[::-1]
+            atol = 1e-7 * values[0]
+            np.testing.assert_allclose(q.T @ gram @ q, np.diag(values), rtol=0, atol=atol)
+    return state.row_basis, state.col_basis
 
 
 def test_with_both_sides_over_the_limit_it_is_adam_after_one_step():
@@ -176,6 +179,42 @@ def test_a_stack_of_layers_equals_separate_parameters():
     tx = soap(0.01, matrix_specs=fused, **options)
     apart = [run(tx, steps[0][i], [s[i] for s in steps[1:]])[0] for i in range(3)]
     assert_close(together, stack(apart), 1e-5)
+
+
+def test_several_optimizations_in_one_program():
+    """As `maxmars compare` has them, with several learning rates."""
+    params = random_arrays(SHAPES)
+    grads = [random_arrays(SHAPES, i) for i in range(1, 5)]
+    options = {"precondition_frequency": 2, "max_precondition_dim": 8}
+
+    @jax.jit
+    @jax.vmap
+    def after(rate):
+        tx = soap(rate, **options)
+        now, state = params, tx.init(params)
+        for g in grads:
+            updates, state = tx.update(g, state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    together = after(jnp.asarray([0.01, 0.1]))
+    for i, rate in enumerate([0.01, 0.1]):
+        alone = run(soap(rate, **options), params, grads)[0]
+        assert_close({name: x[i] for name, x in together.items()}, alone, 1e-5)
+
+
+def test_many_matrices_on_many_devices_do_not_block():
+    # With LAPACK of jaxlib 0.10 one of these steps never ends.
+    mesh = jax.make_mesh((8,), ("x",))
+    layout = NamedSharding(mesh, PartitionSpec("x"))
+    spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=layout.spec)
+    tx = scale_by_soap(precondition_frequency=1, matrix_specs=spec, mesh=mesh)
+    x = jax.device_put(np.random.default_rng(0).standard_normal((8, 96, 96)).astype("f"), layout)
+    state = tx.init(x)
+    update = jax.jit(tx.update)
+    for _ in range(5):
+        directions, state = jax.block_until_ready(update(x, state))
+    assert np.isfinite(directions).all()
 
 
 # --- state ---------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""Pieces of matrices to the owners of whole ones, a function there, and the pieces back.
+
+On a mesh a matrix is cut into pieces, and Newton-Schulz and SOAP need all of it. Gathering every
+matrix on every device, which is what XLA does if left alone, moves tens of gigabytes a step. Here
+each device becomes the owner of some whole matrices instead: the pieces go to the owners in one
+all-to-all over all axes that cut the matrices, and back in another.
+
+`layout_of` says how an array lies on a mesh, `Exchange` brings pieces to owners and back, and
+`on_mesh` runs a function of each device's parts, which calls it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+from jaxtyping import Array, Float
+
+Axes = tuple[str, ...]
+"""Mesh axes."""
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How an array lies on a mesh."""
+
+    name: str
+    """Its key path, for people."""
+    shape: tuple[int, ...]
+    cuts: tuple[Axes, ...]
+    """For each of its axes, the mesh axes of more than one device that cut it."""
+    local_shape: tuple[int, ...]
+    """Of the part on one device."""
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """Without mesh axes of one device."""
+        return partition_of(self.cuts)
+
+
+def partition_of(cuts: Iterable[Axes]) -> PartitionSpec:
+    """The PartitionSpec of these cuts, one for each axis of an array."""
+    return PartitionSpec(*(names or None for names in cuts))
+
+
+def layout_of(
+    path: Any,
+    array: Any,
+    ndim: int,
+    partition: PartitionSpec | None,
+    mesh: AnyMesh | None,
+    owned: Axes,
+) -> Layout:
+    """The layout of an array that holds matrices.
+
+    Args:
+      path: its key path.
+      array: an array, a tracer or a `jax.ShapeDtypeStruct`.
+      ndim: its number of axes.
+      partition: how it lies on the mesh; None asks its sharding.
+      mesh: the mesh, or None for one device.
+      owned: the mesh axes that may cut it.
+
+    Raises:
+      ValueError: the partition is unknown, names another axis, or does not divide the array.
+    """
+    name, shape = jax.tree_util.keystr(path, simple=True, separator="."), tuple(array.shape)
+    if mesh is None:
+        return Layout(name=name, shape=shape, cuts=((),) * ndim, local_shape=shape)
+    partition = known_partition(array) if partition is None else partition
+    if partition is None:
+        raise ValueError(
+            f"{name} is a matrix on a mesh without a known partition; give its "
+            "MatrixSpec(partition=...), PartitionSpec() for a copy on every device."
+        )
+    cuts = entries_of(partition, ndim)
+    for axis in itertools.chain(*cuts):
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"the partition {partition} of {name} names {axis!r}, which the mesh does not "
+                f"have; it has {', '.join(map(str, mesh.shape))}."
+            )
+        if axis not in owned and mesh.shape[axis] > 1:
+            raise ValueError(
+                f"the partition {partition} of {name} names {axis!r}, which is not an ownership "
+                f"axis; give ownership_axes={(*owned, axis)}."
+            )
+    cuts = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in cuts)
+    parts = tuple(num_devices(names, mesh) for names in cuts)
+    if any(size % count for size, count in zip(shape, parts, strict=True)):
+        raise ValueError(
+            f"{name} of shape {shape} is partitioned into {parts} parts, which do not "
+            "divide it; take a mesh or a partition that does."
+        )
+    local_shape = tuple(size // count for size, count in zip(shape, parts, strict=True))
+    return Layout(name=name, shape=shape, cuts=cuts, local_shape=local_shape)
+
+
+def known_partition(array: Any) -> PartitionSpec | None:
+    """That of an array's sharding, if it has one that is known."""
+    traced = isinstance(array, jax.core.Tracer)
+    sharding = getattr(jax.typeof(array) if traced else array, "sharding", None)
+    # The type of a traced array knows its partition over Explicit axes only.
+    if not isinstance(sharding, NamedSharding) or (traced and not _is_explicit(sharding.mesh)):
+        return None
+    return sharding.spec
+
+
+def entries_of(partition: PartitionSpec, ndim: int) -> tuple[Axes, ...]:
+    """The mesh axes of each axis of an array."""
+    entries = [*partition, *[None] * (ndim - len(partition))]
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+
+
+def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
+    """Number of devices along some mesh axes."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The way of a stack's matrices to their owners and back, inside of `jax.shard_map`.
+
+    Each device has the same pieces of all slots of a stack, [slots, *piece], and becomes the owner
+    of an equal share of the whole matrices. Their number must divide the slots.
+    """
+
+    cuts: tuple[Axes, ...]
+    """For each axis of a matrix, the mesh axes that cut it."""
+    copies: Axes = ()
+    """Mesh axes along which devices hold the same, and so divide the work."""
+
+    def to_owners(self, x: Float[Array, "slots ..."]) -> Float[Array, "own ..."]:
+        """Pieces of all matrices to the device's own matrices."""
+        if self.copies:
+            share = len(x) // jax.lax.axis_size(self.copies)
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.copies) * share, share)
+        if not any(self.cuts):
+            return x
+        counts, ndim = self._counts(), len(self.cuts)
+        x = self._all_to_all(x).reshape(*counts, -1, *x.shape[1:])
+        beside = [axis for i in range(ndim) for axis in (i, ndim + 1 + i)]
+        matrix = [n * size for n, size in zip(counts, x.shape[ndim + 1 :], strict=True)]
+        return x.transpose(ndim, *beside).reshape(-1, *matrix)
+
+    def from_owners(
+        self, y: Float[Array, "own ..."], piece: Sequence[int]
+    ) -> Float[Array, "slots ..."]:
+        """The inverse of `to_owners`; `piece` is the shape of one."""
+        if any(self.cuts):
+            counts, ndim = self._counts(), len(self.cuts)
+            y = y.reshape(-1, *itertools.chain(*zip(counts, piece, strict=True)))
+            y = y.transpose(*range(1, 2 * ndim, 2), 0, *range(2, 2 * ndim + 1, 2))
+            y = self._all_to_all(y.reshape(-1, *piece))
+        if self.copies:
+            y = jax.lax.all_gather(y, self.copies, tiled=True)
+        return y
+
+    def _counts(self) -> list[int]:
+        """Number of pieces along each axis of a matrix."""
+        return [jax.lax.axis_size(names) if names else 1 for names in self.cuts]
+
+    def _all_to_all(self, x: Float[Array, "slots ..."]) -> Float[Array, "slots ..."]:
+        """Part i goes to device i of the axes; part j of the result is from device j."""
+        # As integers, since XLA's CPU backend sends a bfloat16 as a float32.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+        axes = tuple(itertools.chain(*self.cuts))
+        bits = jax.lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True)
+        return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def on_mesh(
+    function: Callable[..., Sequence[jax.Array]],
+    mesh: AnyMesh,
+    partitions: Sequence[PartitionSpec],
+    arrays: Sequence[jax.Array],
+    *scalars: jax.Array,
+) -> Sequence[jax.Array]:
+    """`function(parts, *scalars)` of each device's parts of arrays.
+
+    Args:
+      function: returns as many parts, shaped like the given ones.
+      mesh: the mesh.
+      partitions: of the arrays, and so of the results.
+      arrays: the arrays.
+      scalars: what every device has whole.
+    """
+    partitions = list(partitions)
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(partitions, *[PartitionSpec()] * len(scalars)),
+        out_specs=partitions,
+        check_vma=False,  # it cannot see that copies stay equal
+    )
+    if not _is_explicit(mesh):
+        return mapped(list(arrays), *scalars)
+    # There inputs must have these very partitions, and so must what is added to the results.
+    placed = [reshard(x, NamedSharding(mesh, p)) for x, p in zip(arrays, partitions, strict=True)]
+    results = mapped(placed, *scalars)
+    return [reshard(y, jax.typeof(x).sharding) for y, x in zip(results, arrays, strict=True)]
+
+
+def placed_zeros(
+    shape: tuple[int, ...], dtype: Any, partition: PartitionSpec, mesh: AnyMesh | None
+) -> jax.Array:
+    """Zeros that lie where they belong."""
+    if mesh is None or (isinstance(mesh, AbstractMesh) and not _is_explicit(mesh)):
+        return jnp.zeros(shape, dtype)
+    sharding = NamedSharding(mesh, partition)
+    if _is_explicit(mesh):
+        return reshard(jnp.zeros(shape, dtype), sharding)
+    # Outside of jit the first places it, inside of jit the second.
+    x = jnp.zeros(shape, dtype, device=sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Zeros at the end of an axis that is shorter."""
+    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths) if size > x.shape[axis] else x
+
+
+def _is_explicit(mesh: AnyMesh) -> bool:
+    return all(axis_type == AxisType.Explicit for axis_type in mesh.axis_types)
