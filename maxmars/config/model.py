@@ -108,7 +108,7 @@ class ModuleConfig(CheckedConfig):
     make: str
     """`FILE.py:NAME`, relative to the config file: the function is called as
     `make(rngs=..., vocab_size=..., max_seq_len=..., **options)` and returns a Flax NNX module. See
-    `model/README.md` for what the trainer asks of the module."""
+    `train/README.md` for what the trainer asks of the module."""
     # Not hashed, as a dict cannot be; configs are still compared by it.
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the function, JSON values."""

@@ -1,6 +1,6 @@
 """Models of the user's own: a Flax NNX module made by a function, and what is asked of it.
 
-See `ModuleConfig` for the function, and the README of this room for the module and an example.
+See `ModuleConfig` for the function, and `train/README.md` for the module and an example.
 """
 
 from __future__ import annotations

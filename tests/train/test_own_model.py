@@ -23,7 +23,6 @@ from maxmars.config import (
     ModuleConfig,
     MuonConfig,
     ScheduleConfig,
-    SoapConfig,
     SophiaConfig,
     TokenShardsConfig,
     from_dict,
@@ -53,7 +52,8 @@ from maxmars.train.optimizer import matrix_specs, parameter_groups
 from maxmars.train.step import init_train_state, make_train_step
 from maxmars.train.verify_resume import first_difference, series
 
-EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_model.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "tools" / "examples" / "own_model.py"
 OPTIONS = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "dtype": "float32"}
 OWN = ModuleConfig(make=f"{EXAMPLE}:make", options=OPTIONS, vocab_size=257, max_seq_len=16)
 SHAMPOO = MarsConfig(variant="shampoo", vector_learning_rate_scale=0.15)
@@ -198,6 +198,17 @@ def test_a_killed_run_continues_bit_by_bit(tmp_path, capsys):
     assert "identical to the undisturbed run" in capsys.readouterr().out
 
 
+def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
+    readme = (ROOT / "maxmars" / "train" / "README.md").read_text()
+    section = readme.partition("## A model of your own")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_model.py").write_text(code)
+    config = parse_config(str(tmp_path / "my_model.py"), ["--model.options.width", "16"], "train")
+    data = TokenShardsConfig(path=str(byte_tokens))
+    config = dataclasses.replace(config, data=data, num_steps=1, eval=EvalConfig(every=None))
+    assert train(config, tmp_path / "run").step == 1
+
+
 # --- on a mesh ------------------------------------------------------------------------------------
 
 
@@ -213,7 +224,6 @@ def test_a_killed_run_continues_bit_by_bit(tmp_path, capsys):
                 MarsConfig(exact=True),
                 MarsConfig(variant="m"),
                 MuonConfig(qkv="heads"),
-                SoapConfig(),
                 SophiaConfig(update_hessian_every=2),
                 LionConfig(),
             )

@@ -169,7 +169,9 @@ def get_config(
             clip_threshold=None,
         ),
     }
-    options: dict[str, Any] = {"num_layers": 4, "embed_dim": 128, "dtype": "float32"}
+    # On the command line only options that stand here can be changed.
+    options: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "embed_dim": 128}
+    options |= {"dtype": "float32", "remat": False}
     base = load_config(f"quickstart:data={data}" if data else "quickstart")
     model = ModuleConfig(
         make="own_model.py:make",
