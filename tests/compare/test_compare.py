@@ -206,6 +206,17 @@ def test_one_rate_and_one_seed(compared, tmp_path):
     assert lion["test"] is None
 
 
+def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, capsys):
+    run = shutil.copytree(LION.directory(compared), tmp_path / "one")
+    cli.main(["report", str(compared)])
+    printed = capsys.readouterr().out
+    assert "tokens, time: to the final loss of adamw" in printed
+    assert f"report: {compared / 'report.md'}" in printed
+    cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "out")])
+    names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
+    assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
+
+
 def test_a_result_survives_its_file(tmp_path, comparison):
     result = CellResult(
         cell=dataclasses.replace(LION, seed=3),

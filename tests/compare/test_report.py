@@ -119,17 +119,6 @@ def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
     assert names == ["a/run", "b/run"]
 
 
-def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, capsys):
-    run = write_run(tmp_path / "one", [5.0, 4.0, 3.0])
-    cli.main(["report", str(compared)])
-    printed = capsys.readouterr().out
-    assert "tokens, time: to the final loss of adamw" in printed
-    assert f"report: {compared / 'report.md'}" in printed
-    cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "out")])
-    names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
-    assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

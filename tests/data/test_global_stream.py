@@ -82,8 +82,15 @@ def run(
     return found.reshape(-1, LENGTH + 1)
 
 
-@pytest.mark.parametrize("kind", ["one", "mixture"])
-@pytest.mark.parametrize("order", ["shuffled", "random_windows"])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        pytest.param("one", "shuffled", marks=pytest.mark.slow),
+        pytest.param("one", "random_windows", marks=pytest.mark.slow),
+        ("mixture", "shuffled"),
+        ("mixture", "random_windows"),
+    ],
+)
 def test_random_settings_give_the_same_global_stream(directory, kind, order):
     """A run that is stopped and goes on with other settings 100 times, over many epochs."""
     rng = np.random.default_rng([len(kind), len(order)])

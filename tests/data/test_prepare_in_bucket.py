@@ -1,6 +1,7 @@
 """Text in a bucket to tokens in a bucket; clients find the imitation of one by the environment of
 their process."""
 
+import functools
 import hashlib
 import json
 import random
@@ -15,6 +16,7 @@ from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("gcsfs")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def texts():
@@ -96,11 +98,13 @@ def test_a_shard_that_is_uploaded_in_parts(tmp_path, server):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("gs://bucket/texts", "gs://bucket/texts is a directory; name its files: 'gs://bucket/te"),
-        ("gs://bucket/none/*", "no file matches 'gs://bucket/none/*'"),
+        slow(
+            "gs://bucket/texts", "gs://bucket/texts is a directory; name its files: 'gs://bucket/te"
+        ),
+        slow("gs://bucket/none/*", "no file matches 'gs://bucket/none/*'"),
         ("gs://status-403/*", "gs://status-403 cannot be used"),
         ("gs://bucket/bad/cut.jsonl.gz", "gs://bucket/bad/cut.jsonl.gz is damaged or cut short"),
-        ("gs://bucket/bad/a.jsonl", "gs://bucket/bad/a.jsonl, line 2 is no JSON"),
+        slow("gs://bucket/bad/a.jsonl", "gs://bucket/bad/a.jsonl, line 2 is no JSON"),
     ],
 )
 def test_errors_are_one_line(server, source, message):

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from tiny import MODEL, short_config
+from xla_flags import xla_flags
 
 from maxmars.config import AdamWConfig, CheckpointConfig, MeshConfig, OptaxConfig, ScheduleConfig
 from maxmars.config.command_line import parse_config
@@ -116,7 +117,7 @@ def test_the_example_trains_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "maxmars", "train", str(EXAMPLE)]
     options = ["--workdir", str(tmp_path / "run"), "--num-steps", "3", "--eval.num-windows", "64"]
     options += ["--model.embed-dim", "16", "--model.num-layers", "2", "--model.scan-unroll", "1"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
     result = subprocess.run(
         [*command, *options], env=environment, capture_output=True, text=True, check=False
     )
