@@ -16,8 +16,8 @@ from maxmars.optim._mars import (
     moonlight,
     muon,
 )
-from maxmars.optim._matrices import MatrixSpec
-from maxmars.optim._newton_schulz import newton_schulz
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
     OrthogonalizationPlan,
     orthogonality_error,
@@ -35,6 +35,7 @@ from maxmars.optim._sophia import (
 )
 
 __all__ = [
+    "COEFFICIENTS",
     "MatrixSpec",
     "OrthogonalizationPlan",
     "ScaleBySoapState",
@@ -52,6 +53,7 @@ __all__ = [
     "orthogonality_error",
     "orthogonalize",
     "plan_orthogonalization",
+    "resolve_specs",
     "scale_by_orthogonalization",
     "scale_by_soap",
     "scale_by_sophia",

@@ -4,6 +4,7 @@ The checks are those of `optax/contrib/_common_test.py` and `optax/_src/sharding
 """
 
 import functools
+import inspect
 from dataclasses import dataclass, field
 
 import jax
@@ -14,6 +15,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import maxmars.optim
 from maxmars.optim import (
     MatrixSpec,
     clip_by_matrix_norm,
@@ -287,6 +289,18 @@ def test_there_may_be_no_parameters(case, empty):
     assert types(state) == types(tx.init(empty))
 
 
+@every_optimizer_in_time
+def test_parameters_may_have_no_elements(case):
+    params = {"rows": jnp.zeros((0, 4)), "cols": jnp.zeros((4, 0)), "none": jnp.zeros(0)}
+    params["some"] = jnp.ones((4, 2))
+    tx, state = case(), case().init(params)
+    for _ in range(2):
+        updates, state = update(case, tx, params, state, params)
+    assert types(updates) == types(params)
+    assert all_finite((updates, state))
+    assert updates["some"].any()
+
+
 @every_optimizer
 def test_a_lone_scalar_is_a_parameter(case):
     tx, param = case(), jnp.float32(2.0)
@@ -340,13 +354,46 @@ DIRECTIONS = {
 }
 
 
-@pytest.mark.parametrize(("factory", "options"), DIRECTIONS.values(), ids=DIRECTIONS.keys())
+every_direction = pytest.mark.parametrize(
+    ("factory", "options"), DIRECTIONS.values(), ids=DIRECTIONS.keys()
+)
+
+
+def test_no_optimizer_is_missing_here():
+    exported = [getattr(maxmars.optim, name) for name in maxmars.optim.__all__]
+    optimizers = {
+        x
+        for x in exported
+        if callable(x) and "GradientTransformation" in str(inspect.signature(x).return_annotation)
+    }
+    tested = {case.factory for case in CASES.values()} | {x for x, _ in DIRECTIONS.values()}
+    assert len(optimizers) >= 12
+    assert optimizers <= tested
+
+
+@every_direction
 def test_a_direction_needs_no_parameters(factory, options):
     tx, params, grads = factory(**options), params_like(), params_like(seed=1)
     extra = {"sampled_grads": grads} if factory is scale_by_sophia else {}
     run = jax.jit(tx.update)
     _, state = run(grads, tx.init(params), **extra)
     assert_close(run(grads, state, **extra), run(grads, state, params, **extra), atol=0)
+
+
+@every_direction
+def test_a_direction_keeps_types_and_shardings(factory, options):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    tx = factory(**options)
+    with jax.set_mesh(mesh):
+        params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
+        extra = {"sampled_grads": params} if factory is scale_by_sophia else {}
+        state = tx.init(params)
+        assert types(jax.eval_shape(tx.init, params)) == types(state)
+        assert types(jax.jit(tx.init)(params)) == types(state)
+        updates, new_state = tx.update(params, state, params, **extra)
+        assert types((updates, new_state)) == types((params, state))
+        jitted = jax.jit(tx.update)(params, state, params, **extra)
+        assert types(jitted) == types((params, state))
 
 
 @every_optimizer
@@ -509,3 +556,25 @@ def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
         jitted = update(case, tx, params, state, params)
         assert types(jitted) == types((updates, new_state))
         assert "@x" in types(updates)
+
+
+@pytest.mark.parametrize("name", ["mars shampoo", "mars m", "muon", "soap"])
+def test_explicit_axes_say_the_partition(name):
+    """As the type of a traced array has it, a `MatrixSpec` may leave it out."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    bare = {"stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,)), "table": None, "norm": None}
+    case, rng = CASES[name], np.random.default_rng(0)
+    local = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in SHAPES.items()}
+    with jax.set_mesh(mesh):
+        placed = {k: NamedSharding(mesh, PARTITIONS[k]) for k in local}
+        params = jax.device_put(local, placed)
+        tx = case(matrix_specs=bare, mesh=mesh, eps=1e-2)  # else rounding flips signs
+        state = tx.init(params)
+        for _ in range(2):  # SOAP's first step is none
+            updates, state = update(case, tx, params, state, params)
+        assert types(updates) == types(params)
+    plain = case(matrix_specs=bare, eps=1e-2)
+    state = plain.init(local)
+    for _ in range(2):
+        expected, state = update(case, plain, local, state, local)
+    assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-4)

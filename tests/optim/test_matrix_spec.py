@@ -3,8 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from maxmars.optim import MatrixSpec
-from maxmars.optim._matrices import resolve_specs
+from maxmars.optim import MatrixSpec, resolve_specs
 
 C_ATTN = {"batch": (0,), "rows": (1,), "cols": (2, 3, 4)}  # layers, embed, qkv, heads, head_dim
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmars.optim import newton_schulz
-from maxmars.optim._newton_schulz import COEFFICIENTS
+from maxmars.optim import COEFFICIENTS, newton_schulz
 
 KELLER = COEFFICIENTS["keller"] * 5
 
