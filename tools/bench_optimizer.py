@@ -210,12 +210,15 @@ def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
         LionConfig,
         MarsConfig,
         MuonConfig,
+        NAdamWConfig,
+        OptaxConfig,
         SoapConfig,
         SophiaConfig,
     )
 
     plain = {
         BASELINE: AdamWConfig(),
+        "nadamw (optax)": NAdamWConfig(),
         "lion (optax)": LionConfig(),
         "adopt (optax)": AdoptConfig(),
         "mars adamw": MarsConfig(),
@@ -229,10 +232,28 @@ def timed_configs() -> tuple[dict[str, Any], dict[str, Any]]:
         "mars shampoo": MarsConfig(variant="shampoo"),
         "mars m": MarsConfig(variant="m"),
         "muon": MuonConfig(),
+        "optax.contrib.muon": OptaxConfig(make=f"{__file__}:contrib_muon", learning_rate=1e-3),
         "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
         "soap": SoapConfig(),
     }
     return plain, slow
+
+
+def contrib_muon(
+    learning_rate: Any, *, matrix_specs: Any, mesh: Any
+) -> optax.GradientTransformation:
+    """optax's Muon on the matrices that `muon` orthogonalises, in the way of any own optimizer."""
+    import jax
+    from optax.contrib import MuonDimensionNumbers, muon
+
+    del mesh
+
+    def numbers(spec: Any) -> MuonDimensionNumbers | None:
+        if not spec.is_matrix or spec.embedding:
+            return None
+        return MuonDimensionNumbers(reduction_axis=spec.rows, output_axis=spec.cols)
+
+    return muon(learning_rate, muon_weight_dimension_numbers=jax.tree.map(numbers, matrix_specs))
 
 
 class Update:
