@@ -1,6 +1,7 @@
 """Models of the user's own: trained, continued, evaluated, planned, and refused in one line."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
                 SHAMPOO,
                 MarsConfig(exact=True),
                 MarsConfig(variant="m"),
-                MuonConfig(qkv="heads"),
+                MuonConfig(),
                 SophiaConfig(update_hessian_every=2),
                 LionConfig(),
             )
@@ -262,6 +263,27 @@ def test_a_plan_of_it(tmp_path):
     assert plan.memory.parameters_bytes == (parameters - norms) + 4 * norms
     assert plan.exchange is not None
     assert plan.flops.model == flops_per_token(OWN) * config.tokens_per_step
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
+)
+def test_a_plan_for_a_tpu(tmp_path):
+    config = own_config(tmp_path, mesh=MeshConfig(data=1, fsdp=16), optimizer=SHAMPOO)
+    plan = make_plan(config, get_topology("v5e:4x4"))
+    assert plan.exchange is not None
+    assert "all-to-all" in {row.op for row in plan.collectives}
+
+
+@pytest.mark.slow
+def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
+    options = """--optimizers adamw,mars --seeds 2 --steps 2 --global-batch-size 8
+        --model.options.embed-dim 32 --model.max-seq-len 16 --eval.num-windows 16"""
+    workdir = tmp_path / "compared"
+    command = ["compare", f"{EXAMPLE}:data={byte_tokens}", "--workdir", str(workdir)]
+    main([*command, "--learning-rates", "1e-3,3e-3", *options.split()])
+    assert "parameters" in (workdir / "report.md").read_text()
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -27,11 +27,12 @@ pytestmark = [
 TESTS = str(Path(__file__).parents[1])
 
 RUNS = """
-import json, pathlib, sys
+import dataclasses, json, pathlib, sys
+import numpy as np
 sys.path.insert(0, sys.argv[2])
 from maxmars.distributed import sharding
 from maxmars.checkpoint import list_steps, read
-from maxmars.config import MeshConfig, ScheduleConfig
+from maxmars.config import MeshConfig, ModuleConfig, ScheduleConfig
 from maxmars.train import train
 from maxmars.eval import load
 from tiny import short_config
@@ -46,7 +47,13 @@ train(two, bucket)
 train(four, bucket)
 local, remote = (read(f"{place}/checkpoints").digests for place in (folder / "local", bucket))
 model = load(f"{bucket}/checkpoints/3", mesh=sharding.make_mesh(MeshConfig()))
-print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name]))
+source = folder / "own_model.py"
+source.write_text(pathlib.Path(sys.argv[2], "../tools/examples/own_model.py").read_text())
+own = ModuleConfig(make=f"{source}:make", options={"num_layers": 1}, vocab_size=257, max_seq_len=16)
+train(dataclasses.replace(two, model=own), "gs://bucket/runs/own")
+source.unlink()  # the bucket has it
+width = load("gs://bucket/runs/own").model(np.zeros((1, 3), int)).shape[-1]
+print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name, width]))
 """
 
 # `maxmars` with a lease that a dead owner loses soon.
@@ -93,9 +100,10 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert "continuing from step 2" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3", 384]
     local = {p.relative_to(tmp_path / "local").as_posix() for p in tmp_path.rglob("local/**/*.*")}
-    remote = {name.removeprefix("runs/tiny/") for name in server.objects}
+    names = [name for name in server.objects if name.startswith("runs/tiny/")]
+    remote = {name.removeprefix("runs/tiny/") for name in names}
     local, remote = (
         {name for name in names if not name.startswith("checkpoints/")} for names in (local, remote)
     )
