@@ -114,6 +114,7 @@ def _compiled(sharding: NamedSharding | None) -> Callable[[Sequence[Any]], jax.A
     return jax.jit(lambda leaves: jnp.stack([leaf_sums(x) for x in leaves]), out_shardings=sharding)
 
 
+@jax.jit  # so that leaves of one shape are traced once, in all trees
 def leaf_sums(x: Any) -> Array:
     """The two sums of the module's docstring, `uint32[2]`; for use under `jax.jit`."""
     words = _words(jnp.asarray(x))

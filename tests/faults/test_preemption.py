@@ -93,6 +93,7 @@ def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
         assert value == pytest.approx(expected[key], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
     # A second or more for each evaluation: after the start, and after the last step, once saved.
     long = ("--num-steps", "2", "--eval.every", "1000", "--eval.num-windows", "8000")
