@@ -363,6 +363,8 @@ class Preparation:
             return None
         with self._on_full_disk():
             records = self._with_both_splits(records)
+            if len(records) < len(self.tasks):  # another process has finished meanwhile
+                return None
             splits = {split: self._join(split, records) for split in SPLITS}
             splits = {split: found for split, found in splits.items() if found.num_tokens}
             self._check_splits(splits)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxmars.data.corpus import PythonSources, TextFiles
-from maxmars.data.prepare import prepare, prepare_python_sources
+from maxmars.data.corpus import PythonSources, TextFiles, Texts
+from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.sources import read_metadata
 from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_of_tokens
@@ -294,6 +294,31 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
     with pytest.raises(FileExistsError, match="out exists; delete it"):
         run(documents(3), tmp_path / "out")
     assert contents(tmp_path / "out") == before
+
+
+def test_another_process_may_complete_it_during_the_last_step(tmp_path):
+    """No hash decides, so the last step tokenises a document again."""
+
+    class Overtaken(ByteTokenizer):
+        def encode(self, text):
+            preparation(ByteTokenizer()).finish()
+            return super().encode(text)
+
+    def preparation(tokenizer):
+        return Preparation(
+            corpus=Texts(documents(3)),
+            out=tmp_path / "out",
+            tokenizer=tokenizer,
+            source="a test",
+            validation_fraction=1e-12,
+            task_bytes=20,
+        )
+
+    preparation(ByteTokenizer()).run()
+    found = preparation(Overtaken()).finish()
+    options = {"validation_fraction": 1e-12, "task_bytes": 20}
+    assert found == run(documents(3), tmp_path / "whole", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_workers_do_not_show(tmp_path):
