@@ -213,22 +213,18 @@ def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
 # --- on a mesh ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
+        ADAMW,
+        LionConfig(),
         MarsConfig(),
-        *(
-            pytest.param(optimizer, marks=pytest.mark.slow)
-            for optimizer in (
-                ADAMW,
-                SHAMPOO,
-                MarsConfig(exact=True),
-                MarsConfig(variant="m"),
-                MuonConfig(),
-                SophiaConfig(update_hessian_every=2),
-                LionConfig(),
-            )
-        ),
+        MarsConfig(exact=True),
+        SHAMPOO,
+        MarsConfig(variant="m"),
+        MuonConfig(),
+        SophiaConfig(update_hessian_every=2),
     ],
 )
 def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):
