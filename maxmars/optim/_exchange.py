@@ -169,8 +169,9 @@ class Exchange:
 
     def _all_to_all(self, x: Float[Array, "slots ..."]) -> Float[Array, "slots ..."]:
         """Part i goes to device i of the axes; part j of the result is from device j."""
-        # As integers, since XLA's CPU backend sends a bfloat16 as a float32.
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+        # As integers: XLA's CPU backend sends a bfloat16 as a float32, and joins exchanges of
+        # float32 pieces of different shapes into one that it then refuses (jaxlib 0.10.2).
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
         axes = tuple(itertools.chain(*self.cuts))
         bits = jax.lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True)
         return jax.lax.bitcast_convert_type(bits, x.dtype)

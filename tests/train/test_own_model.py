@@ -224,6 +224,7 @@ def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
         SHAMPOO,
         MarsConfig(variant="m"),
         MuonConfig(),
+        MuonConfig(qkv="heads", ns_dtype="float32"),
         SophiaConfig(update_hessian_every=2),
     ],
 )
