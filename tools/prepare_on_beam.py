@@ -57,7 +57,8 @@ def main() -> None:
     with beam.Pipeline(options=PipelineOptions(beam_options)) as pipeline:
         numbers = pipeline | beam.Create(range(len(preparation.tasks))) | beam.Reshuffle()
         _ = numbers | beam.Map(preparation.run_task)
-    print(preparation.finish())
+    preparation.finish()
+    print(f"next: maxmars train quickstart:data={given.out}")
 
 
 if __name__ == "__main__":
