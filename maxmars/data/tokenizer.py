@@ -268,6 +268,11 @@ def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokeniz
             return GPT2Tokenizer()
         case path if path.endswith(".json"):
             return JsonTokenizer(Path(path).expanduser(), eot_token)
+    if str(name) == "unknown":  # of GrainConfig
+        raise ValueError(
+            "the tokens are those of a source of your own that names no tokenizer; train with "
+            "GrainConfig(tokenizer='byte') or 'gpt2' to generate text and to score the model later."
+        )
     raise ValueError(
         f"there is no tokenizer {str(name)!r}; choose byte, gpt2, or the path of a tokenizer.json."
     )

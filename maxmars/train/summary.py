@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from maxmars.config import GrainConfig
 from maxmars.config.numbers import duration, short
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
@@ -45,8 +46,11 @@ def write_summary(run: Run, *, done: bool) -> str:
         if (share := found["shares"][name]) >= _LEAST_SHARE
     ]
     where = f"  all of it in {run.workdir}"
-    command = ["maxmars", "generate", str(run.workdir), "--prompt", "Once"]
-    following = f"next: {shlex.join(command)}"
+    data = run.config.data
+    command = ["generate", str(run.workdir), "--prompt", "Once"]
+    if isinstance(data, GrainConfig) and data.tokenizer == "unknown":
+        command = ["report", str(run.workdir)]
+    following = f"next: {shlex.join(['maxmars', *command])}"
     return "\n".join([end, *lines, "  time", *table, where, following])
 
 

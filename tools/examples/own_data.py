@@ -28,9 +28,8 @@ def from_hugging_face(*, split: str, length: int, path: str) -> grain.MapDataset
     """
     import datasets
 
-    texts: Any = datasets.load_from_disk(path)[
-        split
-    ]  # or datasets.load_dataset("roneneldan/TinyStories")
+    # Or, from the hub, datasets.load_dataset("roneneldan/TinyStories", split=split).
+    texts: Any = datasets.load_from_disk(path)[split]
 
     def window(row: dict[str, str]) -> dict[str, np.ndarray]:
         tokens = np.array([END, *row["text"].encode()[:length], END])[: length + 1]
