@@ -93,6 +93,14 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     check_optimizer(config.optimizer, MODEL, mesh)
 
 
+@pytest.mark.parametrize("inner", ["nadam", "ademamix", "adopt", "soap"])
+def test_the_examples_of_mars_over_others_make_optimizers(inner):
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    for name in (inner, f"mars_{inner}"):
+        spec = f"{EXAMPLE.parent / 'mars_over_others.py'}:optimizer={name}"
+        check_optimizer(parse_config(spec, [], "maxmars train").optimizer, MODEL, mesh)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
