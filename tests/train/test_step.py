@@ -144,7 +144,7 @@ OPTIMIZERS = {
             for mesh in MESHES
         ),
         pytest.param("adamw", "2,2,2", marks=pytest.mark.slow),
-        ("exact", "2,2,2"),
+        pytest.param("exact", "2,2,2", marks=pytest.mark.slow),  # test_packed_step.py has it too
         pytest.param("sophia", "2,2,2", marks=pytest.mark.slow),
         pytest.param("shampoo", "1,8,1", marks=pytest.mark.slow),
         ("shampoo", "2,2,2"),
