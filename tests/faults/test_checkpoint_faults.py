@@ -72,6 +72,7 @@ def files_of(path):
     return sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size)
 
 
+@pytest.mark.slow
 def test_training_goes_on_before_every_kind_of_damage(train_config, tmp_path, cache):
     """The newest checkpoint is an empty directory, the next lacks a file, and so on."""
     workdir = tmp_path / "run"

@@ -312,7 +312,7 @@ def test_a_lone_scalar_is_a_parameter(case):
     assert types(new_state) == types(state)
 
 
-@every_optimizer
+@every_optimizer_in_time
 def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
     # A donated buffer that cannot be used is a warning, and so an error here.
     tx, params = case(), params_like()
@@ -407,7 +407,7 @@ def test_a_missing_decayed_parameter_is_an_error(case):
 # --- wrappers ------------------------------------------------------------------------------------
 
 
-@every_optimizer
+@every_optimizer_in_time
 def test_injected_hyperparameters_are_the_same(case):
     # Integers become traced hyperparameters too: Newton-Schulz then loops.
     inject = optax.inject_hyperparams(case.factory)

@@ -172,6 +172,7 @@ def write_config(folder, num_steps):
     (folder / "config.py").write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
     tokens = tmp_path / "tokens"

@@ -121,6 +121,7 @@ def test_wrong_functions_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_example_trains_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "maxmars", "train", str(EXAMPLE)]
     options = ["--workdir", str(tmp_path / "run"), "--num-steps", "3", "--eval.num-windows", "64"]
