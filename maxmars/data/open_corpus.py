@@ -95,7 +95,7 @@ def open_corpus(
     try:
         return TextFiles([source], text_field=text_field or "text")
     except FileNotFoundError as error:
-        similar = difflib.get_close_matches(source, [*PRESETS, "python"], 1)
+        similar = difflib.get_close_matches(source, [*PRESETS, "python"], 1, cutoff=0.75)
         if not similar:
             raise
         raise FileNotFoundError(f"{error} Did you mean the source {similar[0]}?") from error
