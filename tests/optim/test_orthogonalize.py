@@ -119,7 +119,10 @@ def plain_orthogonality_error(matrices):
     return np.sqrt(np.mean(squares))
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [None, (2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 8, 1), (1, 2, 4)])],
+)
 def test_orthogonality_error(mesh_shape):
     updates = random_matrices(3)
     mesh = None if mesh_shape is None else make_mesh(mesh_shape)
@@ -144,13 +147,20 @@ def test_orthogonality_error(mesh_shape):
 # --- on a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 8, 1),
+        (2, 2, 2),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 1, 1), (8, 1, 1), (1, 2, 4)]),
+    ],
+)
 def test_a_mesh_changes_nothing(shape):
     errors = gpt2_matrices.sharded_errors(shape)
     assert max(errors.values()) <= TOLERANCE["float32"], errors
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_mesh_changes_nothing_in_other_dtypes(dtype):
     with jax.enable_x64(dtype == "float64"):
         errors = gpt2_matrices.sharded_errors((2, 2, 2), dtype, cases=((7, "qkv"),))
@@ -168,15 +178,27 @@ def sixteen():
     return json.loads(program.stdout) | {"stderr": program.stderr}
 
 
+@pytest.mark.slow
 def test_sixteen_devices_change_nothing(sixteen):
     for name, errors in sixteen["errors"].items():
         assert max(errors.values()) <= TOLERANCE[name.split()[-1]], (name, errors)
 
 
-@pytest.mark.parametrize("shape", [str(shape) for shape, _ in gpt2_matrices.BUDGETS])
-def test_traffic(sixteen, shape):
-    case = sixteen["traffic"][shape]
-    _, fsdp, tensor = (int(n) for n in shape.strip("()").split(","))
+@pytest.mark.parametrize(("shape", "size"), [((1, 8, 1), XL), ((1, 4, 2), LARGE)])
+def test_traffic(shape, size, capfd):
+    check_traffic(gpt2_matrices.traffic(shape, size), shape)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [shape for shape, _ in gpt2_matrices.BUDGETS])
+def test_traffic_of_sixteen_devices(sixteen, shape):
+    check_traffic(sixteen["traffic"][str(shape)], shape)
+    assert "rematerialization" not in sixteen["stderr"]
+
+
+def check_traffic(case, shape):
+    _, fsdp, tensor = shape
     print(f"\nmesh {shape}\n{case['table']}")
     found = case["collectives"]
     exchanged = [size for operation, size, _ in found if operation == "all-to-all"]
@@ -187,7 +209,6 @@ def test_traffic(sixteen, shape):
     assert sum(exchanged) <= 1.1 * 2 * 2 * case["padded_elements"] / (fsdp * tensor)
     assert case["padded_elements"] <= 1.25 * case["elements"]
     assert max(others, default=0) < 1e6
-    assert "rematerialization" not in sixteen["stderr"]
 
 
 def test_owners_among_copies(x64):
