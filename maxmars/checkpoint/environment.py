@@ -1,10 +1,12 @@
-"""What a run ran on: versions, git commit, devices and mesh."""
+"""What a run ran on: versions, code, devices and mesh."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Versions, git commit, devices and mesh of this run, JSON-ready."""
+    """Versions, code, devices and mesh of this run, JSON-ready."""
     devices = mesh.devices.flatten().tolist()
     return {
-        "maxmars": maxmars.__version__,
         "git_commit": _git_commit(Path(maxmars.__file__).resolve().parents[1]),
+        "code": package_digest(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **package_versions(),
         "system": platform.platform(),
         "platform": devices[0].platform,
         "device_kinds": sorted({device.device_kind for device in devices}),
@@ -32,11 +34,35 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     }
 
 
+def package_versions() -> dict[str, str | None]:
+    """The versions of maxmars and of the libraries that decide what it computes, by name."""
+    return {"maxmars": maxmars.__version__} | {name: _version(name) for name in _PACKAGES}
+
+
+def package_digest() -> str:
+    """The first 16 hex digits of the SHA-256 over the Python files of maxmars, as they lie here."""
+    root = Path(maxmars.__file__).parent
+    sha = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        sha.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def changes_since(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How the code and the versions of two results of `environment` differ, in words."""
+    names = ["git_commit", "code", "python", *package_versions()]
+    return [
+        f"{name} {earlier[name]} -> {now[name]}"
+        for name in names
+        if name in earlier and earlier[name] != now[name]
+    ]
 
 
 def _git_commit(root: Path) -> str | None:

@@ -47,6 +47,7 @@ from maxmars.data.sampling import (
     training_examples,
     validation_examples,
 )
+from maxmars.data.sources import metadata_text
 from maxmars.data.token_files import TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
 from maxmars.data.workers import end_with_parent
@@ -172,7 +173,9 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
         checksums = config.verify and split == "train"  # of all splits: once is enough
         look = functools.partial(examine, directory, checksums=checksums)
         meta = processes.text_from_primary(look)
-        streams.append(open_examined(directory, split, meta))
+        stream = open_examined(directory, split, meta)
+        _check_same_directory(stream, meta)
+        streams.append(stream)
     for stream in streams:
         if not isinstance(stream, OwnData):
             _check_vocabulary(stream, model)
@@ -195,6 +198,25 @@ def _check_all_have(own: OwnData) -> None:
                 f"data.source={own.source!r}, split {own.split!r}: process {process} has other "
                 f"data than process 0, with the digest {other[:16]} and not {first[:16]}; give all "
                 "hosts the same files."
+            )
+
+
+def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
+    """Check that a directory on disks is the same for every process; all must call.
+
+    Only its description is compared, or where it has none, samples of the files: see `digest_of`.
+    That files are as described is checked by `Verification`, which divides them over the hosts.
+    """
+    if is_remote(stream.directory):
+        return  # all read the same objects
+    own = digest_of(stream) if meta is None else metadata_text(stream.directory / "meta.json")
+    first, *others = processes.texts_of_all(hashlib.sha256((own or "").encode()).hexdigest())
+    for process, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"process {process} has other tokens in {stream.directory} than process 0: the "
+                f"digest of their description is {other[:16]}, and that of process 0 {first[:16]}; "
+                "give all hosts the same files."
             )
 
 

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, Checkpointer
-from maxmars.checkpoint.environment import environment
+from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, ModuleConfig, TrainConfig, to_dict
 from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import split_source
@@ -33,6 +33,7 @@ from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
 from maxmars.train import runtime
+from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import choose_precision, choose_remat
 from maxmars.train.init_from import (
     InitFrom,
@@ -176,6 +177,7 @@ def check(
     log: Callable[[str], None],
 ) -> Checked:
     """Find everything that can be wrong before anything is written."""
+    check_agreement(config, init_from, resume_overrides)
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
@@ -195,6 +197,9 @@ def check(
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
         check_data(saved, data_digest, messages.append)
+        changes = changes_since(saved.environment, environment(mesh))
+        if changes:
+            messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
     if not config.data.verify:
         messages.append("data.verify is off: files are not compared with their checksums")
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?

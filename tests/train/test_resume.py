@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -89,6 +90,16 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert changes["changed"]["num_steps"] == [2, 4]
     train(config, workdir)  # from here on they are the run's own
     assert (workdir / "config_changes.jsonl").read_text().count("\n") == 1
+
+
+def test_a_library_of_another_version_is_told(source, short_config, tmp_path, monkeypatch, capsys):
+    shutil.copytree(source, tmp_path / "run")
+    information = tmp_path / "site" / "optax-9.9.9.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 9.9.9\n")
+    monkeypatch.syspath_prepend(information.parent)
+    train(short_config(), tmp_path / "run")
+    assert re.search(r"changed since step 2: optax \S+ -> 9\.9\.9\n", capsys.readouterr().out)
 
 
 def test_only_what_is_named_changes(continuing, short_config):

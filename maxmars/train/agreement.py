@@ -1,0 +1,88 @@
+"""All processes of a run agree before its first step: one config, one code, one set of versions.
+
+Processes that differ would train to the end without a word: each computes its part of the same
+arrays by its own program. Data are compared where they are opened, see `data.batches.open_data`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from maxmars.checkpoint.environment import package_digest, package_versions
+from maxmars.config import TrainConfig, to_dict
+from maxmars.config.user_code import sources_in, split_source
+from maxmars.distributed import processes
+from maxmars.train.init_from import InitFrom
+
+_PATHS = ("path", "hellaswag_path")  # hosts may keep the same files at different places
+_MOST_NAMED = 4
+_JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
+
+
+def check_agreement(
+    config: TrainConfig, init_from: InitFrom | None, resume_overrides: Sequence[str]
+) -> None:
+    """Compare what decides the steps of a run between its processes, which must all call.
+
+    These are the config and the command line but for paths, the text of maxmars and of the user's
+    own files that the config names, the versions of the libraries, and the settings of JAX that
+    change a program.
+
+    Raises:
+      ValueError: two processes differ; every process raises, and names process, field and values.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = _facts(config, init_from, resume_overrides)
+    text = json.dumps(facts, default=str)
+    digests = processes.texts_of_all(hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first, *others = (json.loads(text) for text in processes.texts_of_all(text))
+    process, other = next((i, other) for i, other in enumerate(others, 1) if other != first)
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    told = [f"{n} is {other.get(n)} and not {first.get(n)}" for n in names[:_MOST_NAMED]]
+    if len(names) > _MOST_NAMED:
+        told.append(f"and {len(names) - _MOST_NAMED} more")
+    raise ValueError(
+        f"process {process} would train another run than process 0: {', '.join(told)}; start all "
+        "processes with the same command, files and installation."
+    )
+
+
+def _facts(
+    config: TrainConfig, init_from: InitFrom | None, resume_overrides: Sequence[str]
+) -> dict[str, Any]:
+    facts: dict[str, Any] = dict(_leaves(to_dict(config)))
+    for source in sources_in(config):
+        path, name = split_source(source)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        facts[f"the text of {path.name}:{name}"] = digest and digest[:16]
+    facts["--init-from"] = "absent" if init_from is None else "given"
+    facts["--init-optimizer-state"] = init_from is not None and init_from.optimizer_state
+    facts["--resume-overrides"] = ",".join(sorted(resume_overrides)) or None
+    facts["the text of maxmars"] = package_digest()
+    facts["python"] = platform.python_version()
+    facts |= package_versions()
+    return facts | {name: getattr(jax.config, name) for name in _JAX_SETTINGS}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of the result of `to_dict`, without paths."""
+    last = name.rpartition(".")[2]
+    if last in _PATHS:
+        return
+    if isinstance(value, dict | list) and value:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in items:
+            yield from _leaves(child, f"{name}.{key}" if name else str(key))
+    elif last in ("source", "make"):
+        yield name, str(value).rpartition(":")[2]
+    else:
+        yield name, value
