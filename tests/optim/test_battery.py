@@ -71,17 +71,28 @@ CASES = {
     "soap": Case(soap),
     "sophia": Case(sophia, {"batch_tokens": 1.0}, "sampled_grads"),
 }
-every_optimizer = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
-# Where compiling takes long, the default suite leaves out what shares its code with another.
-SIMILAR = ("mars adamw amsgrad", "mars shampoo memory-efficient", "mars m", "moonlight")
-every_optimizer_in_time = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=pytest.mark.slow if name in SIMILAR else ())
-        for name, case in CASES.items()
-    ],
+
+def ask(names, slow=()):
+    """The optimizers of these names; those that are slow are asked in the slow phase alone."""
+    marked = [
+        pytest.param(CASES[name], id=name, marks=pytest.mark.slow if name in slow else ())
+        for name in names
+    ]
+    return pytest.mark.parametrize("case", marked)
+
+
+# The default suite leaves out what shares its code with another.
+SIMILAR = (
+    "mars adamw amsgrad",
+    "mars shampoo memory-efficient",
+    "mars m",
+    "mars over nadam",
+    "moonlight",
 )
+every_optimizer = ask(CASES, slow=SIMILAR)
+# What compiles long and is asked of SOAP in test_soap.py or test_soap_on_mesh.py too.
+every_optimizer_soap_elsewhere = ask(CASES, slow=(*SIMILAR, "soap"))
 
 
 def params_like(dtype=jnp.float32, seed=0):
@@ -171,10 +182,11 @@ def test_it_finds_the_minima_of_a_parabola_and_of_rosenbrocks_function(case):
 
 
 # split_real_and_imaginary passes no further arguments on, prev_grads and sampled_grads among them.
-WITH_ONE_GRADIENT = {name: case for name, case in CASES.items() if not case.second_gradient}
+WITH_ONE_GRADIENT = [name for name, case in CASES.items() if not case.second_gradient]
+SPLIT_BY_DEFAULT = ("mars adamw", "mars shampoo")  # the splitting is optax's
 
 
-@pytest.mark.parametrize("case", list(WITH_ONE_GRADIENT.values()), ids=list(WITH_ONE_GRADIENT))
+@ask(WITH_ONE_GRADIENT, slow=set(WITH_ONE_GRADIENT) - set(SPLIT_BY_DEFAULT))
 def test_it_finds_a_complex_minimum_by_real_and_imaginary_parts(case):
     # The rules themselves are those of real numbers.
     steps = 1000
@@ -191,7 +203,7 @@ def test_it_finds_a_complex_minimum_by_real_and_imaginary_parts(case):
 # --- states --------------------------------------------------------------------------------------
 
 
-@every_optimizer_in_time
+@every_optimizer_soap_elsewhere
 def test_jit_changes_nothing(case):
     params, first, second = ({"kernel": params_like(seed=i)["kernel"]} for i in range(3))
     tx = case()
@@ -201,7 +213,7 @@ def test_jit_changes_nothing(case):
     assert_close(jax.jit(tx.init)(params), tx.init(params), atol=0)
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_the_state_survives_flattening_and_mapping_over_parameters(case):
     specs = {"kernel": MatrixSpec(rows=(0,), cols=(1,))} | dict.fromkeys(
         ("bias", "temperature", "absent", "empty")
@@ -221,7 +233,7 @@ def test_the_state_survives_flattening_and_mapping_over_parameters(case):
         assert_close(update(case, tx, params, other, params), expected, rtol=0, atol=0)
 
 
-@every_optimizer_in_time
+@every_optimizer
 @pytest.mark.parametrize(
     "dtype",
     ["float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "float32"))],
@@ -252,7 +264,7 @@ def test_a_branch_and_a_loop_keep_the_types(case, dtype):
         assert not np.array_equal(after[0][name], params[name])
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_updates_have_the_parameters_dtype_whatever_that_of_the_gradients(case):
     tx, params, grads = case(), params_like(), params_like(jnp.bfloat16, seed=1)
     updates, state = update(case, tx, grads, tx.init(params), params)
@@ -289,7 +301,7 @@ def test_there_may_be_no_parameters(case, empty):
     assert types(state) == types(tx.init(empty))
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_parameters_may_have_no_elements(case):
     params = {"rows": jnp.zeros((0, 4)), "cols": jnp.zeros((4, 0)), "none": jnp.zeros(0)}
     params["some"] = jnp.ones((4, 2))
@@ -312,7 +324,7 @@ def test_a_lone_scalar_is_a_parameter(case):
     assert types(new_state) == types(state)
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
     # A donated buffer that cannot be used is a warning, and so an error here.
     tx, params = case(), params_like()
@@ -331,7 +343,7 @@ def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
     assert step._cache_size() == 1
 
 
-@every_optimizer_in_time
+@every_optimizer_soap_elsewhere
 def test_constant_schedules_are_constants(case):
     params, results = params_like(), []
     for value in (0.03, optax.constant_schedule(0.03)):
@@ -407,7 +419,7 @@ def test_a_missing_decayed_parameter_is_an_error(case):
 # --- wrappers ------------------------------------------------------------------------------------
 
 
-@every_optimizer_in_time
+@every_optimizer_soap_elsewhere
 def test_injected_hyperparameters_are_the_same(case):
     # Integers become traced hyperparameters too: Newton-Schulz then loops.
     inject = optax.inject_hyperparams(case.factory)
@@ -425,7 +437,7 @@ def test_injected_hyperparameters_are_the_same(case):
     assert not updates["kernel"].any()
 
 
-@every_optimizer_in_time
+@every_optimizer
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_accumulated_gradients_act_in_the_last_step_only(case, dtype):
     params, grads = params_like(dtype), [params_like(dtype, seed) for seed in (1, 2)]
@@ -445,7 +457,7 @@ def test_accumulated_gradients_act_in_the_last_step_only(case, dtype):
         assert_close(second, update(case, tx, mean, tx.init(params), params)[0])
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_masked_and_partitioned_it_acts_on_its_share_alone(case):
     params = params_like()
     labels = {"kernel": "ours", "bias": "ours", "temperature": "rest", "absent": None, "empty": {}}
@@ -512,7 +524,7 @@ def assert_like_params(tree, params, mesh):
     return checked
 
 
-@every_optimizer_in_time
+@every_optimizer_soap_elsewhere
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 def test_init_and_update_keep_the_shardings(case, axis_type):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
@@ -542,7 +554,7 @@ def test_init_and_update_keep_the_shardings(case, axis_type):
     assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-5)
 
 
-@every_optimizer_in_time
+@every_optimizer
 def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -558,12 +570,12 @@ def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
         assert "@x" in types(updates)
 
 
-@pytest.mark.parametrize("name", ["mars shampoo", "mars m", "muon", "soap"])
-def test_explicit_axes_say_the_partition(name):
+@ask(["mars shampoo", "mars m", "muon", "soap"], slow=["mars m", "muon", "soap"])
+def test_explicit_axes_say_the_partition(case):
     """As the type of a traced array has it, a `MatrixSpec` may leave it out."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     bare = {"stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,)), "table": None, "norm": None}
-    case, rng = CASES[name], np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     local = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in SHAPES.items()}
     with jax.set_mesh(mesh):
         placed = {k: NamedSharding(mesh, PARTITIONS[k]) for k in local}
