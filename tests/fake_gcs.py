@@ -83,7 +83,7 @@ def crc32c(content):
 @contextlib.contextmanager
 def serve():
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server
@@ -94,6 +94,9 @@ def serve():
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # The content follows the headers in a packet of its own, for which Nagle's algorithm would wait
+    # until the client has acknowledged the first: 40 ms.
+    disable_nagle_algorithm = True
 
     def answer(self, status, content=b"", headers=()):
         if not isinstance(content, bytes):

@@ -84,7 +84,7 @@ class Network:
         return written
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.slow)])
 def store(request, tmp_path):
     spec = {"driver": request.param, "path": f"{tmp_path}/"}
     return tensorstore.KvStore.open(spec, context=tensorstore.Context()).result()

@@ -120,7 +120,7 @@ def _entries(folder: Path, under: str, recursive: bool = True) -> list[dict]:
 def fake_hub(root: Path) -> Iterator[str]:
     """Serve the datasets under `root`; the address for HF_ENDPOINT."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"root": root}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -81,12 +81,13 @@ def test_windows_are_read_by_ranges_also_from_a_store_that_fails_now_and_then(di
     expected = hashlib.sha256(stream.read_windows(starts, LENGTH).tobytes()).hexdigest()
     with fake_gcs.serve() as server:
         server.put_directory(directory, "tokens")
-        server.failing = lambda number, name: number % 7 == 3 and name.endswith(".bin")
+        server.failing = lambda number, name: number in (3, 10, 17) and name.endswith(".bin")
         (found,), error = read(server, "gs://bucket/tokens")
     assert found == expected
     assert "the shards are compared by size alone" in error
     assert "Traceback" not in error
     assert "Unclosed" not in error
+    assert sum(count == 0 for _, count in server.reads) == 3  # failed
     needed = len(np.unique(starts[:, None] + np.arange(LENGTH))) * 2
     assert sum(count for name, count in server.reads if name.endswith(".bin")) == needed
     assert len(server.lists) <= 2
@@ -139,7 +140,7 @@ def test_a_directory_prepared_on_a_disk_and_uploaded_is_compared_by_its_checksum
     assert damaged.startswith(f"ValueError: {shard} is not the one that was prepared: its crc32c")
 
 
-# Prints a digest of the windows that best fit planned.
+# Prints of each directory a digest of the windows that best fit planned.
 PACKED = """
 import hashlib, sys
 import numpy as np
@@ -147,10 +148,11 @@ from maxmars.config import GPT2Config, TokenShardsConfig
 from maxmars.data.batches import open_data
 
 model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
-data = TokenShardsConfig(path=sys.argv[1], packing="best_fit")
-(stream,) = open_data(data, "train", model=model).streams
-found = stream.read_windows(np.arange(40, 60) * 16, 17)
-print(hashlib.sha256(b"".join(array.tobytes() for array in found.values())).hexdigest())
+for place in sys.argv[1:]:
+    data = TokenShardsConfig(path=place, packing="best_fit")
+    (stream,) = open_data(data, "train", model=model).streams
+    found = stream.read_windows(np.arange(40, 60) * 16, 17)
+    print(hashlib.sha256(b"".join(array.tobytes() for array in found.values())).hexdigest())
 """
 
 
@@ -160,12 +162,10 @@ def test_windows_of_a_plan_are_read_by_ranges(tmp_path):
     write_plans(tmp_path / "tokens", 16)
     with fake_gcs.serve() as server:
         server.put_directory(tmp_path / "tokens", "tokens")
-        found = [
-            subprocess.check_output(
-                [sys.executable, "-c", PACKED, place], env=server.environment, text=True
-            )
-            for place in (str(tmp_path / "tokens"), "gs://bucket/tokens")
-        ]
+        places = [str(tmp_path / "tokens"), "gs://bucket/tokens"]
+        command = [sys.executable, "-c", PACKED, *places]
+        found = subprocess.check_output(command, env=server.environment, text=True).split()
+    assert len(found) == 2
     assert found[0] == found[1]
     read = sum(size for name, size in server.reads if name == "tokens/train_best_fit_16.bin")
     assert 0 < read < len(server.objects["tokens/train_best_fit_16.bin"][1]) / 50
