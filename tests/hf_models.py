@@ -1,6 +1,7 @@
 """Small models, Hugging Face directories of them, and Hugging Face's GPT-2 in plain NumPy."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -46,10 +47,14 @@ def random_params(config, seed=0):
     return jax.tree_util.tree_map_with_path(leaf, graph_and_abstract_params(config)[1])
 
 
-def logits(config, params, tokens=TOKENS):
+@functools.cache
+def forward(config):
     graph, _ = graph_and_abstract_params(config)
-    result = jax.jit(lambda p, t: nnx.merge(graph, p)(t))(params, tokens)
-    return np.asarray(result)[..., : config.vocab_size]
+    return jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+
+
+def logits(config, params, tokens=TOKENS):
+    return np.asarray(forward(config)(params, tokens))[..., : config.vocab_size]
 
 
 def one_device_mesh():

@@ -73,8 +73,15 @@ def one_by_one(texts):
     return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *found)
 
 
-@pytest.mark.parametrize("attention", ["plain", "blocked"])
-@pytest.mark.parametrize("on_mesh", [False, True], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    ("on_mesh", "attention"),
+    [
+        pytest.param(True, "blocked", id="mesh-blocked"),
+        pytest.param(True, "plain", id="mesh-plain", marks=pytest.mark.slow),
+        pytest.param(False, "blocked", id="one-blocked", marks=pytest.mark.slow),
+        pytest.param(False, "plain", id="one-plain", marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_documents_alone(attention, on_mesh):
     config, batch = dataclasses.replace(MODEL, attention=attention), packed(random_documents())
     batch["mask"] = with_mean_one(batch["mask"])
@@ -83,20 +90,20 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(attention, on_mesh)
     assert_close(found, one_by_one(list(itertools.chain(*random_documents()))))
 
 
-@pytest.mark.parametrize("attention", ["plain", "blocked"])
+@pytest.mark.parametrize("attention", ["plain", pytest.param("blocked", marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_documents_alone(attention):
     config, params = dataclasses.replace(MODEL, attention=attention), random_params(MODEL)
     graph, _ = graph_and_abstract_params(config)
     apply = jax.jit(lambda params, tokens, **given: nnx.merge(graph, params)(tokens, **given))
     documents = random_documents()
     batch = {name: array[:, :-1] for name, array in packed(documents).items() if name != "mask"}
-    logits = apply(params, **batch)
+    logits = jax.device_get(apply(params, **batch))
     for row, of_row in zip(logits, documents, strict=True):
         at = 0
         for document in of_row:
             found = row[at : at + len(document)]  # the last token of a window is no input
-            expected = apply(params, document[None, : len(found)])[0]
-            np.testing.assert_allclose(found, expected, atol=2e-5)
+            expected = jax.device_get(apply(params, document[None, : len(found)]))
+            np.testing.assert_allclose(found, expected[0], atol=2e-5)
             at += len(document)
 
 
@@ -114,14 +121,14 @@ KERNELS = {
 def test_every_kernel_attends_within_segments(name):
     """Segments of a row in any order of numbers, one of them shorter than a block."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(8, 200, 2, 16)), jnp.float32) for _ in range(3))
+    q, k, v = (rng.normal(size=(8, 200, 2, 16)).astype(np.float32) for _ in range(3))
     borders = [0, 7, 130, 200]
-    ids = jnp.broadcast_to(jnp.repeat(jnp.array([5, 0, 2]), np.diff(borders)), (8, 200))
+    ids = np.broadcast_to(np.repeat(np.int32([5, 0, 2]), np.diff(borders)), (8, 200))
     with jax.set_mesh(sharding.make_mesh(MESH)):
-        found = jax.jit(KERNELS[name])(q, k, v, jnp.float32(0.3), ids)
+        found = jax.device_get(jax.jit(KERNELS[name])(q, k, v, np.float32(0.3), ids))
     for start, stop in itertools.pairwise(borders):
         part = (x[:, start:stop] for x in (q, k, v))
-        expected = causal_attention(*part, jnp.float32(0.3))
+        expected = jax.jit(causal_attention)(*part, np.float32(0.3))
         np.testing.assert_allclose(found[:, start:stop], expected, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tiny import MODEL, short_config, tiny_config
+from tiny import ADAMW, MODEL, short_config, tiny_config
 
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.gpt2 import GPT2
@@ -96,16 +96,17 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
 
 
 def test_what_a_compiled_step_needs_decides():
-    mesh, logged = make_mesh(AUTO_REMAT.mesh), []
-    step = make_train_step(with_remat(AUTO_REMAT, None), mesh)
+    config = dataclasses.replace(AUTO_REMAT, optimizer=ADAMW, num_microbatches=1)
+    mesh, logged = make_mesh(config.mesh, jax.devices()[:1]), []
+    step = make_train_step(with_remat(config, None), mesh)
     needed = peak_bytes(step.lower().compile(), tpu=False)
 
     def choose(limit):
-        return choose_remat(AUTO_REMAT, mesh, logged.append, memory_bytes=lambda _: int(limit))
+        return choose_remat(config, mesh, logged.append, memory_bytes=lambda _: int(limit))
 
-    assert choose(needed / USABLE + 2) == with_remat(AUTO_REMAT, None)
+    assert choose(needed / USABLE + 2) == with_remat(config, None)
     assert logged[-1].startswith(f"model.remat=auto: None needs {needed / 1e9:.2f} GB of ")
-    assert choose(1) == with_remat(AUTO_REMAT, "full")
+    assert choose(1) == with_remat(config, "full")
     assert logged[-1].endswith("nothing fits; raise num_microbatches or mesh.fsdp")
     assert len(logged) == 2
 

@@ -52,26 +52,24 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     config = short_config(
         tmp_path / "tokens",
         optimizer=AdamWConfig(learning_rate=1e-2),
-        num_steps=5,
-        schedule=ScheduleConfig(warmup_steps=0, decay_steps=5),
+        num_steps=3,
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=3),
         checkpoint=CheckpointConfig(every=None),
     )
     train(config, tmp_path / "package")
     own = OptaxConfig(make=f"{source}:adamw", options={"b1": 0.9}, learning_rate=1e-2)
     config = dataclasses.replace(config, optimizer=own)
-    train(config, tmp_path / "undisturbed")
-    train(dataclasses.replace(config, num_steps=3), tmp_path / "continued")
+    train(dataclasses.replace(config, num_steps=2), tmp_path / "continued")
     train(config, tmp_path / "continued")
-    assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None
-    package, undisturbed = losses(tmp_path / "package"), losses(tmp_path / "undisturbed")
-    assert package == undisturbed != {}
+    assert first_difference(tmp_path / "package", tmp_path / "continued") is None
+    assert len(losses(tmp_path / "continued")) == 3
 
     # The function's state is another now, as that of an optimizer of another version would be.
     changed = SOURCE.replace("optax.adamw(learning_rate, b1=b1, b2=b2", "optax.lion(learning_rate")
     Path(source).write_text(changed)
-    place = tmp_path / "continued" / "checkpoints" / "5"
+    place = tmp_path / "continued" / "checkpoints" / "3"
     with pytest.raises(ValueError, match=f"does not fit this .* --init-from {place} and another"):
-        train(dataclasses.replace(config, num_steps=6), tmp_path / "continued")
+        train(dataclasses.replace(config, num_steps=4), tmp_path / "continued")
 
 
 def test_its_state_lies_as_the_parameters_do(tmp_path, source):

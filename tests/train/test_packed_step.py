@@ -43,7 +43,8 @@ def run(microbatches, mesh, optimizer):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(MarsConfig(exact=True), id="exact"),
+        pytest.param(MarsConfig(), id="mars"),
+        pytest.param(MarsConfig(exact=True), id="exact", marks=pytest.mark.slow),
         pytest.param(SophiaConfig(update_hessian_every=2), id="sophia", marks=pytest.mark.slow),
     ],
 )

@@ -32,6 +32,9 @@ from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import TrainResult, train
 from maxmars.train.optimizer import PARTS
 
+QUICK = {"optimizer": ADAMW, "num_microbatches": 1}
+"""For runs whose step matters less than how fast it compiles."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
@@ -208,12 +211,13 @@ def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
 
 
 def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
-    config = tiny_config(num_steps=4, eval=EvalConfig(every=None))
+    schedule = ScheduleConfig(warmup_steps=1)
+    config = tiny_config(num_steps=2, schedule=schedule, eval=EvalConfig(every=None), **QUICK)
     train(config, tmp_path)
-    train(dataclasses.replace(config, num_steps=5), tmp_path)
-    assert "still follows the schedule over 4 steps" in capsys.readouterr().out
-    assert series(tmp_path, "train/learning_rate")[5] == pytest.approx(6e-4)  # its end: 0.1 x peak
-    assert read(tmp_path / "checkpoints").run_config().schedule.decay_steps == 4
+    train(dataclasses.replace(config, num_steps=3), tmp_path)
+    assert "still follows the schedule over 2 steps" in capsys.readouterr().out
+    assert series(tmp_path, "train/learning_rate")[3] == pytest.approx(6e-5)  # its end: 0.1 x peak
+    assert read(tmp_path / "checkpoints").run_config().schedule.decay_steps == 2
     assert not series(tmp_path, "eval/loss")
 
 
@@ -260,7 +264,7 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
     paths = [str(tmp_path / str(i) / "tokens" / "1.0.0") for i in range(2)]
     parts = tuple(MixturePart(path=path, weight=0.5) for path in paths)
     model = dataclasses.replace(tiny_config().model, document_end_id=256)
-    changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8)}
+    changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8), **QUICK}
     changes |= {"checkpoint": CheckpointConfig(every=None)}
     config = tiny_config(data=MixtureConfig(parts=parts), model=model, **changes)
     train(config, tmp_path / "run")
@@ -272,7 +276,7 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
 
 def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
     config = tiny_config(
-        optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=1e30),
+        optimizer=dataclasses.replace(ADAMW, learning_rate=1e30),
         checkpoint=CheckpointConfig(every=1),
         log=LogConfig(every=4),
         schedule=ScheduleConfig(warmup_steps=0),
@@ -342,7 +346,8 @@ def test_nothing_compiles_after_the_first_of_each(tmp_path):
 
     jax.monitoring.register_event_duration_secs_listener(count)
     # Evaluations after steps 0, 3, 6 and 7, checkpoints after 4 and 7.
-    train(tiny_config(num_steps=7, checkpoint=CheckpointConfig(every=4)), tmp_path / "run")
+    config = tiny_config(num_steps=7, checkpoint=CheckpointConfig(every=4), **QUICK)
+    train(config, tmp_path / "run")
     # The first checkpoint, after step 4, is the last that has something to compile.
     assert 0 in steps_reported
     assert max(steps_reported) <= 4
