@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 from hellaswag_questions import write_questions_file
-from tiny import tiny_config
+from tiny import ADAMW, tiny_config
 from token_directories import write_shards
 
 from maxmars.cli import main
-from maxmars.config import EvalConfig, MeshConfig, ScheduleConfig, TokenShardsConfig
+from maxmars.config import EvalConfig, MeshConfig, TokenShardsConfig
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.report import score_models
 from maxmars.train import train
@@ -41,10 +41,9 @@ def run(tmp_path_factory, questions, tokens):
     """A run of two steps that scores HellaSwag at every step."""
     workdir = tmp_path_factory.mktemp("runs") / "seed0"
     scoring = EvalConfig(every=2, num_windows=10, hellaswag_every=1, hellaswag_path=str(questions))
-    # Other tests compile the step of this schedule as well.
-    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
     data = TokenShardsConfig(path=str(tokens))
-    train(tiny_config(num_steps=2, eval=scoring, data=data, schedule=schedule), workdir)
+    config = tiny_config(num_steps=2, num_microbatches=1, optimizer=ADAMW, eval=scoring, data=data)
+    train(config, workdir)
     return workdir
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
-from tiny import MODEL, random_params, tiny_config
+from tiny import ADAMW, MODEL, random_params, tiny_config
 
 from maxmars.config import MeshConfig, TokenShardsConfig
 from maxmars.data.prepare import prepare
@@ -179,6 +179,8 @@ def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
     prepare([("1", text)], tokens, tokenizer=tokenizer, source="a test", workers=0)
     config = tiny_config(
         num_steps=1,
+        num_microbatches=1,
+        optimizer=ADAMW,
         data=TokenShardsConfig(path=str(tokens)),
     )
     train(config, tmp_path / "run")
