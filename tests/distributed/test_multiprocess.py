@@ -19,13 +19,18 @@ from maxmars.cli import main
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
-import sys
+import dataclasses, sys
 sys.path.insert(0, {tests!r})
-from maxmars.config import MeshConfig
-from tiny import tiny_config
+from maxmars.config import EvalConfig, MeshConfig
+from tiny import MODEL, tiny_config
 
 def get_config():
-    return tiny_config(mesh=MeshConfig(data=2, fsdp=4))
+    return tiny_config(
+        num_steps=4,
+        model=dataclasses.replace(MODEL, num_layers=2),
+        mesh=MeshConfig(data=2, fsdp=4),
+        eval=EvalConfig(every=2, num_windows=20, batch_size=16),
+    )
 """
 
 
@@ -152,24 +157,24 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, monkey
 
     train_here(config, one)
     expected = losses(one)
-    assert len(expected) == 6 + 3
+    assert len(expected) == 4 + 3
 
-    shared = [str(config), "--workdir", str(two), "--num-steps", "4", "--schedule.decay-steps", "6"]
+    shared = [str(config), "--workdir", str(two), "--num-steps", "2", "--schedule.decay-steps", "4"]
     shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     processes = [start([*shared, "--process-id", str(i)], 4, cache) for i in range(2)]
     outputs = [finish(process) for process in processes]
-    assert "done: 4 steps" in outputs[0]
+    assert "done: 2 steps" in outputs[0]
     assert "done:" not in outputs[1]  # only the primary speaks
     logs = [(two / "logs" / f"host_00{i}.log").read_text() for i in range(2)]
     for log in logs:  # and every one writes
-        assert "done: 4 steps" in log
-        assert log.count(" step 4/4  loss ") == 1
+        assert "done: 2 steps" in log
+        assert log.count(" step 2/2  loss ") == 1
     environment = json.loads((two / "environment.json").read_text())
     assert environment["num_processes"] == 2
     assert environment["num_devices"] == 8
 
-    train_here(config, two, "--schedule.decay-steps", "6")
-    assert "continuing from step 4" in capsys.readouterr().out
+    train_here(config, two, "--schedule.decay-steps", "4")
+    assert "continuing from step 2" in capsys.readouterr().out
     ours = losses(two)
     for key in expected:
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
@@ -179,9 +184,8 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, monkey
 def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path, monkeypatch):
     """Neither process has rows of its own: both read the same."""
     config = tmp_path / "tiny_config.py"
-    model = "model=dataclasses.replace(MODEL, num_heads=8), num_steps=3, "
-    body = CONFIG.replace("MeshConfig(data=2, fsdp=4)", f"MeshConfig(tensor=8), {model}")
-    body = body.replace("import tiny_config", "import MODEL, tiny_config\nimport dataclasses")
+    body = CONFIG.replace("MeshConfig(data=2, fsdp=4)", "MeshConfig(tensor=8)")
+    body = body.replace("num_layers=2", "num_layers=2, num_heads=8")
     config.write_text(body.format(tests=str(Path(__file__).parents[1])))
     one, two, cache = tmp_path / "one", tmp_path / "two", tmp_path / "cache"
     monkeypatch.setenv("MAXMARS_CACHE", str(cache))
@@ -192,7 +196,7 @@ def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path, monkeypat
     for process in processes:
         finish(process)
     ours, expected = losses(two), losses(one)
-    assert len(expected) == 3 + 2
+    assert len(expected) == 4 + 3
     assert ours.keys() == expected.keys()
     for key in expected:
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key

@@ -73,6 +73,7 @@ def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, 
     assert "ecret" not in output + (cloud.folder / "calls").read_text()
 
 
+@pytest.mark.slow
 def test_a_preempted_tpu_is_created_anew_and_the_run_continues(cloud, capsys):
     cloud.train("""
 count=$(cat "$FAKE_CLOUD/attempts$FAKE_HOST" 2>/dev/null || echo 0)
