@@ -16,13 +16,15 @@ CONFIG = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
 from maxmars.config import CheckpointConfig, EvalConfig
-from tiny import MODEL, tiny_config
+from tiny import ADAMW, MODEL, tiny_config
 
 def get_config():
     return tiny_config(
         num_steps=48,
         global_batch_size=64,
         model=dataclasses.replace(MODEL, num_layers=1),
+        optimizer=ADAMW,
+        num_microbatches=1,
         eval=EvalConfig(every=None),
         checkpoint=CheckpointConfig(every=16),
         hang_timeout_s=5.0,

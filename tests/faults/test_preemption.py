@@ -16,12 +16,14 @@ CONFIG = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
 from maxmars.config import CheckpointConfig, EvalConfig
-from tiny import MODEL, tiny_config
+from tiny import ADAMW, MODEL, tiny_config
 
 def get_config():
     return tiny_config(
         num_steps=40,
         model=dataclasses.replace(MODEL, num_layers=1),
+        optimizer=ADAMW,
+        num_microbatches=1,
         eval=EvalConfig(every=1, num_windows=16, batch_size=16),
         checkpoint=CheckpointConfig(every=None),
     )
