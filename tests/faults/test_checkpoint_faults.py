@@ -199,6 +199,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, cache):
     workdir = tmp_path / "run"
     workdir.mkdir()

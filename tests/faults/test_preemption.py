@@ -32,19 +32,39 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the config file, and with the run that nothing disturbed."""
+    """A folder with the config file."""
     path = tmp_path_factory.mktemp("preemption")
     (path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    assert finish(start(path, "undisturbed"))[0] == 0
-    assert len(records(path / "undisturbed")) == 40 + 41
     return path
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder, number):
-    name = number.name
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    """The losses of a run that nothing disturbed."""
+    assert finish(start(folder, "undisturbed"))[0] == 0
+    found = records(folder / "undisturbed")
+    assert len(found) == 40 + 41
+    return found
+
+
+def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder):
+    found = stop_and_continue(folder, "once", signal.SIGTERM)
+    steps = range(41)
+    assert found.keys() == {
+        *((step, "train/loss") for step in steps[1:]),
+        *((step, "eval/loss") for step in steps),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_losses_are_those_of_an_undisturbed_run(folder, undisturbed, number):
+    # To the last bit, with the evaluation that the signal may have come before.
+    assert stop_and_continue(folder, number.name, number) == undisturbed
+
+
+def stop_and_continue(folder, name, number):
+    """The losses of a run that ends by a signal and is started again."""
     process = start(folder, name)
     wait_for_steps(folder / name, 9, process)
     process.send_signal(number)
@@ -56,12 +76,11 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder, number):
     code, output = finish(start(folder, name))
     assert code == 0, output
     assert f"continuing from step {stopped}" in output
-    # The same losses to the last bit, and the evaluation that the signal may have come before.
-    assert records(folder / name) == records(folder / "undisturbed")
+    return records(folder / name)
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_leaves_at_once(folder):
+def test_a_second_interrupt_leaves_at_once(folder, undisturbed):
     process = start(folder, "twice")
     wait_for_steps(folder / "twice", 3, process)
     process.send_signal(signal.SIGSTOP)  # so that both are waiting
@@ -72,11 +91,11 @@ def test_a_second_interrupt_leaves_at_once(folder):
     code, output = finish(process)
     assert code in (128 + signal.SIGINT, EXIT_CODE), output  # the first may have been enough
     assert finish(start(folder, "twice"))[0] == 0
-    assert records(folder / "twice") == records(folder / "undisturbed")
+    assert records(folder / "twice") == undisturbed
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
+def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder, undisturbed):
     # Many steps: JAX tells the other process within a second, and both agree on a step to come.
     longer = ("--schedule.decay-steps", "40", "--num-steps")
     processes = start_two(folder, "two", *longer, "2000")
@@ -88,11 +107,10 @@ def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder):
     code, output = finish(start(folder, "two", *longer, str(max(stopped + 2, 40))))
     assert code == 0, output
     assert f"continuing from step {stopped}" in output
-    expected = records(folder / "undisturbed")
     ours = {key: value for key, value in records(folder / "two").items() if key[0] <= 40}
-    assert ours.keys() == expected.keys()
+    assert ours.keys() == undisturbed.keys()
     for key, value in ours.items():
-        assert value == pytest.approx(expected[key], abs=1e-5)
+        assert value == pytest.approx(undisturbed[key], abs=1e-5)
 
 
 @pytest.mark.slow

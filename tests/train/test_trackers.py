@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 from tiny import short_config
 
-from maxmars.config import CheckpointConfig, LogConfig, MeshConfig
+from maxmars.config import CheckpointConfig, LogConfig
 from maxmars.distributed import files
 from maxmars.train import train
 from maxmars.train.metrics import MetricsWriter
@@ -57,7 +57,6 @@ def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_pa
     config = short_config(
         tmp_path / "tokens",
         log=LogConfig(every=1, tensorboard=True),
-        mesh=MeshConfig(data=1, fsdp=8),
         checkpoint=keep,
         num_steps=2,
     )

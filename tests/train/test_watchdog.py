@@ -12,12 +12,12 @@ from maxmars.train.watchdog import Watchdog
 
 with Watchdog(0.2) as dog:
     dog.begin("step 1", "step")  # the first of its kind may take 2 s
-    time.sleep(0.7)
+    time.sleep(0.4)
     dog.begin("step 2", "step")  # ten times the step before
-    time.sleep(0.7)
+    time.sleep(0.4)
     with dog.watching("reading"):  # of no kind
-        time.sleep(0.7)
-    time.sleep(0.7)  # nothing is begun
+        time.sleep(0.4)
+    time.sleep(0.4)  # nothing is begun
     for _ in dog.over(range(8), "batch"):  # a chain of short activities
         time.sleep(0.05)
 print("patient", flush=True)
