@@ -79,6 +79,8 @@ class Checkpoint:
     """Digest of each array by its path; see `digest.digest`."""
     digest: str
     """Digest of the whole state."""
+    receipt: dict[str, Any]
+    """The run's receipt of this save, see `train/README.md`; empty where there is none."""
     format_version: int
 
     @property
@@ -371,6 +373,7 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
         digest=meta["digest"],
+        receipt=meta.get("receipt", {}),
         format_version=version,
     )
 

@@ -120,6 +120,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         *,
         data_position: int,
         metrics: dict[str, Any] | None = None,
+        receipt: Callable[[int, str, int], dict[str, Any]] = lambda *_: {},
         wait: bool = False,
     ) -> float | None:
         """Write a checkpoint in the background.
@@ -134,6 +135,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           data_position: number of training examples consumed.
           metrics: numbers that are stored beside the state, and that decide which checkpoints are
             the best.
+          receipt: from step, digest and position to what is stored as the checkpoint's receipt;
+            called before the checkpoint is written.
           wait: return only when the checkpoint is complete.
 
         Returns:
@@ -159,6 +162,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         known = self._on_disk.get(step) == meta["digest"]
         if known and processes.all_processes(step in list_steps(self._directory)):
             return None
+        meta = _sealed(meta | {"receipt": receipt(step, meta["digest"], data_position)})
         self._retention.record(step, meta["metrics"])
         self._retention.outdated.discard(step)
         with self._reporting(), _orbax_context(state):
@@ -267,7 +271,7 @@ def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh:
       OSError: the directory cannot be written to, or has a checkpoint of step 0.
     """
     state = {"params": params}
-    meta = _make_meta(0, state, config, environment(mesh))
+    meta = _sealed(_make_meta(0, state, config, environment(mesh)))
     path = resolve(directory) / "0"
     try:
         with _orbax_context(state):
@@ -387,11 +391,11 @@ def _make_meta(
     data_digest: str | None = None,
     metrics: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The contents of `meta/data.json`, JSON-ready; every process must call."""
+    """What `meta/data.json` says of a state, JSON-ready; every process must call."""
     seed = config.seed if isinstance(config, TrainConfig) else None
     derivation = "every random number is a function of config.seed, the step and its place in it"
     digests, types = digest(state), leaf_types(state)
-    meta = {
+    return {
         "format_version": FORMAT_VERSION,
         "step": step,
         "data_position": data_position,
@@ -403,4 +407,8 @@ def _make_meta(
         "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
         "digest": combine(digests),
     }
+
+
+def _sealed(meta: dict[str, Any]) -> dict[str, Any]:
+    """The contents of `meta/data.json`."""
     return meta | {"checksum": checksum(meta)}

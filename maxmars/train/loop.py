@@ -53,8 +53,8 @@ def train(
     """Train as `config` says, or continue the run in `workdir`.
 
     Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `sessions.jsonl`,
-    `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a distributed run
-    calls this.
+    `receipts.jsonl`, `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a
+    distributed run calls this.
 
     Args:
       config: what to train.
@@ -102,6 +102,7 @@ def train(
                 "start anew with another --workdir."
             )
             return _result(run, done=True)
+        run.receipts.begin(read_metrics(workdir) if processes.is_primary() else ())
         goodput.record(workdir, run.step, run.checkpointer.check_owner)
         stack.enter_context(goodput)
         tracer = None
@@ -167,6 +168,7 @@ def train(
             for evaluation in _missing_evaluations(run):
                 _evaluate(run, evaluation)
         run.writer.sync()  # the summary and the result read the metrics
+        run.receipts.end()
         goodput.reached(run.step, done=done)
         run.progress.close()
         run.progress.message(write_summary(run, done=done))
@@ -209,6 +211,7 @@ def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
             run.state,
             data_position=run.batches.position,
             metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
+            receipt=run.receipts.save,
             wait=wait,
         )
     if blocked_s is not None:

@@ -41,12 +41,15 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         *,
         may_write: Callable[[], None] = lambda: None,
         trackers: Trackers | None = None,
+        on_write: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None,
     ) -> None:
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
-        For `may_write` see `files.LineFile`. The `trackers` get each line too, and are closed.
+        For `may_write` see `files.LineFile`. The `trackers` and `on_write` get each line too; the
+        trackers are closed.
         """
+        self._on_write = on_write
         self._lines: LineFile | None = None
         self._trackers = trackers or Trackers({}, lambda text: None)
         if processes.is_primary():
@@ -62,6 +65,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
+        self._on_write(step, metrics)
         self._trackers.write(step, metrics)
 
     def sync(self) -> None:
@@ -193,6 +197,11 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
             write_text(path, "".join(_line(session) + "\n" for session in self._earlier))
         self._lines = LineFile(path, may_write)
         self._write()
+
+    @property
+    def start(self) -> float:
+        """When this session began, seconds since 1970."""
+        return self._start
 
     def begin(self, activity: str) -> None:
         """What was done before is over, and this begins."""

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, Checkpointer
+from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, ModuleConfig, TrainConfig, to_dict
 from maxmars.config.mesh import check_mesh
@@ -44,6 +45,7 @@ from maxmars.train.init_from import (
 )
 from maxmars.train.metrics import Goodput, MetricsWriter
 from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
+from maxmars.train.receipts import Receipts
 from maxmars.train.resume import check_data, continued_config, record_changes, saved_run
 from maxmars.train.step import (
     TrainState,
@@ -82,6 +84,7 @@ class Run:
     data_digest: str
     verification: Verification
     watchdog: Watchdog
+    receipts: Receipts
     writer: MetricsWriter
     progress: Progress
     goodput: Goodput
@@ -115,6 +118,10 @@ class Start:
     state: TrainState
     step: int
     position: int
+    digest: str
+    """Of the state."""
+    receipt: dict[str, Any]
+    """In the checkpoint that was restored; empty where there is none."""
 
 
 def open_run(
@@ -148,7 +155,24 @@ def open_run(
         may_write=owner,
     )
     trackers = open_trackers(config, workdir, start.step, log=progress.message)
-    writer = MetricsWriter(workdir, start.step, may_write=owner, trackers=trackers)
+    receipts = Receipts(
+        workdir,
+        step=start.step,
+        digest=start.digest,
+        position=start.position,
+        previous=start.receipt,
+        about={
+            "session": goodput.start,
+            "batch_size": config.global_batch_size,
+            "data": checked.data_digest,
+            "environment": environment(checked.mesh),
+        },
+        may_write=owner,
+    )
+    stack.callback(receipts.close)
+    writer = MetricsWriter(
+        workdir, start.step, may_write=owner, trackers=trackers, on_write=receipts.add
+    )
     return Run(
         config=config,
         workdir=workdir,
@@ -160,6 +184,7 @@ def open_run(
         data_digest=checked.data_digest,
         verification=stack.enter_context(verification),
         watchdog=watchdog,
+        receipts=receipts,
         writer=stack.enter_context(writer),
         progress=progress,
         goodput=goodput,
@@ -273,12 +298,13 @@ def restore(
     runtime.keep_compiled_programs(workdir, mesh.devices.flat[0].platform)
     with watchdog.watching("choosing model.remat"):
         train_step = make_train_step(choose_remat(config, mesh, log, types=types), mesh, types)
-    step = position = 0
+    step, position, receipt, found = 0, 0, {}, None
     with watchdog.watching("reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
             step = restored.checkpoint.step
-            position = restored.checkpoint.data_position
+            position, receipt = restored.checkpoint.data_position, restored.checkpoint.receipt
+            found = restored.checkpoint.digest
             log(f"continuing from step {step}")
             hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
             state = dataclasses.replace(restored.state, hyperparams=hyperparams)
@@ -291,7 +317,16 @@ def restore(
             state = initial.state
         else:
             state = init_train_state(config, mesh)
-    return Start(train_step=train_step, state=state, step=step, position=position)
+        if found is None:
+            found = combine(digest(state))
+    return Start(
+        train_step=train_step,
+        state=state,
+        step=step,
+        position=position,
+        digest=found,
+        receipt=receipt,
+    )
 
 
 def make_evaluations(

@@ -15,6 +15,7 @@ from token_directories import write_shards
 from xla_flags import xla_flags
 
 from maxmars.cli import main
+from maxmars.train.audit import audit
 
 pytestmark = pytest.mark.multiprocess
 
@@ -178,6 +179,9 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, monkey
     ours = losses(two)
     for key in expected:
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+    audited = audit(two, log=lambda text: None)
+    assert audited.verdict == "one trajectory up to rounding"
+    assert audited.changes == ["at step 2: num_processes 2 -> 1"]
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ def test_what_a_run_leaves_behind(finished):
         "logs",
         "metrics.jsonl",
         "parameters.txt",
+        "receipts.jsonl",
         "sessions.jsonl",
         "summary.json",
         "tokenizer",

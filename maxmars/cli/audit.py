@@ -1,0 +1,48 @@
+"""`maxmars audit`: whether a run is one trajectory, as its receipts say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from maxmars.config.command_line import UsageError, parse_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditArguments:
+    """Check that a run is one trajectory: checkpoints, metrics and sessions against its receipts.
+
+    Exits with 1 where it is not, and says where it breaks.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The working directory of a run, such as runs/quickstart."""
+    replay: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
+    """Compute K steps again from a checkpoint and compare the digests. On other hardware, or
+    another mesh, rounding may differ."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Write the result here."""
+
+
+def run(argv: list[str]) -> int:
+    """Run `maxmars audit`; 1 if the run is broken, else 0."""
+    arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
+    if arguments.replay is not None and arguments.replay < 1:
+        raise UsageError(f"--replay {arguments.replay} must be a number of steps, at least 1.")
+    from maxmars.train.audit import audit  # loads JAX
+
+    def log(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    found = audit(arguments.run, replay=arguments.replay, log=log)
+    if arguments.output is not None:
+        fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
+        arguments.output.write_text(json.dumps(fields, indent=2) + "\n")
+    print(found.text)
+    return 1 if found.problems else 0

@@ -1,0 +1,304 @@
+"""Check by its receipts that a run is one trajectory: what is in its workdir was computed in order.
+
+The chain of receipts (see `receipts.py`) is followed from the newest checkpoint back to the first
+step. Each checkpoint that is still there must be one of the chain, and hold the arrays that its
+receipt names; the metrics must be those that the receipts vouch for, without a step that is missing
+or double; and each session must have a receipt. `--replay` computes some steps again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax.traverse_util import unflatten_dict
+
+from maxmars.checkpoint import Checkpoint, find, list_steps, load_arrays, read
+from maxmars.checkpoint.environment import changes_since
+from maxmars.checkpoint.reader import DamagedError
+from maxmars.config import CheckpointConfig, EvalConfig, LogConfig
+from maxmars.distributed.files import is_remote, resolve
+from maxmars.train.loop import train
+from maxmars.train.metrics import read_metrics, read_sessions
+from maxmars.train.receipts import (
+    FILE,
+    Metric,
+    Receipt,
+    digest_of_metrics,
+    metrics_of,
+    read_receipts,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """The result of `audit`, JSON-ready by `dataclasses.asdict`."""
+
+    workdir: str
+    last_step: int
+    """Of the newest checkpoint."""
+    first_step: int
+    """Where the receipts begin."""
+    receipts: int
+    """Links of the chain."""
+    sessions: int
+    """Sessions of the chain."""
+    changes: list[str]
+    """What changed on the way that may change the rounding, and at which step."""
+    problems: list[str]
+    """Where the run is not one trajectory; empty if it is."""
+    uncovered_metrics: int
+    """Lines of metrics after the last receipt, which vouches for none of them."""
+    replayed: str | None
+    """The steps that were computed again, in words."""
+
+    @property
+    def verdict(self) -> str:
+        """`one trajectory`, `one trajectory up to rounding`, or `broken`."""
+        if self.problems:
+            return "broken"
+        return "one trajectory up to rounding" if self.changes else "one trajectory"
+
+    @property
+    def text(self) -> str:
+        """The result, in lines for people."""
+        lines = [f"{self.workdir}: {self.verdict}"]
+        lines[0] += f", steps {self.first_step} to {self.last_step}"
+        lines[0] += f" (sessions: {self.sessions}, receipts: {self.receipts})"
+        lines += [f"  broken: {problem}" for problem in self.problems]
+        lines += [f"  changed: {change}" for change in self.changes]
+        if self.first_step:
+            lines.append(f"  no receipts of the steps before {self.first_step}")
+        if self.uncovered_metrics:
+            lines.append(
+                f"  {self.uncovered_metrics} lines of metrics after step {self.last_step} are not "
+                "saved yet: the next start makes their steps again"
+            )
+        return "\n".join([*lines, *([f"  {self.replayed}"] if self.replayed else [])])
+
+
+def audit(
+    workdir: str | Path, *, replay: int | None = None, log: Callable[[str], None] = print
+) -> Audit:
+    """Check a run.
+
+    Args:
+      workdir: directory of the run, on a disk or `gs://`.
+      replay: compute so many steps again from a checkpoint, on this machine, and compare the
+        digests; the run must have saved the step where they end.
+      log: gets a line for what takes a while.
+
+    Raises:
+      FileNotFoundError: there is no run.
+      ValueError: no checkpoint can be read, or no `replay` steps can be computed again.
+    """
+    directory = resolve(workdir)
+    found = find(directory)
+    if found is None or found[1] is not None:
+        raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
+    steps = list_steps(found[0])
+    newest = read(found[0])
+    receipts = read_receipts(directory)
+    chain, problems = _chain(newest, receipts)
+    by_hash = {receipt["hash"]: receipt for receipt in chain}
+    problems += _check_links(chain)
+    for step in steps:
+        log(f"checkpoint {step}: comparing the arrays with their digests")
+        problems += _check_checkpoint(found[0], step, by_hash)
+    rows = read_metrics(directory)
+    last = chain[-1]["step"] if chain else newest.step
+    problems += _check_metrics(rows, chain, receipts)
+    problems += _check_sessions(directory, chain, receipts)
+    replayed = None
+    if replay is not None and not problems:
+        replayed, problem = _replay(found[0], steps, chain, replay, log)
+        problems += [problem] if problem else []
+    began = [receipt for receipt in chain if receipt["kind"] == "began"]
+    return Audit(
+        workdir=str(directory),
+        last_step=newest.step,
+        first_step=chain[0]["step"] if chain else newest.step,
+        receipts=len(chain),
+        sessions=len(began),
+        changes=_changes(began),
+        problems=problems,
+        uncovered_metrics=sum(row["step"] > last for row in rows),
+        replayed=replayed,
+    )
+
+
+def _chain(newest: Checkpoint, receipts: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
+    """The receipts that lead to the newest checkpoint, in order, and where the chain breaks."""
+    if not newest.receipt:
+        return [], [f"the checkpoint of step {newest.step} has no receipt"]
+    known = {receipt["hash"]: receipt for receipt in receipts}
+    chain, link = [], newest.receipt["hash"]
+    while link is not None:
+        if link not in known:
+            after = f"before step {chain[-1]['step']}" if chain else f"of step {newest.step}"
+            return chain[::-1], [f"{FILE} lacks the receipt {after} ({link[:16]})"]
+        chain.append(known.pop(link))
+        link = chain[-1]["previous"]
+    return chain[::-1], []
+
+
+def _check_links(chain: Sequence[Receipt]) -> list[str]:
+    """Each receipt goes on from the state, and the data, of the one before."""
+    problems, batch_size = [], 0
+    for before, after in zip([None, *chain], chain, strict=False):
+        same = before is not None and after["kind"] == "began"
+        if same and (before["step"], before["digest"]) != (after["step"], after["digest"]):
+            problems.append(f"the session that began at step {after['step']} had another state")
+        if same and before["position"] != after["position"]:
+            problems.append(f"the session that began at step {after['step']} had other data")
+        if after["kind"] == "began":
+            batch_size = after["batch_size"]
+        elif before is not None:
+            taken = after["position"] - before["position"]
+            if taken != (after["step"] - before["step"]) * batch_size:
+                problems.append(
+                    f"{taken} examples were read between steps {before['step']} and {after['step']}"
+                )
+    data = {receipt["data"] for receipt in chain if receipt["kind"] == "began"}
+    if len(data) > 1:
+        problems.append(f"the sessions read {len(data)} different data")
+    return problems
+
+
+def _check_checkpoint(directory: Any, step: int, chain: dict[str, Receipt]) -> list[str]:
+    """A checkpoint is one that the chain names, and its arrays are those of its digests."""
+    try:
+        checkpoint = read(directory, step)
+    except ValueError as error:
+        return [f"the checkpoint of step {step} is damaged ({error})"]
+    receipt = chain.get(checkpoint.receipt.get("hash", ""))
+    if receipt is None:
+        return [f"the checkpoint of step {step} is not of this run: {FILE} does not lead to it"]
+    said = checkpoint.step, checkpoint.digest, checkpoint.data_position
+    if said != (receipt["step"], receipt["digest"], receipt["position"]) or step != said[0]:
+        return [f"the checkpoint of step {step} is not the one of its receipt"]
+    for name, kind in checkpoint.types.items():
+        dtype, _, shape = kind.partition("[")
+        sizes = tuple(int(size) for size in shape.rstrip("]").split(",") if size)
+        leaf = jax.ShapeDtypeStruct(sizes, dtype)
+        try:
+            load_arrays(checkpoint, unflatten_dict({tuple(name.split("/")): leaf}))
+        except DamagedError as error:
+            return [f"the checkpoint of step {step} is damaged: {name}: {error}"]
+    return []
+
+
+def _check_metrics(
+    rows: Sequence[dict[str, Any]], chain: Sequence[Receipt], receipts: Sequence[Receipt]
+) -> list[str]:
+    """The metrics are those that the receipts vouch for, each step's loss once and in order."""
+    metrics: list[Metric] = metrics_of(rows)
+    losses = [step for step, key, _ in metrics if key == "train/loss"]
+    problems = [
+        f"metrics.jsonl has the training loss of step {step} {count} times"
+        for step, count in Counter(losses).items()
+        if count > 1
+    ]
+    if losses != sorted(losses):
+        problems.append("the training losses in metrics.jsonl are out of order")
+    hashes = {receipt["hash"] for receipt in chain}
+    ends = [r for r in receipts if r["kind"] == "ended" and r["previous"] in hashes]
+    before = {receipt["hash"]: receipt for receipt in chain}
+    for receipt in [*chain, *ends]:
+        previous = before.get(receipt["previous"])
+        if previous is None or receipt["kind"] == "began":
+            continue
+        first, last = previous["step"], receipt["step"]
+        if digest_of_metrics(metrics, receipt["kind"], first, last) != receipt["metrics"]:
+            where = f"of step {last}" if first == last else f"between steps {first} and {last}"
+            problems.append(f"metrics.jsonl is not what was recorded {where}")
+    return problems
+
+
+def _check_sessions(
+    workdir: Any, chain: Sequence[Receipt], receipts: Sequence[Receipt]
+) -> list[str]:
+    """Each session of `sessions.jsonl` has a receipt, and each receipt belongs to the run."""
+    begun = {receipt["session"] for receipt in receipts if receipt["kind"] == "began"}
+    problems = [
+        f"sessions.jsonl has a session of steps {s.first_step} to {s.last_step} without a receipt"
+        for s in read_sessions(workdir)
+        if begun and s.start >= min(begun) and s.start not in begun
+    ]
+    hashes = {receipt["hash"] for receipt in receipts}
+    strange = [r for r in receipts if r["previous"] is not None and r["previous"] not in hashes]
+    if chain and not chain[0]["previous"]:
+        strange += [
+            r
+            for r in receipts
+            if r["previous"] is None and (r["kind"] != "began" or r["data"] != chain[0]["data"])
+        ]
+    problems += [
+        f"{FILE} has a receipt of step {r['step']} that belongs to no session of this run"
+        for r in strange
+    ]
+    return problems
+
+
+def _changes(began: Sequence[Receipt]) -> list[str]:
+    changes = []
+    for before, after in itertools.pairwise(began):
+        earlier, now = before["environment"], after["environment"]
+        found = changes_since(earlier, now)
+        for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
+            if earlier.get(name) != now.get(name):
+                found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
+        if before["batch_size"] != after["batch_size"]:
+            found.append(f"global_batch_size {before['batch_size']} -> {after['batch_size']}")
+        changes += [f"at step {after['step']}: {', '.join(found)}"] if found else []
+    return changes
+
+
+def _replay(
+    directory: Any,
+    steps: Sequence[int],
+    chain: Sequence[Receipt],
+    count: int,
+    log: Callable[[str], None],
+) -> tuple[str | None, str | None]:
+    """Compute steps again; what was done, and what came out wrong."""
+    if is_remote(directory):
+        raise ValueError(f"--replay {count} needs the run on a disk; copy {directory} there.")
+    saved = {receipt["step"]: receipt for receipt in chain if receipt["kind"] == "saved"}
+    starts = [step for step in steps if step + count in saved]
+    if not starts:
+        known = sorted({last - first for first in steps for last in saved if last > first})
+        raise ValueError(
+            f"--replay {count}: no checkpoint that is still there is {count} steps before a saved "
+            f"one; take one of {', '.join(map(str, known)) or 'no number: train on first'}."
+        )
+    first, last = starts[-1], starts[-1] + count
+    config = read(directory, first).run_config()
+    config = dataclasses.replace(
+        config,
+        num_steps=last,
+        schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=None),
+        log=LogConfig(every=1),
+    )
+    log(f"computing steps {first + 1} to {last} again")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(directory / str(first), Path(folder) / "checkpoints" / str(first))
+        train(config, folder, quiet=True)
+        digest = read(Path(folder) / "checkpoints", last).digest
+    if digest == saved[last]["digest"]:
+        return f"steps {first + 1} to {last}, computed again: the same digest", None
+    return None, (
+        f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}, end with the digest {digest[:16]}, not "
+        f"{saved[last]['digest'][:16]}"
+    )

@@ -1,0 +1,156 @@
+"""Receipts: what each session began with, saved and ended with, in a chain that `audit` checks.
+
+`<workdir>/receipts.jsonl` gets a line where a session begins, for each checkpoint before it is
+written, and where a session ends. Each line holds the hash of the one that it goes on from: a save
+from the line before of its session, a session from the save of the checkpoint that it restored.
+The checkpoint holds the line of its save. So lines lead from the newest checkpoint back to the
+first step, and past saves that nothing went on from.
+
+There are no keys: whoever writes all lines anew is found only by computing the steps again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from maxmars.distributed import processes
+from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines
+
+FILE = "receipts.jsonl"
+Receipt = dict[str, Any]
+Metric = tuple[int, str, Any]
+"""Step, key and value as in `metrics.jsonl`."""
+
+
+def hash_of(receipt: Receipt) -> str:
+    """SHA-256, in hex, over all fields of a receipt but `hash` itself."""
+    fields = {name: value for name, value in receipt.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: int) -> str:
+    """SHA-256, in hex, over the metrics that a receipt of this kind vouches for.
+
+    These are the training metrics of the steps after `first` up to `last`, and the evaluations from
+    step `first` on to the one before `last`: that of step `last` comes after the save. The end of a
+    session vouches for it.
+    """
+
+    def counts(step: int, key: str) -> bool:
+        if key.startswith("eval/"):
+            return first <= step < last or (kind == "ended" and step == last)
+        return key.startswith("train/") and first < step <= last
+
+    chosen = sorted((metric for metric in metrics if counts(metric[0], metric[1])), key=str)
+    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics in lines of `metrics.jsonl`."""
+    return [(row["step"], key, row[key]) for row in rows for key in row if key != "step"]
+
+
+def read_receipts(workdir: Workdir) -> list[Receipt]:
+    """The lines of `<workdir>/receipts.jsonl` whose hash is right; none if there is no file."""
+
+    def is_sound(line: Receipt) -> bool:
+        return line.get("hash") == hash_of(line) and type(line.get("step")) is int
+
+    return read_json_lines(workdir / FILE, is_sound)
+
+
+class Receipts:
+    """Writes the receipts of one session; in processes other than the primary it does nothing.
+
+    Args:
+      workdir: directory of the run.
+      step: that the session goes on from.
+      digest: of the state that it has.
+      position: of the data, in examples.
+      previous: the receipt in the checkpoint that was restored; empty for a new run, and for a
+        checkpoint without one.
+      about: what the session runs on, with which batch size and data; JSON-ready.
+      may_write: see `files.LineFile`.
+    """
+
+    def __init__(
+        self,
+        workdir: Workdir,
+        *,
+        step: int,
+        digest: str,
+        position: int,
+        previous: Receipt,
+        about: Mapping[str, Any],
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._workdir, self._may_write, self._about = workdir, may_write, dict(about)
+        self._start = step, digest, position
+        self._last: Receipt = {"hash": previous.get("hash"), "step": step}
+        self._metrics: list[Metric] = []
+        self._lines: LineFile | None = None
+
+    def begin(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The session begins, in a run with these lines of metrics."""
+        if not processes.is_primary():
+            return
+        step = self._start[0]
+        self._metrics = [metric for metric in metrics_of(rows) if metric[0] == step]
+        path = self._workdir / FILE
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._lines = LineFile(path, self._may_write)
+        if torn:  # a kill came while the last line was being written
+            self._lines.write("")
+        self._write("began", *self._start, self._about)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The run has recorded these metrics."""
+        if self._lines is not None:
+            self._metrics += [(step, key, json_number(value)) for key, value in metrics.items()]
+
+    def save(self, step: int, digest: str, position: int) -> Receipt:
+        """A checkpoint of this state is about to be written; what to store in it."""
+        return self._write("saved", step, digest, position)
+
+    def end(self) -> None:
+        """The session ends, with the state that it saved last, or began with."""
+        if self._lines is not None:
+            last = self._last
+            self._write("ended", last["step"], last["digest"], last["position"])
+
+    def _write(
+        self,
+        kind: str,
+        step: int,
+        digest: str,
+        position: int,
+        about: Mapping[str, Any] | None = None,
+    ) -> Receipt:
+        if self._lines is None:
+            return {}
+        first = self._last["step"]
+        receipt: Receipt = {
+            "kind": kind,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "step": step,
+            "digest": digest,
+            "position": position,
+            "metrics": digest_of_metrics(self._metrics, kind, first, step),
+            **(about or {}),
+            "previous": self._last["hash"],
+        }
+        receipt["hash"] = hash_of(receipt)
+        self._lines.write(json.dumps(receipt))
+        self._lines.sync()
+        self._metrics = [metric for metric in self._metrics if metric[0] >= step]
+        self._last = receipt
+        return receipt
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._lines is not None:
+            self._lines.close()

@@ -1,0 +1,244 @@
+"""`maxmars audit`: a sound run is one trajectory, and a planted lie is found."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+from token_directories import write_shards
+
+from maxmars.cli import main
+from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig, OptaxConfig
+from maxmars.train import train
+from maxmars.train.audit import audit
+
+OWN = """
+import optax
+
+def make(learning_rate, *, matrix_specs, mesh):
+    return optax.adam(learning_rate)
+"""
+
+
+def config_of(folder, **changes):
+    return tiny.short_config(
+        folder / "tokens",
+        num_steps=6,
+        eval=EvalConfig(every=3, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=2, keep_last=9),
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A run of 6 steps in two sessions, of which the first was ended after 4."""
+    folder = tmp_path_factory.mktemp("audited")
+    config = config_of(folder)
+    train(dataclasses.replace(config, num_steps=4), folder / "run")
+    train(config, folder / "run")
+    return folder
+
+
+@pytest.fixture
+def copied(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "copy")
+    return tmp_path / "copy" / "run"
+
+
+def check(workdir, **arguments):
+    return audit(workdir, log=lambda text: None, **arguments)
+
+
+def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys):
+    main(["audit", str(sound / "run"), "--replay", "2", "--output", str(tmp_path / "out.json")])
+    assert ": one trajectory, steps 0 to 6 (sessions: 2, " in capsys.readouterr().out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["verdict"] == "one trajectory"
+    assert found["replayed"] == "steps 5 to 6, computed again: the same digest"
+
+
+def edit(path, number, change):
+    """Change a line of a file; None takes it away."""
+    lines = path.read_text().splitlines()
+    changed = change(json.loads(lines[number]))
+    lines[number : number + 1] = [] if changed is None else [json.dumps(line) for line in changed]
+    path.write_text("\n".join([*lines, ""]))
+
+
+def line_with(path, key, step):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return next(i for i, row in enumerate(rows) if key in row and row["step"] == step)
+
+
+def another_loss(workdir):
+    path = workdir / "metrics.jsonl"
+    edit(path, line_with(path, "train/loss", 3), lambda row: [row | {"train/loss": 1.0}])
+    return "metrics.jsonl is not what was recorded between steps 2 and 4"
+
+
+def another_evaluation(workdir):
+    path = workdir / "metrics.jsonl"
+    edit(path, line_with(path, "eval/loss", 6), lambda row: [row | {"eval/loss": 1.0}])
+    return "metrics.jsonl is not what was recorded of step 6"
+
+
+def a_missing_step(workdir):
+    path = workdir / "metrics.jsonl"
+    edit(path, line_with(path, "train/loss", 5), lambda row: None)
+    return "metrics.jsonl is not what was recorded between steps 4 and 6"
+
+
+def a_double_step(workdir):
+    path = workdir / "metrics.jsonl"
+    edit(path, line_with(path, "train/loss", 5), lambda row: [row, row])
+    return "metrics.jsonl has the training loss of step 5 2 times"
+
+
+def another_name(workdir):
+    checkpoints = workdir / "checkpoints"
+    shutil.rmtree(checkpoints / "2")
+    shutil.copytree(checkpoints / "4", checkpoints / "2")
+    return "the checkpoint of step 2 is not the one of its receipt"
+
+
+def arrays_of_another_step(workdir):
+    checkpoints = workdir / "checkpoints"
+    shutil.rmtree(checkpoints / "4" / "state")
+    shutil.copytree(checkpoints / "2" / "state", checkpoints / "4" / "state")
+    return "the checkpoint of step 4 is damaged"
+
+
+def a_checkpoint_of_another_run(workdir):
+    config = config_of(workdir.parent, seed=1)
+    train(dataclasses.replace(config, num_steps=2), workdir.parent / "other")
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    shutil.copytree(workdir.parent / "other/checkpoints/2", workdir / "checkpoints" / "2")
+    return "the checkpoint of step 2 is not of this run"
+
+
+def a_session_without_receipt(workdir):
+    path = workdir / "sessions.jsonl"
+    edit(path, -1, lambda row: [row, row | {"start": row["start"] + 9.0}])
+    return "sessions.jsonl has a session of steps 4 to 6 without a receipt"
+
+
+def a_receipt_that_is_gone(workdir):
+    path = workdir / "receipts.jsonl"
+    edit(path, 1, lambda row: None)
+    return "receipts.jsonl lacks the receipt before step 4"
+
+
+def an_edited_receipt(workdir):
+    edit(workdir / "receipts.jsonl", 1, lambda row: [row | {"position": 999}])
+    return "receipts.jsonl lacks the receipt before step 4"
+
+
+def receipts_of_another_run(workdir):
+    path = workdir / "receipts.jsonl"
+    (workdir.parent / "b").mkdir()
+    stream = np.random.default_rng(1).integers(0, 200, 2000)
+    write_shards(workdir.parent / "b" / "tokens", stream, stream[:400], vocab_size=257)
+    config = dataclasses.replace(config_of(workdir.parent / "b", seed=1), num_steps=2)
+    train(config, workdir.parent / "b" / "run")
+    path.write_text(path.read_text() + (workdir.parent / "b/run/receipts.jsonl").read_text())
+    return "receipts.jsonl has a receipt of step 0 that belongs to no session of this run"
+
+
+LIES = [
+    another_loss,
+    another_evaluation,
+    a_missing_step,
+    a_double_step,
+    another_name,
+    arrays_of_another_step,
+    a_checkpoint_of_another_run,
+    a_session_without_receipt,
+    a_receipt_that_is_gone,
+    an_edited_receipt,
+    receipts_of_another_run,
+]
+
+
+DEFAULT = (another_loss, another_name, a_session_without_receipt, a_receipt_that_is_gone)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [pytest.param(lie, marks=[] if lie in DEFAULT else pytest.mark.slow) for lie in LIES],
+    ids=lambda lie: lie.__name__,
+)
+def test_a_lie_is_found(lie, copied, capsys):
+    expected = lie(copied)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        main(["audit", str(copied)])
+    assert exit_info.value.code == 1
+    output = capsys.readouterr().out
+    assert output.startswith(f"{copied}: broken, ")
+    assert expected in output
+
+
+@pytest.mark.slow
+def test_another_mesh_is_one_trajectory_up_to_rounding(copied):
+    config = config_of(copied.parent, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    train(dataclasses.replace(config, num_steps=8), copied)
+    found = check(copied)
+    assert found.verdict == "one trajectory up to rounding"
+    assert len(found.changes) == 1
+    assert found.changes[0].startswith("at step 6: mesh {'data': 8, ")
+
+
+def test_what_a_kill_leaves_is_no_lie(copied):
+    # A receipt and a line of metrics that were being written, of a step that was not saved.
+    with (copied / "receipts.jsonl").open("a") as file:
+        file.write('{"kind": "saved", "step": 7, "dig')
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/loss": 5.0}\n{"step": 8, "tr')
+    found = check(copied)
+    assert found.verdict == "one trajectory"
+    assert found.uncovered_metrics == 1
+    train(dataclasses.replace(config_of(copied.parent), num_steps=8), copied)
+    found = check(copied)
+    assert found.verdict == "one trajectory"
+    assert (found.last_step, found.sessions, found.uncovered_metrics) == (8, 3, 0)
+
+
+@pytest.mark.slow
+def test_the_steps_from_a_damaged_checkpoint_on_are_made_again(copied):
+    for path in (copied / "checkpoints" / "6" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    train(config_of(copied.parent), copied)
+    found = check(copied)
+    assert found.verdict == "one trajectory"
+    assert found.last_step == 6
+    assert found.sessions == 2  # what the second one made was made again
+
+
+@pytest.mark.slow
+def test_a_run_under_an_optimizer_of_the_users_own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    optimizer = OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3)
+    train(config_of(tmp_path, optimizer=optimizer), tmp_path / "run")
+    assert check(tmp_path / "run").verdict == "one trajectory"
+
+
+@pytest.mark.slow
+def test_steps_that_were_not_saved_cannot_be_replayed(sound):
+    with pytest.raises(ValueError, match="take one of 2, 4"):
+        check(sound / "run", replay=3)
+
+
+def test_what_cannot_be_audited(sound, tmp_path, capsys):
+    for arguments, expected in (
+        ([str(tmp_path)], "is not the directory of a run with checkpoints"),
+        ([str(sound / "run"), "--replay", "0"], "--replay 0 must be a number of steps, at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["audit", *arguments])
+        errors = capsys.readouterr().err
+        assert expected in errors
+        assert "Traceback" not in errors
