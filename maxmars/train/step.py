@@ -89,7 +89,8 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """
     check_mesh(config, mesh.shape)
     check_model(config.model, mesh)
-    abstract = jax.eval_shape(lambda: _initial_state(config, mesh, 0))
+    _, params = graph_and_abstract_params(config.model)
+    abstract = jax.eval_shape(lambda params: _initial_state(config, mesh, params), params)
     params = sharding.with_shardings(abstract.params, param_shardings(config.model, mesh))
     opt_state = opt_state_shardings(
         config.optimizer, config.model, abstract.opt_state, params, mesh
@@ -131,7 +132,7 @@ def make_initializer(config: TrainConfig, mesh: Mesh, given: Collection[str] = (
     missing = {name: field for name, field in abstract.items() if name not in given}
 
     def create(seed: jax.Array) -> dict[str, Any]:
-        state = _initial_state(config, mesh, seed)
+        state = _initial_state(config, mesh, init_params(config.model, seed))
         return {name: getattr(state, name) for name in missing}
 
     return jax.jit(create, out_shardings=_shardings(missing))
@@ -142,8 +143,7 @@ def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
     return jax.jit(lambda: _hyperparams(config), out_shardings=sharding.replicated(mesh))()
 
 
-def _initial_state(config: TrainConfig, mesh: Mesh, seed: Any) -> TrainState:
-    params = init_params(config.model, seed)
+def _initial_state(config: TrainConfig, mesh: Mesh, params: Any) -> TrainState:
     zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
     return TrainState(
         step=zero,

@@ -308,8 +308,7 @@ def test_no_recompilation_after_the_first_step():
     "name", [n if n == "mars" else pytest.param(n, marks=pytest.mark.slow) for n in ALL_OPTIMIZERS]
 )
 def test_every_buffer_of_the_state_is_reused(name):
-    config = tiny_config(optimizer=ALL_OPTIMIZERS[name], mesh=MeshConfig(fsdp=8))
-    step = make_train_step(config, sharding.make_mesh(config.mesh))
+    step = step_of(tiny_config(optimizer=ALL_OPTIMIZERS[name], mesh=MESHES["2,2,2"]))
     memory = step.lower().compile().memory_analysis()
     on_a_device = sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
