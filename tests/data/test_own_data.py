@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
 from flax import nnx
-from tiny import MODEL, tiny_config, validation_batches
+from tiny import ADAMW, MODEL, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
 
 from maxmars.config import (
@@ -143,7 +142,8 @@ def windows(*, split, length, weights=(0.0, 0.25, 1.0), first=float):
 def test_a_mask_of_floats_weights_the_losses(tmp_path):
     (tmp_path / "own.py").write_text(WEIGHTED)
     source = f"{tmp_path / 'own.py'}:windows"
-    config = tiny_config(data=GrainConfig(source=source, order="sequential"))
+    data = GrainConfig(source=source, order="sequential")
+    config = tiny_config(data=data, optimizer=ADAMW)
     tokens = open_data(config.data, "train", model=MODEL)
     mesh = make_mesh(MeshConfig())
     batch = next(TrainBatches(tokens, config, mesh, prefetch_steps=0))
@@ -154,19 +154,20 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     }
     assert batch_types(config.data, MODEL) == tokens.types
     state = init_train_state(config, mesh)
-    rows = {name: array.reshape(-1, LENGTH + 1) for name, array in batch.items()}
     graph, _ = graph_and_abstract_params(MODEL)
-    losses = np.asarray(token_losses(nnx.merge(graph, state.params), rows["tokens"]))
-    weights = np.asarray(rows["mask"])[:, 1:]
+    losses_of = jax.jit(lambda params, tokens: token_losses(nnx.merge(graph, params), tokens))
+    rows = {name: np.asarray(array).reshape(-1, LENGTH + 1) for name, array in batch.items()}
+    losses = np.asarray(losses_of(state.params, rows["tokens"]))
+    weights = rows["mask"][:, 1:]
     expected = (losses * weights).sum() / weights.sum()
     _, metrics = step(state, batch)
     assert float(metrics["train/loss"]) == pytest.approx(expected, abs=1e-5)
     scored = validation_batches(open_data(config.data, "val", model=MODEL), config, mesh)
-    params = init_train_state(config, mesh).params
-    found = validation_loss(make_eval_step(MODEL, mesh), mesh, params, scored)
+    state = init_train_state(config, mesh)
+    found = validation_loss(make_eval_step(MODEL, mesh), mesh, state.params, scored)
     weights = np.tile([0.0, 0.25, 1.0], 7)[:20]  # of the windows scored
     rows = np.arange(LENGTH + 1) + np.arange(20)[:, None]
-    losses = np.asarray(token_losses(nnx.merge(graph, params), jnp.asarray(rows)))
+    losses = np.asarray(losses_of(state.params, rows))
     expected = (losses.mean(1) * weights).sum() / weights.sum()
     assert found.loss == pytest.approx(expected, abs=1e-5)
     assert found.num_tokens == round(weights.sum() * LENGTH)

@@ -159,7 +159,7 @@ def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, c
 def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
     source = shutil.copy(EXAMPLE, tmp_path / "mine.py")
     model = dataclasses.replace(OWN, make=f"{source}:make")
-    config = own_config(tmp_path, model=model)
+    config = own_config(tmp_path, model=model, optimizer=ADAMW)
     train(config, tmp_path / "undisturbed")
     train(dataclasses.replace(config, num_steps=2), tmp_path / "continued")
     moved = shutil.move(source, tmp_path / "tokens")  # where the file lies does not matter
