@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -35,9 +36,18 @@ def get_config():
 """
 
 
-# Prints the digest of the global training stream, and of the validation windows, on several meshes.
+# `find` is called here, and printed by each of two processes.
+PRINT = """
+if __name__ == "__main__":
+    import json
+    processes.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+    print("FOUND " + json.dumps(find()), flush=True)
+    processes.shutdown()
+"""
+
+# The digests of the global training stream, and of the validation windows, on several meshes.
 STREAMS = """
-import hashlib, json, sys
+import hashlib, sys
 sys.path.insert(0, {tests!r})
 import numpy as np
 from jax.experimental import multihost_utils
@@ -47,39 +57,37 @@ from maxmars.distributed import processes
 from maxmars.distributed.sharding import make_mesh
 from tiny import tiny_config, validation_batches
 
-count, process, port = map(int, sys.argv[1:])
-if count > 1:
-    processes.initialize(f"127.0.0.1:{{port}}", count, process)
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
-found = {{}}
-for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
-    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
-    for name, data in (
-        ("shards", TokenShardsConfig(path="{directory}/0")),
-        ("mixture", MixtureConfig(parts=parts)),
-        ("random windows", MixtureConfig(parts=parts, order="random_windows")),
-    ):
-        config = tiny_config(data=data, eval=EvalConfig(num_windows=11))
-        tokens = open_data(data, "train", model=config.model)
-        batches = TrainBatches(tokens, config, mesh, position=7)
-        val = validation_batches(open_data(data, "val", model=config.model), config, mesh)
-        sha, val_sha = hashlib.sha256(), hashlib.sha256()
-        for _ in range(4):
-            batch = multihost_utils.process_allgather(next(batches)["tokens"], tiled=True)
-            sha.update(np.asarray(batch).tobytes())
-        for batch in val:
-            batch = multihost_utils.process_allgather(batch, tiled=True)
-            val_sha.update(np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tobytes())
-        batches.close()
-        found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
-print("FOUND " + json.dumps(found), flush=True)
-processes.shutdown()
+
+def find():
+    found = {{}}
+    for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
+        mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
+        for name, data in (
+            ("shards", TokenShardsConfig(path="{directory}/0")),
+            ("mixture", MixtureConfig(parts=parts)),
+            ("random windows", MixtureConfig(parts=parts, order="random_windows")),
+        ):
+            config = tiny_config(data=data, eval=EvalConfig(num_windows=11))
+            tokens = open_data(data, "train", model=config.model)
+            batches = TrainBatches(tokens, config, mesh, position=7)
+            val = validation_batches(open_data(data, "val", model=config.model), config, mesh)
+            sha, val_sha = hashlib.sha256(), hashlib.sha256()
+            for _ in range(4):
+                batch = multihost_utils.process_allgather(next(batches)["tokens"], tiled=True)
+                sha.update(np.asarray(batch).tobytes())
+            for batch in val:
+                batch = multihost_utils.process_allgather(batch, tiled=True)
+                val_sha.update(np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tobytes())
+            batches.close()
+            found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
+    return found
 """
 
 
-# Prints the log-likelihoods of both protocols, and how many processes the devices belong to.
+# The log-likelihoods of both protocols, and how many processes the devices belong to.
 HELLASWAG = """
-import json, sys
+import sys
 sys.path.insert(0, {tests!r})
 import jax
 from maxmars.config import MeshConfig
@@ -90,17 +98,14 @@ from maxmars.eval.hellaswag import HellaSwag, load_questions
 from maxmars.model.language_model import init_params, logical_axes
 from tiny import MODEL
 
-count, process, port = map(int, sys.argv[1:])
-if count > 1:
-    processes.initialize(f"127.0.0.1:{{port}}", count, process)
-mesh = make_mesh(MeshConfig(fsdp=2))
-shardings = tree_shardings(mesh, logical_axes(MODEL))
-params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
-questions = load_questions({questions!r})
-scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
-found = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
-print("FOUND " + json.dumps([jax.process_count(), found]), flush=True)
-processes.shutdown()
+def find():
+    mesh = make_mesh(MeshConfig(fsdp=2))
+    shardings = tree_shardings(mesh, logical_axes(MODEL))
+    params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
+    questions = load_questions({questions!r})
+    scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
+    found = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
+    return [jax.process_count(), found]
 """
 
 
@@ -206,18 +211,16 @@ def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path, monkeypat
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
-def found_by_one_process_and_by_two(program: Path, cache: Path) -> list[Any]:
-    """What each of three processes prints after FOUND: one alone, then two together."""
-    found = []
-    for count in (1, 2):
-        port = str(free_port())
-        processes = [
-            start_python([str(program), str(count), str(i), port], 8 // count, cache)
-            for i in range(count)
-        ]
-        for output in [finish(process) for process in processes]:
-            (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
-            found.append(json.loads(line.removeprefix("FOUND ")))
+def found_by_one_process_and_by_two(program: Path, text: str) -> list[Any]:
+    """What `find` of a program returns here, and in each of two processes together."""
+    program.write_text(text + PRINT)
+    found, port = [runpy.run_path(str(program))["find"]()], str(free_port())
+    processes = [
+        start_python([str(program), port, str(i)], 4, program.parent / "cache") for i in range(2)
+    ]
+    for output in [finish(process) for process in processes]:
+        (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
+        found.append(json.loads(line.removeprefix("FOUND ")))
     return found
 
 
@@ -226,10 +229,8 @@ def test_two_processes_see_the_stream_of_one(tmp_path):
     for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
         stream = np.random.default_rng(i).integers(0, 257, num_tokens)
         write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
-    program = tmp_path / "streams.py"
-    tests = str(Path(__file__).parents[1])
-    program.write_text(STREAMS.format(tests=tests, directory=tmp_path))
-    found = found_by_one_process_and_by_two(program, tmp_path / "cache")
+    text = STREAMS.format(tests=str(Path(__file__).parents[1]), directory=tmp_path)
+    found = found_by_one_process_and_by_two(tmp_path / "streams.py", text)
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 12
     for name in ("shards", "mixture", "random windows"):
@@ -241,10 +242,9 @@ def test_two_processes_see_the_stream_of_one(tmp_path):
 @pytest.mark.slow
 def test_two_processes_score_hellaswag_as_one(tmp_path):
     questions = write_questions_file(tmp_path / "questions.jsonl")
-    program = tmp_path / "score.py"
     tests = str(Path(__file__).parents[1])
-    program.write_text(HELLASWAG.format(tests=tests, questions=str(questions)))
-    found = found_by_one_process_and_by_two(program, tmp_path / "cache")
+    text = HELLASWAG.format(tests=tests, questions=str(questions))
+    found = found_by_one_process_and_by_two(tmp_path / "score.py", text)
     assert [count for count, _ in found] == [1, 2, 2]
     for name, expected in found[0][1].items():
         for _, scores in found[1:]:
