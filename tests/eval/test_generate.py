@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(m
     assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_prompt_gets_does_not_depend_on_the_others(model, sampled, batch_size):
     assert_equal(generate(model, batch_size=batch_size), sampled)
     assert_equal(generate(model, PROMPTS[2:0:-1]), sampled[2:0:-1])

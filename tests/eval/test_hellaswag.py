@@ -142,7 +142,7 @@ LONG = dataclasses.replace(MODEL, max_seq_len=160)
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda x: 8 * x, init_params(LONG, 0))
+    return jax.jit(lambda: jax.tree.map(lambda x: 8 * x, init_params(LONG, 0)))()
 
 
 @pytest.fixture(scope="module")

@@ -279,14 +279,21 @@ def test_the_optimizer_state_can_go_on(source, short_config):
     assert np.asarray(state.hyperparams["learning_rate"]) == np.float32(1e-5)
 
 
-def test_rows_that_pad_the_vocabulary_come_and_go(source, short_config):
+@pytest.mark.parametrize(
+    ("multiple", "mesh"),
+    [
+        (1, MeshConfig(fsdp=8)),
+        # By default `test_a_hugging_face_model` adds rows.
+        pytest.param(64, MeshConfig(fsdp=2, tensor=4), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_pad_the_vocabulary_come_and_go(source, short_config, multiple, mesh):
     before = jax.device_get(saved(source, short_config())["params"]["wte"]["embedding"])
-    for multiple, mesh in ((1, MeshConfig(fsdp=8)), (64, MeshConfig(fsdp=2, tensor=4))):
-        config = short_config(model=model(vocab_pad_multiple=multiple), mesh=mesh)
-        table = jax.device_get(loaded(source, config).state.params["wte"]["embedding"])
-        assert table.shape[0] == config.model.padded_vocab_size != before.shape[0]
-        np.testing.assert_array_equal(table[:257], before[:257])
-        assert not np.any(table[257:])
+    config = short_config(model=model(vocab_pad_multiple=multiple), mesh=mesh)
+    table = jax.device_get(loaded(source, config).state.params["wte"]["embedding"])
+    assert table.shape[0] == config.model.padded_vocab_size != before.shape[0]
+    np.testing.assert_array_equal(table[:257], before[:257])
+    assert not np.any(table[257:])
 
 
 def test_what_a_path_can_mean(source, tmp_path):
