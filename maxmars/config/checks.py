@@ -7,6 +7,7 @@ is built, as every subclass of `CheckedConfig` does.
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +30,15 @@ Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "must lie in [0, 
 
 
 class CheckedConfig:
-    """A dataclass that checks the rules of its fields; subclasses add what ties fields together."""
+    """A dataclass that checks the rules of its fields; subclasses add what ties fields together.
+
+    Of every field, a number must be finite.
+    """
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{type(self).__name__}.{name}={value} must be a finite number.")
         for name, rule in _rules(type(self)):
             value = getattr(self, name)
             if value is not None and not rule.holds(value):

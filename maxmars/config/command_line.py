@@ -18,7 +18,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -94,25 +94,20 @@ def load_config(spec: str) -> TrainConfig:
     """Load the config that `NAME[:choice=value,...]` or `path/to/file.py[:...]` names.
 
     Raises:
-      UsageError: the file, its `get_config`, a choice or a value does not exist, or the choices do
-        not fit together. Any other exception was raised by the file's own code.
+      UsageError: the file, its `get_config`, a choice or a value does not exist, the choices do not
+        fit together, or the file's own code raises an exception.
     """
     path, choices = find_config(spec)
-    get_config = getattr(import_file(path), "get_config", None)
+    with _own_errors(path):
+        get_config = getattr(import_file(path), "get_config", None)
     if not callable(get_config):
         raise UsageError(
             f"{path} has no function get_config; a config file defines "
             "`def get_config() -> TrainConfig`."
         )
     arguments = _choices(path, choices, get_config)
-    try:
+    with _own_errors(path):
         config = get_config(**arguments)
-    except ValueError as error:
-        if isinstance(error, UsageError) or not _raised_by_config_module(error):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
-        raise UsageError(f"{path}{''.join(lines[-1:])}: {error}") from error
     if not isinstance(config, TrainConfig):
         raise UsageError(
             f"get_config of {path} returned a {type(config).__name__}; "
@@ -125,6 +120,23 @@ def load_config(spec: str) -> TrainConfig:
         optimizer = dataclasses.replace(optimizer, make=str(path.parent / optimizer.make))
     data = _sources_in(config.data, path.parent)
     return dataclasses.replace(config, model=model, data=data, optimizer=optimizer)
+
+
+@contextlib.contextmanager
+def _own_errors(path: Path) -> Generator[None]:
+    """Tell an exception of the code in a config file in one line, with its line there."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
+        is_ours = isinstance(error, ValueError) and _raised_by_config_module(error)
+        if is_ours and not lines:  # no Python: the message names the line
+            raise UsageError(str(error)) from error
+        kind = "" if is_ours else f"{type(error).__name__}: "
+        raise UsageError(f"{path}{''.join(lines[-1:])}: {kind}{error}") from error
 
 
 def _sources_in(data: DataConfig | MixturePart | GrainSource, folder: Path) -> Any:

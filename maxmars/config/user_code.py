@@ -12,7 +12,11 @@ from typing import Any
 
 
 def import_file(path: Path) -> types.ModuleType:
-    """Run a Python file as a module."""
+    """Run a Python file as a module.
+
+    Raises:
+      ValueError: it is no Python. Any other exception was raised by the file's own code.
+    """
     # A name of its own, so that a config called gpt2.py hides no module; registered because
     # dataclasses of the file look their module up.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
@@ -20,7 +24,12 @@ def import_file(path: Path) -> types.ModuleType:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     # Compiled here rather than by importlib, which would trust a .pyc of the same second.
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise ValueError(f"{path}:{error.lineno}: {error.msg}: {line}") from error
+    exec(code, module.__dict__)
     return module
 
 

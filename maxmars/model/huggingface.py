@@ -264,6 +264,12 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
     found = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
     if len(found) < len(stored):
         raise ValueError(f"{directory} has arrays twice, with and without the prefix {_PREFIX!r}.")
+    layers = {name.split(".")[1] for name in found if name.startswith("h.")}
+    if len(layers) < config.num_layers:  # before arrays of so many layers are listed
+        raise ValueError(
+            f"{directory} holds {len(layers)} layers, but its config.json or the configuration "
+            f"describes {config.num_layers}."
+        )
     head = found.pop(_HEAD, None)
     layouts = list(hf_layouts(config))
     shapes = {name: layout.shape for layout in layouts for name in layout.names}

@@ -12,6 +12,8 @@ to keep, nor ends out of memory.
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
@@ -21,9 +23,10 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig
+from maxmars.config.numbers import short
 from maxmars.data.own_data import Types
 from maxmars.distributed import processes
-from maxmars.train.step import make_train_step
+from maxmars.train.step import abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -98,6 +101,31 @@ def device_memory_bytes(device: jax.Device) -> int | None:
     if device.platform == "cpu":
         return None
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def check_memory(config: TrainConfig, mesh: Mesh) -> None:
+    """Check that the state of a run alone does not exceed the memory; the step needs more.
+
+    Raises:
+      ValueError: it does. XLA's own error would be an abort of the process, or come after minutes.
+    """
+    shards = jax.tree.map(
+        lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        abstract_train_state(config, mesh),
+    )
+    needed = sum(jax.tree.leaves(shards))
+    device = mesh.local_devices[0]
+    limit, where = device_memory_bytes(device), f"a {device.device_kind} has"
+    if device.platform == "cpu":
+        needed *= len(mesh.local_devices)
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        where = "this machine has"
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"parameters and optimizer state need {short(needed)}B, and {where} {short(limit)}B: "
+            "take a smaller model, or divide it over more devices with mesh.fsdp. `maxmars plan` "
+            "says what fits."
+        )
 
 
 def choose_remat(

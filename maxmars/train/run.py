@@ -26,7 +26,7 @@ from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, o
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import Workdir, write_bytes, write_json
+from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.trained_model import MODEL_SOURCE
@@ -35,7 +35,7 @@ from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
 from maxmars.train import runtime
 from maxmars.train.agreement import check_agreement
-from maxmars.train.auto import choose_precision, choose_remat
+from maxmars.train.auto import check_memory, choose_precision, choose_remat
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
@@ -203,6 +203,8 @@ def check(
 ) -> Checked:
     """Find everything that can be wrong before anything is written."""
     check_agreement(config, init_from, resume_overrides)
+    if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
@@ -213,6 +215,7 @@ def check(
     config = choose_precision(config, mesh, messages.append)
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
+    check_memory(config, mesh)
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:

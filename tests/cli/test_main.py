@@ -163,11 +163,27 @@ def test_the_environment_asks_for_the_traceback(monkeypatch):
         cli.main(["generate", "x", "--prompt", "a"])
 
 
+OWN_DATA = """
+from maxmars.config import AdamWConfig, GPT2Config, GrainConfig, TrainConfig
+
+def get_config():
+    return TrainConfig(
+        name="own",
+        num_steps=1,
+        global_batch_size=8,
+        model=GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=8, vocab_size=16),
+        data=GrainConfig(source="own.py:windows"),
+        optimizer=AdamWConfig(),
+    )
+"""
+
+
 @pytest.mark.parametrize("error", ["TypeError('a bug')", "KeyError('name')"])
 def test_a_bug_keeps_its_traceback(error, tmp_path):
-    (tmp_path / "config.py").write_text(f"def get_config():\n    raise {error}\n")
+    (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    raise {error}\n")
+    (tmp_path / "config.py").write_text(OWN_DATA)
     with pytest.raises((TypeError, KeyError)):
-        cli.main(["train", str(tmp_path / "config.py")])
+        cli.main(["train", str(tmp_path / "config.py"), "--num-processes", "1"])
 
 
 def test_ctrl_c_is_one_line(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from tiny import ADAMW, MODEL, short_config, tiny_config
 
+from maxmars.config import MeshConfig
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.language_model import mean_loss
@@ -16,6 +17,7 @@ from maxmars.train import train
 from maxmars.train.auto import (
     POLICIES,
     USABLE,
+    check_memory,
     choose_precision,
     choose_remat,
     fastest_dtype,
@@ -126,3 +128,12 @@ def test_a_run_under_auto_continues_under_another_policy(tmp_path, capsys):
     assert "model.remat=auto: None, as this device's memory is not known" in capsys.readouterr().out
     train(with_remat(config, "attention"), tmp_path / "run")
     assert "continuing from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "model", [{"embed_dim": 4 * 10**9}, {"num_layers": 10**9}, {"vocab_size": 10**12}]
+)
+def test_a_state_that_no_memory_holds_is_refused(model):
+    config = tiny_config(model=dataclasses.replace(MODEL, **model))
+    with pytest.raises(ValueError, match=r"optimizer state need \d+GB, and this machine has"):
+        check_memory(config, make_mesh(MeshConfig()))
