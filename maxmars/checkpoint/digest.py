@@ -75,7 +75,14 @@ def _leaves_with_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def digest(tree: Any) -> dict[str, str]:
-    """Leaf path -> digest of the leaf in 16 hex digits, computed on its devices in one call.
+    """Leaf path -> digest of the leaf in 16 hex digits; see `digest_and_finite`."""
+    return digest_and_finite(tree)[0]
+
+
+def digest_and_finite(tree: Any) -> tuple[dict[str, str], dict[str, bool]]:
+    """By leaf path, the digest of the leaf in 16 hex digits, and whether all of it is finite.
+
+    They are computed on the leaves' devices in one call.
 
     Args:
       tree: any pytree of real arrays or scalars. Arrays may be sharded over one mesh, also over the
@@ -94,13 +101,14 @@ def digest(tree: Any) -> dict[str, str]:
                 "(a PRNG key as jax.random.key_data(key))."
             )
     if not leaves:
-        return {}
+        return {}, {}
     shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
     mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
     # A copy on every device of the mesh, so that each process can read the result.
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     sums = np.asarray(_compiled(everywhere)(leaves))
-    return {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(paths, sums, strict=True)}
+    digests = {path: f"{a:08x}{b:08x}" for path, (a, b, _) in zip(paths, sums, strict=True)}
+    return digests, {path: not row[2] for path, row in zip(paths, sums, strict=True)}
 
 
 def combine(digests: dict[str, str]) -> str:
@@ -111,7 +119,16 @@ def combine(digests: dict[str, str]) -> str:
 
 @functools.cache  # jit keeps its traces on the wrapped function: the same one must come back
 def _compiled(sharding: NamedSharding | None) -> Callable[[Sequence[Any]], jax.Array]:
-    return jax.jit(lambda leaves: jnp.stack([leaf_sums(x) for x in leaves]), out_shardings=sharding)
+    return jax.jit(
+        lambda leaves: jnp.stack([_sums_and_infinite(x) for x in leaves]), out_shardings=sharding
+    )
+
+
+@jax.jit
+def _sums_and_infinite(x: Any) -> Array:
+    """`leaf_sums`, and whether an element is not finite, `uint32[3]`."""
+    infinite = jnp.any(~jnp.isfinite(x)).astype(jnp.uint32)
+    return jnp.append(leaf_sums(x), infinite)
 
 
 @jax.jit  # so that leaves of one shape are traced once, in all trees

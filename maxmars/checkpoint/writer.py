@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 from orbax.checkpoint import v1
 
-from maxmars.checkpoint.digest import combine, digest, leaf_types, to_plain
+from maxmars.checkpoint.digest import combine, digest_and_finite, leaf_types, to_plain
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import (
@@ -146,7 +146,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Raises:
           OSError: the save before could not be completed, or with `wait` this one; or another run
             took over the directory. All that can be done then is `close`.
-          ValueError: `metrics` lacks `config.checkpoint.best_metric`.
+          ValueError: `metrics` lacks `config.checkpoint.best_metric`, or some parameters are not
+            finite.
         """
         started = time.perf_counter()
         self._finish()
@@ -391,10 +392,21 @@ def _make_meta(
     data_digest: str | None = None,
     metrics: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What `meta/data.json` says of a state, JSON-ready; every process must call."""
+    """What `meta/data.json` says of a state, JSON-ready; every process must call.
+
+    Raises:
+      ValueError: some parameters are not finite.
+    """
     seed = config.seed if isinstance(config, TrainConfig) else None
     derivation = "every random number is a function of config.seed, the step and its place in it"
-    digests, types = digest(state), leaf_types(state)
+    (digests, finite), types = digest_and_finite(state), leaf_types(state)
+    wrong = [path for path in types if path.startswith("params/") and not finite[path]]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} arrays of parameters are not finite after step {step}, first "
+            f"{wrong[0]}: nothing is saved, and the last checkpoint stays. Continue with a lower "
+            "optimizer.learning_rate (name it in --resume-overrides)."
+        )
     return {
         "format_version": FORMAT_VERSION,
         "step": step,

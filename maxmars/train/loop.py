@@ -118,6 +118,7 @@ def train(
                 _evaluate(run, evaluation)
         reporter = StepReporter(run, started + time.monotonic() - before_evaluations)
         goodput.begin("compile")
+        save_due = False
 
         for step in range(run.step + 1, num_steps + 1):
             # Data.
@@ -142,19 +143,21 @@ def train(
             if step == num_steps or stops.due(step):
                 break
 
-            # Evaluate, then save, so that the checkpoint carries the validation loss.
+            # Evaluate, then save, so that the checkpoint carries the validation loss. While steps
+            # are skipped nothing is saved: each save may delete an older, better checkpoint.
             due = _evaluations_at(run, step)
             every = config.checkpoint.every
-            save_now = run.checkpointer.is_due(step) or (every is not None and step % every == 0)
-            if due or save_now:
+            save_due |= run.checkpointer.is_due(step) or (every is not None and step % every == 0)
+            if due or save_due:
                 reporter.flush()  # a complete checkpoint implies the metrics of its steps
                 watchdog.rest()
                 with reporter.paused():
                     evaluated: dict[str, float] = {}
                     for evaluation in due:
                         evaluated |= _evaluate(run, evaluation)
-                    if save_now:
+                    if save_due and not reporter.is_skipping:
                         _save(run, evaluated)
+                        save_due = False
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
         # saved of a run whose data turned out to be damaged.

@@ -56,6 +56,8 @@ class StepReporter:
         self._flops = flops_per_token(run.config.model)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * run.mesh.size
+        self.is_skipping = False
+        """Whether the update of the last step reported was not applied."""
         self._since: float | None = None  # when the first step, which compiles, had ended
         self._steps = -1
         self._paused = self._waited = 0.0
@@ -98,6 +100,7 @@ class StepReporter:
         if "train/grad_clipped" in metrics:
             self._clipped.append(metrics.pop("train/grad_clipped"))
         consecutive_skips = metrics.pop("train/consecutive_skips").item()  # waits for the step
+        self.is_skipping = consecutive_skips > 0
         self._steps += 1
         due = step == 1 or step % run.config.log.every == 0 or step == num_steps
         if not due and not consecutive_skips:

@@ -20,6 +20,7 @@ from maxmars.config import (
     MeshConfig,
     MixtureConfig,
     MixturePart,
+    OptaxConfig,
     ScheduleConfig,
     TokenShardsConfig,
 )
@@ -273,6 +274,36 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
     assert 0 <= waits[4] < times[4]
     assert f"validation takes split 'test' of {paths[1]}" in capsys.readouterr().out
     assert read(tmp_path / "run" / "checkpoints").config == config
+
+
+BREAKS = """
+import jax
+import jax.numpy as jnp
+import optax
+
+def make(learning_rate, *, matrix_specs, mesh):
+    # The third update makes every parameter infinite.
+    def update(updates, count, params=None):
+        factor = jnp.where(count == 2, jnp.inf, -learning_rate)
+        return jax.tree.map(lambda g: factor * jnp.ones_like(g), updates), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
+"""
+
+
+def test_the_last_finite_checkpoint_stays_while_steps_are_skipped(tmp_path):
+    (tmp_path / "own.py").write_text(BREAKS)
+    config = tiny_config(
+        num_steps=6,
+        optimizer=OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3),
+        checkpoint=CheckpointConfig(every=2, keep_last=1),
+        eval=EvalConfig(every=None),
+        guard=GuardConfig(max_consecutive_skips=10),
+    )
+    with pytest.raises(ValueError, match=r"not finite after step 6, .* the last checkpoint stays"):
+        train(config, tmp_path / "run")
+    assert steps_of(tmp_path / "run") == [2]
+    assert metrics_of(tmp_path / "run")[-1]["train/skipped"] == 3
 
 
 def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
