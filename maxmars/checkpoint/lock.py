@@ -63,13 +63,18 @@ class FileLock:
     """A kernel lock on `<directory>/.lock`, whose contents tell other runs who owns it.
 
     Raises:
-      ValueError: the directory has another owner, who did not go within `patience_s`.
+      ValueError: the directory has another owner, who did not go within `patience_s`, or the lock
+        file is a link.
       OSError: the file cannot be created.
     """
 
     def __init__(self, directory: Any, patience_s: float = _PATIENCE_S) -> None:
         path = directory / ".lock"
-        self._file: IO[str] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        self._path = path
+        if os.path.islink(path):  # the file it leads to would be written over
+            raise ValueError(f"{path} is a link, which the lock of a run cannot be; delete it.")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._file: IO[str] = os.fdopen(os.open(path, flags, 0o666), "r+")
         try:
             if not try_lock(self._file, path, patience_s):
                 raise _in_use(directory, self._file.read())
@@ -82,7 +87,17 @@ class FileLock:
             raise
 
     def check(self) -> None:
-        """Do nothing: the kernel does not lose a lock."""
+        """Raise OSError if the directory is not the one that was locked: deleted, renamed, or its
+        lock file was."""
+        try:
+            is_ours = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise OSError(
+                f"{self._path} was deleted or moved while this run held it, so the directory may "
+                "belong to another run; nothing more is written there."
+            )
 
     def release(self) -> None:
         """Let others have the directory."""

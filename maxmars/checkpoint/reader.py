@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -280,7 +281,7 @@ def find(path: Directory) -> tuple[Any, int | None] | None:
     """
     root = resolve(path)
     if (root / "meta" / "data.json").exists():
-        if not root.name.isdecimal():
+        if not is_step(root):
             raise ValueError(
                 f"{root} is a checkpoint whose name is not its step: it is damaged, or was renamed "
                 "by hand; name another one, or give it the name of its step again."
@@ -304,8 +305,8 @@ def resolve(directory: Directory) -> Any:
 
 
 def is_step(path: Any) -> bool:
-    """Whether a path has the name of a checkpoint."""
-    return path.name.isdecimal() and path.is_dir()
+    """Whether a path has the name of a checkpoint: 50, but not 0050."""
+    return re.fullmatch("0|[1-9][0-9]*", path.name) is not None and path.is_dir()
 
 
 def is_committed(path: Any) -> bool:

@@ -25,6 +25,31 @@ time.sleep(600)
 """
 
 
+def test_a_directory_that_is_gone_or_another_one_is_noticed(tmp_path):
+    path = epath.Path(tmp_path) / "run"
+    path.mkdir()
+    lock = FileLock(path)
+    lock.check()
+    path.rename(tmp_path / "moved")
+    with pytest.raises(OSError, match="was deleted or moved while this run held it"):
+        lock.check()
+    path.mkdir()
+    other = FileLock(path)
+    other.check()
+    with pytest.raises(OSError, match="was deleted or moved while this run held it"):
+        lock.check()
+    lock.release()
+    other.release()
+
+
+def test_a_link_is_no_lock(tmp_path):
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match="is a link, which the lock of a run cannot be"):
+        FileLock(epath.Path(tmp_path))
+    assert (tmp_path / "precious").read_text() == "keep"
+
+
 def test_the_kernel_frees_the_lock_of_a_killed_process(tmp_path):
     path = epath.Path(tmp_path)
     owner = subprocess.Popen(
