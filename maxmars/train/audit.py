@@ -13,7 +13,7 @@ import itertools
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from maxmars.train.receipts import (
     metrics_of,
     read_receipts,
 )
+
+_READ_BYTES = 2**30  # of arrays that are compared at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +187,28 @@ def _check_checkpoint(directory: Any, step: int, chain: dict[str, Receipt]) -> l
     said = checkpoint.step, checkpoint.digest, checkpoint.data_position
     if said != (receipt["step"], receipt["digest"], receipt["position"]) or step != said[0]:
         return [f"the checkpoint of step {step} is not the one of its receipt"]
+    for part in _parts(checkpoint):
+        try:
+            load_arrays(checkpoint, unflatten_dict(part))
+        except DamagedError as error:
+            return [f"the checkpoint of step {step} is damaged: {error}"]
+    return []
+
+
+def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDtypeStruct]]:
+    """The arrays of a checkpoint by their paths, as many at a time as the memory easily holds."""
+    part, size = {}, 0
     for name, kind in checkpoint.types.items():
         dtype, _, shape = kind.partition("[")
-        sizes = tuple(int(size) for size in shape.rstrip("]").split(",") if size)
+        sizes = tuple(int(number) for number in shape.rstrip("]").split(",") if number)
         leaf = jax.ShapeDtypeStruct(sizes, dtype)
-        try:
-            load_arrays(checkpoint, unflatten_dict({tuple(name.split("/")): leaf}))
-        except DamagedError as error:
-            return [f"the checkpoint of step {step} is damaged: {name}: {error}"]
-    return []
+        part[tuple(name.split("/"))] = leaf
+        size += leaf.size * leaf.dtype.itemsize
+        if size > _READ_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
 
 
 def _check_metrics(

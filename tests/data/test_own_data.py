@@ -356,6 +356,7 @@ processes.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_with_other_data_are_refused(counting):
     arguments = [str(Path(__file__).parents[1]), counting]

@@ -222,6 +222,7 @@ def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, c
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
     port = free_port()

@@ -123,6 +123,7 @@ exit 75
     assert "--num-slices=1, but run1 is there with 2; give" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
     cloud.write("ssh_failures", 2)
     cloud.write("follow_lines", 3)
@@ -212,6 +213,7 @@ def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
     assert capsys.readouterr().out == "run1: deleted\nrun1: there is none\n"
 
 
+@pytest.mark.slow
 def test_hosts_of_which_one_has_lost_its_process_start_together(cloud, capsys):
     cloud.train('trap "exit 75" TERM; echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"; sleep 0.2')
     assert launch(*START) == 0
@@ -227,6 +229,7 @@ def test_hosts_of_which_one_has_lost_its_process_start_together(cloud, capsys):
     assert sorted(after[len(before) :]) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_an_installation_that_fails_shows_its_end(cloud, capsys):
     (cloud.folder / "pip_fails_on_1").touch()
     assert launch(*START) == 1
@@ -257,6 +260,7 @@ def test_a_tpu_that_cannot_be_had(cloud, capsys, creation, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_after_a_preemption_capacity_is_waited_for(cloud, capsys):
     short = {"error": "There is no more capacity in the zone"}
     ready = {"node": ["READY"]}

@@ -191,6 +191,7 @@ def test_another_mesh_is_one_trajectory_up_to_rounding(copied):
     assert found.changes[0].startswith("at step 6: mesh {'data': 8, ")
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_is_no_lie(copied):
     # A receipt and a line of metrics that were being written, of a step that was not saved.
     with (copied / "receipts.jsonl").open("a") as file:

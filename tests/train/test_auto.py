@@ -97,6 +97,7 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
     assert tried == list(POLICIES[:asked])
 
 
+@pytest.mark.slow
 def test_what_a_compiled_step_needs_decides():
     config = dataclasses.replace(AUTO_REMAT, optimizer=ADAMW, num_microbatches=1)
     mesh, logged = make_mesh(config.mesh, jax.devices()[:1]), []

@@ -33,6 +33,7 @@ def start(workdir, platform):
     return int(subprocess.check_output(command, env=environment, text=True))
 
 
+@pytest.mark.slow
 def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
     assert start(tmp_path / "one", "tpu") == 0
     assert (tmp_path / ".jax_cache").is_dir()

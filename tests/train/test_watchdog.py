@@ -4,6 +4,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from maxmars.train.watchdog import Watchdog
 
 PATIENT = """
@@ -49,6 +51,7 @@ def test_a_step_that_takes_too_long_ends_the_process_and_shows_the_stacks():
     assert "--hang-timeout-s (0.1). Exit code 75: the same command, in every process, " in last
 
 
+@pytest.mark.slow
 def test_it_is_patient():
     assert run(PATIENT) == (0, "patient\n")
 
