@@ -117,6 +117,7 @@ def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, compariso
     assert all(after[cell] == before[cell] for cell in before if cell != LION)
 
 
+@pytest.mark.slow
 def test_a_grid_is_extended_by_naming_the_new_rate_alone(copied, compare_command, capsys):
     before = {"adamw": [4e-3, 1e4], "lion": [1e-3, 4e-3]}
     assert json.loads((copied / "compare.json").read_text())["compared"] == before

@@ -104,6 +104,7 @@ def test_planted_differences_are_detected():
     assert all(differences[0] < 0 < differences[1] for _, differences in found)
 
 
+@pytest.mark.slow
 def test_where_there_is_no_difference_one_is_rarely_found():
     rng = np.random.default_rng(2)
     noise = rng.normal(size=(1500, 2, 3)).tolist()

@@ -125,6 +125,7 @@ def test_objects_that_are_not_those_that_were_prepared_are_named(directory):
     assert all("\n" not in text for text in found)
 
 
+@pytest.mark.slow
 def test_a_directory_prepared_on_a_disk_and_uploaded_is_compared_by_its_checksums(tmp_path):
     documents = [(str(i), f"text {i} " * 20) for i in range(200)]
     prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")
@@ -156,6 +157,7 @@ for place in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_windows_of_a_plan_are_read_by_ranges(tmp_path):
     documents = [(str(i), "a" * (i % 30)) for i in range(4000)]
     prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")

@@ -88,7 +88,7 @@ def run(
         pytest.param("one", "shuffled", marks=pytest.mark.slow),
         pytest.param("one", "random_windows", marks=pytest.mark.slow),
         ("mixture", "shuffled"),
-        ("mixture", "random_windows"),
+        pytest.param("mixture", "random_windows", marks=pytest.mark.slow),
     ],
 )
 def test_random_settings_give_the_same_global_stream(directory, kind, order):

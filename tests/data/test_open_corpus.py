@@ -192,6 +192,7 @@ def test_presets_against_an_imitation_of_the_hub(hub):
     assert "or a local directory: hf:DIRECTORY" in message
 
 
+@pytest.mark.slow
 def test_a_local_directory_of_a_dataset(tmp_path):
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "set" / "train-00000.parquet", TEXTS[:5], field="content")

@@ -411,6 +411,7 @@ def test_python_documents(tmp_path):
 PREPARE = "from maxmars.data.prepare import prepare_python_sources as p; print(p())"
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))

@@ -76,6 +76,7 @@ def test_parameters_are_laid_out_as_in_training(run):
     assert jax.tree.map(lambda x: x.sharding, model.params) == expected
 
 
+@pytest.mark.slow
 def test_a_hugging_face_directory_on_any_mesh(tmp_path, monkeypatch, reference_dir, capsys):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
     config = dataclasses.replace(BASE, vocab_size=50257, num_layers=1)

@@ -134,6 +134,7 @@ def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
     assert (cloud.count(" follow 0"), cloud.count(" follow 3")) == (1, 1)
 
 
+@pytest.mark.slow
 def test_jaxs_abort_is_explained(cloud, capsys):
     cloud.train("[[ $FAKE_HOST == 1 ]] && exit 75; exit 134")
     assert launch(*START, "--max-restarts", "0") == 1
@@ -155,6 +156,7 @@ def test_a_run_that_fails_is_not_started_again(cloud, capsys):
     assert cloud.count("--command=bash maxmars-run1.sh start") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, capsys):
     cloud.train("exit 75")
     assert launch(*START, "--max-restarts", "1") == 1

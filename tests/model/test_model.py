@@ -216,6 +216,7 @@ def test_remat_and_unroll_change_nothing_but_rounding(change):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_remat_saves_memory():
     def temporaries(remat):
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
@@ -326,6 +327,7 @@ def test_every_token_is_predicted_with_the_mask_too():
     assert float(losses[0, 3]) == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_the_mask_is_the_same_on_a_mesh():
     params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS + DOCUMENTS[:1])
     expected, grads = loss_and_grads(MASKED, params, tokens)

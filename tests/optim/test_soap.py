@@ -187,6 +187,7 @@ def test_a_stack_of_layers_equals_separate_parameters():
     assert_close(together, stack(apart), 1e-5)
 
 
+@pytest.mark.slow
 def test_several_optimizations_in_one_program():
     """As `maxmars compare` has them, with several learning rates."""
     params = random_arrays(SHAPES)

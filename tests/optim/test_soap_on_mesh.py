@@ -133,6 +133,7 @@ def test_traffic(name, exchanges):
         assert f" {operation}(" not in text
 
 
+@pytest.mark.slow
 def test_explicit_axes():
     grads = jnp.asarray(random_arrays(MESH_SHAPES)["c_attn"])
     tx = scale_by_soap(matrix_specs=SPECS["c_attn"], max_precondition_dim=LIMIT)

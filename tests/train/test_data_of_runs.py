@@ -86,6 +86,7 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
     assert result.done
 
 
+@pytest.mark.slow
 def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
     config = short_config()
     zero(tmp_path / "tokens")
@@ -130,6 +131,7 @@ def test_the_same_data_at_another_path_continue(copied, tmp_path):
     assert "data.path" in json.loads(line)["changed"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_names_no_data_is_continued_on_the_data_of_its_path(
     copied, tmp_path, capsys
 ):

@@ -307,6 +307,7 @@ def test_flops_of_a_head_of_its_own():
     assert flops_per_token(OWN) == expected
 
 
+@pytest.mark.slow
 def test_packed_documents_are_scored_as_each_alone():
     tokens = np.random.default_rng(0).integers(0, 257, (1, 15)).astype(np.int32)
     segments = np.repeat([0, 1], [6, 9])[None].astype(np.int32)
@@ -467,6 +468,7 @@ def plain(tmp_path_factory):
     return lambda name: ModuleConfig(make=f"{path}:{name}", vocab_size=257, max_seq_len=16)
 
 
+@pytest.mark.slow
 def test_layers_in_a_list_are_trained_saved_and_read(tmp_path, plain, byte_tokens):
     data = TokenShardsConfig(path=str(byte_tokens))
     config = own_config(tmp_path, model=plain("make"), optimizer=ADAMW, num_steps=1, data=data)

@@ -240,6 +240,7 @@ def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_con
         check_origin(tmp_path, InitFrom(path=path), continues=False)
 
 
+@pytest.mark.slow
 def test_weights_alone_begin_everything_anew(source, short_config):
     config = short_config(optimizer=MarsConfig(), seed=3)
     state = loaded(source / "checkpoints" / "1", config).state
@@ -279,6 +280,7 @@ def test_the_optimizer_state_can_go_on(source, short_config):
     assert np.asarray(state.hyperparams["learning_rate"]) == np.float32(1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiple", "mesh"),
     [

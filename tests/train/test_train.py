@@ -124,6 +124,7 @@ def test_what_a_run_leaves_behind(finished):
     assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
 
 
+@pytest.mark.slow
 def test_the_validation_loss_is_the_same_on_every_mesh_and_batch_size(finished, capsys):
     from maxmars.data.batches import open_data
     from maxmars.distributed import sharding
@@ -258,6 +259,7 @@ def test_tokens_outside_the_vocabulary_are_found_before_anything_is_written(tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
     for i in range(2):
         stream = np.random.default_rng(i).integers(0, 257, 3000)
@@ -339,6 +341,7 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
         assert row["microbatch"] == row["row"] // 8
 
 
+@pytest.mark.slow
 def test_checkpoints_by_the_clock(tmp_path):
     config = tiny_config(
         num_steps=4,
