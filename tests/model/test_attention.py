@@ -34,7 +34,7 @@ def inputs(dtype, shape=(2, 256, 2, 64)):
 def random_segments(rows, length):
     """Segments of about 50 tokens, with borders inside the kernel's blocks."""
     ends = np.random.default_rng(1).random((rows, length)) < 0.02
-    return np.cumsum(ends, axis=1).astype(np.int32)
+    return jnp.asarray(np.cumsum(ends, axis=1), jnp.int32)
 
 
 def result_and_gradients(function, q, k, v, segment_ids):
