@@ -87,7 +87,8 @@ def test_an_error_of_one_process_alone_is_its_exit_code(folder):
     """Launchers do not start a run again that ended with 1."""
     shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
     good = start(folder, "run", *shared, "0", devices=1)
-    bad = start(folder, "run", "--mesh.data", "3", *shared, "1", devices=1)  # of 2 devices
+    (folder / "file").touch()
+    bad = start(folder, "file", *shared, "1", devices=1)  # a workdir that is none
     code, output = finish(bad)
     assert code == 1, output
     assert "maxmars: error: " in output.splitlines()[-1]
