@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 from orbax.checkpoint import v1
 
-from maxmars.checkpoint.digest import combine, digest_and_finite, leaf_types, to_plain
+from maxmars.checkpoint.digest import combine, digest, digest_and_finite, leaf_types, to_plain
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import (
@@ -151,9 +151,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         started = time.perf_counter()
         self._finish()
+        digests, finite = digest_and_finite(state)
+        wrong = [path for path in finite if path.startswith("params/") and not finite[path]]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} arrays of parameters are not finite after step {step}, first "
+                f"{wrong[0]}: nothing is saved, and the last checkpoint stays. Continue with a "
+                "lower optimizer.learning_rate (name it in --resume-overrides)."
+            )
         meta = _make_meta(
             step,
             state,
+            digests,
             self._config,
             self._environment,
             data_position=data_position,
@@ -272,7 +281,7 @@ def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh:
       OSError: the directory cannot be written to, or has a checkpoint of step 0.
     """
     state = {"params": params}
-    meta = _sealed(_make_meta(0, state, config, environment(mesh)))
+    meta = _sealed(_make_meta(0, state, digest(state), config, environment(mesh)))
     path = resolve(directory) / "0"
     try:
         with _orbax_context(state):
@@ -385,6 +394,7 @@ class SaveTimer:
 def _make_meta(
     step: int,
     state: Any,
+    digests: dict[str, str],
     config: TrainConfig | ModelConfig,
     environment: dict[str, Any],
     *,
@@ -392,21 +402,10 @@ def _make_meta(
     data_digest: str | None = None,
     metrics: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What `meta/data.json` says of a state, JSON-ready; every process must call.
-
-    Raises:
-      ValueError: some parameters are not finite.
-    """
+    """What `meta/data.json` says of a state with these digests, JSON-ready."""
     seed = config.seed if isinstance(config, TrainConfig) else None
     derivation = "every random number is a function of config.seed, the step and its place in it"
-    (digests, finite), types = digest_and_finite(state), leaf_types(state)
-    wrong = [path for path in types if path.startswith("params/") and not finite[path]]
-    if wrong:
-        raise ValueError(
-            f"{len(wrong)} arrays of parameters are not finite after step {step}, first "
-            f"{wrong[0]}: nothing is saved, and the last checkpoint stays. Continue with a lower "
-            "optimizer.learning_rate (name it in --resume-overrides)."
-        )
+    types = leaf_types(state)
     return {
         "format_version": FORMAT_VERSION,
         "step": step,
