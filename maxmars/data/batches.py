@@ -191,14 +191,14 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
 
 def _check_all_have(own: OwnData) -> None:
     """Check that own data are the same in every process; all must call."""
-    first, *others = processes.texts_of_all(own.digest())
-    for process, other in enumerate(others, 1):
-        if other != first:
-            raise ValueError(
-                f"data.source={own.source!r}, split {own.split!r}: process {process} has other "
-                f"data than process 0, with the digest {other[:16]} and not {first[:16]}; give all "
-                "hosts the same files."
-            )
+    found = processes.first_other(own.digest())
+    if found is not None:
+        process, other, first = found
+        raise ValueError(
+            f"data.source={own.source!r}, split {own.split!r}: process {process} has other "
+            f"data than process 0, with the digest {other[:16]} and not {first[:16]}; give all "
+            "hosts the same files."
+        )
 
 
 def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
@@ -210,14 +210,14 @@ def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
     if is_remote(stream.directory):
         return  # all read the same objects
     own = digest_of(stream) if meta is None else metadata_text(stream.directory / "meta.json")
-    first, *others = processes.texts_of_all(hashlib.sha256((own or "").encode()).hexdigest())
-    for process, other in enumerate(others, 1):
-        if other != first:
-            raise ValueError(
-                f"process {process} has other tokens in {stream.directory} than process 0: the "
-                f"digest of their description is {other[:16]}, and that of process 0 {first[:16]}; "
-                "give all hosts the same files."
-            )
+    found = processes.first_other(hashlib.sha256((own or "").encode()).hexdigest())
+    if found is not None:
+        process, other, first = found
+        raise ValueError(
+            f"process {process} has other tokens in {stream.directory} than process 0: the "
+            f"digest of their description is {other[:16]}, and that of process 0 {first[:16]}; "
+            "give all hosts the same files."
+        )
 
 
 def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfig) -> Stream:

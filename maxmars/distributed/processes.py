@@ -167,6 +167,13 @@ def text_from_primary(read: Callable[[], str | None]) -> str | None:
     return text
 
 
+def first_other(text: str) -> tuple[int, str, str] | None:
+    """The first process whose text is not that of process 0, its text, and that of process 0; None
+    if all have the same. All processes must call, and all get the same answer."""
+    first, *others = texts_of_all(text)
+    return next(((i, other, first) for i, other in enumerate(others, 1) if other != first), None)
+
+
 def texts_of_all(text: str) -> list[str]:
     """The texts of all processes, in their order; all processes must call. For short texts."""
     if jax.process_count() == 1:

@@ -41,11 +41,11 @@ def check_agreement(
         return
     facts = _facts(config, init_from, resume_overrides)
     text = json.dumps(facts, default=str)
-    digests = processes.texts_of_all(hashlib.sha256(text.encode()).hexdigest())
-    if len(set(digests)) == 1:
+    if processes.first_other(hashlib.sha256(text.encode()).hexdigest()) is None:
         return
-    first, *others = (json.loads(text) for text in processes.texts_of_all(text))
-    process, other = next((i, other) for i, other in enumerate(others, 1) if other != first)
+    found = processes.first_other(text)
+    assert found is not None  # other digests are of other texts
+    process, other, first = found[0], json.loads(found[1]), json.loads(found[2])
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     told = [f"{n} is {other.get(n)} and not {first.get(n)}" for n in names[:_MOST_NAMED]]
     if len(names) > _MOST_NAMED:
