@@ -114,7 +114,8 @@ def audit(
     problems += _check_links(chain)
     for step in steps:
         log(f"checkpoint {step}: comparing the arrays with their digests")
-        problems += _check_checkpoint(found[0], step, by_hash)
+        is_older = not chain or step <= chain[0]["step"]
+        problems += _check_checkpoint(found[0], step, by_hash, is_older=is_older)
     rows = read_metrics(directory)
     last = chain[-1]["step"] if chain else newest.step
     problems += _check_metrics(rows, chain, receipts)
@@ -175,17 +176,23 @@ def _check_links(chain: Sequence[Receipt]) -> list[str]:
     return problems
 
 
-def _check_checkpoint(directory: Any, step: int, chain: dict[str, Receipt]) -> list[str]:
-    """A checkpoint is one that the chain names, and its arrays are those of its digests."""
+def _check_checkpoint(
+    directory: Any, step: int, chain: dict[str, Receipt], *, is_older: bool
+) -> list[str]:
+    """A checkpoint is one that the chain names, and its arrays are those of its digests.
+
+    One that is older than the chain may have no receipt.
+    """
     try:
         checkpoint = read(directory, step)
     except ValueError as error:
         return [f"the checkpoint of step {step} is damaged ({error})"]
     receipt = chain.get(checkpoint.receipt.get("hash", ""))
-    if receipt is None:
+    if receipt is None and (checkpoint.receipt or not is_older):
         return [f"the checkpoint of step {step} is not of this run: {FILE} does not lead to it"]
     said = checkpoint.step, checkpoint.digest, checkpoint.data_position
-    if said != (receipt["step"], receipt["digest"], receipt["position"]) or step != said[0]:
+    told = said if receipt is None else (receipt["step"], receipt["digest"], receipt["position"])
+    if said != told or step != said[0]:
         return [f"the checkpoint of step {step} is not the one of its receipt"]
     for part in _parts(checkpoint):
         try:

@@ -58,7 +58,14 @@ def read_receipts(workdir: Workdir) -> list[Receipt]:
     """The lines of `<workdir>/receipts.jsonl` whose hash is right; none if there is no file."""
 
     def is_sound(line: Receipt) -> bool:
-        return line.get("hash") == hash_of(line) and type(line.get("step")) is int
+        has_all = line.keys() >= {"kind", "digest", "metrics", "previous"}
+        if line.get("kind") == "began":
+            has_all &= line.keys() >= {"session", "data"}
+            has_all &= type(line.get("batch_size")) is int
+            has_all &= isinstance(line.get("environment"), dict)
+        numbers = (line.get("step"), line.get("position"))
+        has_all &= all(type(number) is int for number in numbers)
+        return has_all and line.get("hash") == hash_of(line)
 
     return read_json_lines(workdir / FILE, is_sound)
 

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from token_directories import write_shards
 
+from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig, OptaxConfig
 from maxmars.train import train
@@ -205,6 +206,20 @@ def test_what_a_kill_leaves_is_no_lie(copied):
     found = check(copied)
     assert found.verdict == "one trajectory"
     assert (found.last_step, found.sessions, found.uncovered_metrics) == (8, 3, 0)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_older_than_receipts_is_judged_from_the_first_one_on(copied):
+    (copied / "receipts.jsonl").unlink()
+    for path in copied.glob("checkpoints/*/meta/data.json"):
+        meta = json.loads(path.read_text())
+        del meta["receipt"]
+        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    assert check(copied).problems == ["the checkpoint of step 6 has no receipt"]
+    train(dataclasses.replace(config_of(copied.parent), num_steps=8), copied)
+    found = check(copied)
+    assert found.verdict == "one trajectory"
+    assert (found.first_step, found.last_step) == (6, 8)
 
 
 @pytest.mark.slow
