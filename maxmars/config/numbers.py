@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def short(number: int | float) -> str:
-    """Three digits of a number and its magnitude: 987, 12.3k, 1.23M."""
-    for divisor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= divisor * 0.9995:
-            scaled = number / divisor
+    """Three digits of a number and its magnitude, up to exa: 987, 12.3k, 1.23M."""
+    for power, suffix in zip(range(18, 0, -3), "EPTGMk", strict=True):
+        if number >= 10**power * 0.9995:
+            scaled = number / 10**power
             digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
             return f"{scaled:.{digits}f}{suffix}"
     return f"{number:.0f}"

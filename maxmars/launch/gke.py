@@ -264,7 +264,8 @@ def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": options.image,
-        "command": ["bash", "-c", _container_script(job, nodes)],
+        # Kubernetes replaces $(NAME) and $$ in a command; a dollar more keeps them.
+        "command": ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", _container_script(job, nodes))],
         "env": environment,
         "ports": [{"containerPort": _PORT}],
         "resources": {"requests": chips, "limits": chips},

@@ -546,6 +546,14 @@ def _write_files(job: Job, folder: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
+def _here_document(name: str, text: str) -> str:
+    """A bash command that writes a text, which ends with a newline, to a file as it is."""
+    end, lines = "END_OF_FILE", text.split("\n")
+    while end in lines:  # an argument of the run may hold such a line
+        end += "_"
+    return f"cat >{name} <<'{end}'\n{text}{end}"
+
+
 def describe(options: TpuOptions, job: Job) -> str:
     """All commands and files, as a bash script without secrets."""
     source, script, environment = files = _file_names(job)
@@ -556,10 +564,8 @@ def describe(options: TpuOptions, job: Job) -> str:
 set -euo pipefail
 
 # {source}: {job.source.size}
-cat >{script} <<'END_OF_FILE'
-{host_script(job)}END_OF_FILE
-cat >{environment} <<'END_OF_FILE'
-{_environment_file((name, "<redacted>") for name in job.environment)}END_OF_FILE
+{_here_document(script, host_script(job))}
+{_here_document(environment, _environment_file((n, "<redacted>") for n in job.environment))}
 
 # Create the TPU, and wait until it is there:
 {shlex.join(options.create())}

@@ -128,7 +128,7 @@ ERRORS = [
     (1, "data prepare EMPTY.txt gs://b/out --format tfds", "written to disks only"),
     (1, "data prepare EMPTY.txt s3://b/out", "must be a path on a disk, or gs://BUCKET"),
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1 is nested too deeply"),
-    (1, "data prepare HUGE.txt out", "need about 17592GB, but the disk has"),
+    (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
     (1, "data prepare EMPTY.txt /proc/out", "/proc/out"),
     (1, "data inspect MISSING", "MISSING does not exist"),
 ]

@@ -158,7 +158,16 @@ def test_the_log_of_a_host_has_the_time_and_errors(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.4, "0"), (999.4, "999"), (999.6, "1.00k"), (12_345.0, "12.3k"), (999_999.0, "1.00M")],
+    [
+        (0.4, "0"),
+        (999.4, "999"),
+        (999.6, "1.00k"),
+        (12_345.0, "12.3k"),
+        (999_999.0, "1.00M"),
+        (7.68e20, "768E"),
+        (2**40, "1.10T"),
+        (999.96e12, "1.00P"),
+    ],
 )
 def test_short_numbers(number, text):
     assert short(number) == text

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import tarfile
@@ -97,11 +98,17 @@ def test_spot_xpk_claims_and_accounts(capsys):
 
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):
-    word = "$(touch bad)\n'x': {y}"
+    word = "$(touch bad)\n'x': {y} $(PYTHONUNBUFFERED) $$$(MY)"
     setup = tmp_path / "setup.sh"
     setup.write_text("true\n")
     _, _, container = pod_of(manifest(capsys, *TPU, "--setup", str(setup), "--", "--name", word))
-    script = container["command"][2]
+    values = {variable["name"]: variable["value"] for variable in container["env"]}
+    # What Kubernetes makes of it: $$ is a dollar, and $(NAME) the value of a variable that is set.
+    script = re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[1] is None else values.get(found[1], found[0]),
+        container["command"][2],
+    )
     assert shlex.quote(word) in script
     assert "bash launch-setup.sh" in script
     subprocess.run(["bash", "-n", "-c", script], check=True)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_cloud import FakeCloud, launch
+from fake_cloud import FakeCloud, launch, program
 from xla_flags import xla_flags
 
 ROOT = Path(__file__).parents[2]
@@ -309,6 +309,23 @@ def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
         "start",
         "follow 0",
     ]
+
+
+def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
+    name = "\nEND_OF_FILE\ntouch bad\nEND_OF_FILE_\n'\"$(touch bad)`touch bad`\\ é"
+    assert launch(*START, "--dry-run", "--", "--name", name) == 0
+    program(tmp_path / "bin" / "gcloud", "#!/bin/sh\n")
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, env=env)
+    written = (tmp_path / "maxmars-run1.sh").read_text()
+    body = (ROOT / "maxmars" / "launch" / "host.sh").read_text()
+    assert written.endswith(body)
+    print_words = "printf '%s\\0' \"${train[@]}\""
+    bash = ["bash", "-c", written.removesuffix(body) + print_words]
+    words = subprocess.run(bash, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert words.split("\0")[-3:] == ["--name", name, ""]
+    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize(
