@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed.files import read_json
 from maxmars.train.metrics import read_metrics
@@ -58,16 +59,25 @@ class Line:
 def read_run(workdir: Path) -> Curve:
     """The curve of the run in a working directory of `maxmars train`.
 
+    Where its `config.json` is missing or damaged, the newest checkpoint tells the config.
+
     Raises:
       ValueError: there is no run, another version of maxmars wrote it, or it has no losses yet.
     """
-    fields = read_json(workdir / "config.json")
-    if fields is None:
-        raise ValueError(
-            f"{workdir} holds no run: there is no config.json in it. Name working directories of "
-            "`maxmars train` or `maxmars compare`, on a disk."
-        )
-    return read_curve(workdir, from_dict(fields))
+    try:
+        config = from_dict(read_json(workdir / "config.json"))
+    except TypeError:  # fields are missing, or of other types
+        config = None
+    if not isinstance(config, TrainConfig):
+        try:
+            config = read(workdir / "checkpoints").run_config()
+        except FileNotFoundError:
+            raise ValueError(
+                f"{workdir} holds no run: there is no config.json in it, or a damaged one, and no "
+                "checkpoint. Name working directories of `maxmars train` or `maxmars compare`, on "
+                "a disk."
+            ) from None
+    return read_curve(workdir, config)
 
 
 def read_curve(workdir: Path, config: TrainConfig) -> Curve:

@@ -30,7 +30,6 @@ from jaxtyping import Integer, UInt16
 
 from maxmars.distributed.files import (
     Workdir,
-    is_remote,
     read_json_object,
     reporting,
     write_bytes,
@@ -47,6 +46,7 @@ _GPT2_CACHED = {
 }
 _DESCRIPTION = "description.json"
 _TOKENIZER, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+_COPY = "copy the one that they were prepared with there"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -248,6 +248,10 @@ class JsonTokenizer:
         )
 
 
+_UNKNOWN = "unknown"  # of GrainConfig
+_NAMES = (ByteTokenizer.name, GPT2Tokenizer.name, _UNKNOWN)
+
+
 def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokenizer:
     """The tokenizer `byte` or `gpt2`, or the one in a local `tokenizer.json`.
 
@@ -268,7 +272,7 @@ def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokeniz
             return GPT2Tokenizer()
         case path if path.endswith(".json"):
             return JsonTokenizer(Path(path).expanduser(), eot_token)
-    if str(name) == "unknown":  # of GrainConfig
+    if str(name) == _UNKNOWN:
         raise ValueError(
             "the tokens are those of a source of your own that names no tokenizer; train with "
             "GrainConfig(tokenizer='byte') or 'gpt2' to generate text and to score the model later."
@@ -290,9 +294,8 @@ def tokenizer_of_tokens(directory: Workdir, name: str) -> Tokenizer:
     """
     if name != JsonTokenizer.name:
         return load_tokenizer(name)
-    with reporting(directory):
-        content = (directory / name).read_bytes() if is_remote(directory) else None
-    return JsonTokenizer(str(directory / name), _eot_token_of_tokens(directory), content=content)
+    content, eot_token = _tokenizer_of_tokens(directory)
+    return JsonTokenizer(str(directory / name), eot_token, content=content)
 
 
 def copy_tokenizer(source: Workdir, name: str, target: Workdir) -> None:
@@ -304,8 +307,8 @@ def copy_tokenizer(source: Workdir, name: str, target: Workdir) -> None:
       target: directory to make, usually `tokenizer` in a run.
     """
     if name == JsonTokenizer.name:
-        content = (source / name).read_bytes()
-        _write_tokenizer(target, name, _eot_token_of_tokens(source), content)
+        content, eot_token = _tokenizer_of_tokens(source)
+        _write_tokenizer(target, name, eot_token, content)
     else:
         _write_tokenizer(target, name)
 
@@ -318,21 +321,33 @@ def save_tokenizer(tokenizer: Tokenizer, target: Workdir) -> None:
         _write_tokenizer(target, tokenizer.name)
 
 
+class DamagedTokenizerError(ValueError):
+    """A saved tokenizer is not what was saved."""
+
+
 def load_saved_tokenizer(directory: Workdir) -> Tokenizer:
     """The tokenizer that `save_tokenizer` or `copy_tokenizer` wrote into a directory.
 
     Raises:
+      DamagedTokenizerError: it cannot be read, or is not what was written.
       ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
     """
-    with reporting(directory):
-        fields = read_json_object(directory / _DESCRIPTION)
-    name = str(fields.get("name"))
-    if name != JsonTokenizer.name:
-        return load_tokenizer(name)
-    with reporting(directory):
-        content = (directory / name).read_bytes()
-    eot_token = fields.get("eot_token", END_OF_TEXT)
-    return JsonTokenizer(str(directory / name), eot_token, content=content)
+    try:
+        with reporting(directory):
+            fields = read_json_object(directory / _DESCRIPTION)
+            name: Any = fields.get("name")
+            eot_token = fields.get("eot_token", END_OF_TEXT)
+            content = (directory / name).read_bytes() if name == JsonTokenizer.name else b""
+        if name not in (*_NAMES, JsonTokenizer.name) or not isinstance(eot_token, str):
+            raise ValueError(f"{_DESCRIPTION} names no tokenizer, but {name!r}")
+        # Earlier versions recorded no SHA-256.
+        if content and fields.get("sha256") not in (None, hashlib.sha256(content).hexdigest()):
+            raise ValueError(f"{name} does not have the SHA-256 in {_DESCRIPTION}")
+        if name == JsonTokenizer.name:
+            return JsonTokenizer(str(directory / name), eot_token, content=content)
+    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
+        raise DamagedTokenizerError(str(error).rstrip(".")) from error
+    return load_tokenizer(name)
 
 
 def _write_tokenizer(
@@ -341,12 +356,27 @@ def _write_tokenizer(
     fields = {"name": name}
     if content is not None and eot_token is not None:
         write_bytes(target / name, content)
-        fields["eot_token"] = eot_token
+        fields |= {"eot_token": eot_token, "sha256": hashlib.sha256(content).hexdigest()}
     write_text(target / _DESCRIPTION, json.dumps(fields) + "\n")
 
 
-def _eot_token_of_tokens(directory: Workdir) -> str:
-    return read_json_object(directory / "meta.json").get("eot_token", END_OF_TEXT)
+def _tokenizer_of_tokens(directory: Workdir) -> tuple[bytes, str]:
+    """The `tokenizer.json` beside tokens and its end-of-text token, compared with `meta.json`.
+
+    Raises:
+      ValueError: it is damaged, or another one.
+    """
+    with reporting(directory):
+        fields = read_json_object(directory / "meta.json")
+        path = directory / JsonTokenizer.name
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no tokenizer file {path}; {_COPY}.")
+        content = path.read_bytes()
+    eot_token = fields.get("eot_token", END_OF_TEXT)
+    digest = fields.get("tokenizer_digest")
+    if digest is not None and digest != _vocabulary_digest([content, str(eot_token).encode()]):
+        raise ValueError(f"{path} is not the tokenizer that made the tokens beside it; {_COPY}.")
+    return content, eot_token
 
 
 def _vocabulary_digest(vocabulary: Iterable[bytes]) -> str:

@@ -81,7 +81,8 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
 
     def _run(self) -> None:
         try:
-            known = {line["file"]: line for line in read_json_lines(self._record, _is_line)}
+            found = read_json_lines(self._record, _is_line, repair=True)
+            known = {line["file"]: line for line in found}
             with contextlib.closing(LineFile(self._record, self._may_write)) as lines:
                 for file in self._files:
                     before = known.get(str(file.path))

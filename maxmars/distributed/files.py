@@ -21,7 +21,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -185,11 +185,20 @@ def _read_bytes(path: Workdir) -> bytes | None:
 
 def append_line(path: Workdir, line: str) -> None:
     """Add a line to a file, which is made if there is none."""
-    if is_remote(path):
-        write_text(path, f"{read_text(path) or ''}{line}\n")
-    else:
-        with path.open("a") as file:
-            file.write(f"{line}\n")
+    with contextlib.closing(LineFile(path)) as lines:
+        lines.write(line)
+
+
+def set_aside(path: Workdir) -> Workdir:
+    """Rename what is at a path on a disk to `NAME.damaged`, or `NAME.damaged-2` and so on.
+
+    Returns:
+      The new path.
+    """
+    names = [f"{path.name}.damaged", *(f"{path.name}.damaged-{n}" for n in range(2, 1000))]
+    target = next(p for p in map(path.with_name, names) if not os.path.lexists(p))
+    path.rename(target)
+    return target
 
 
 class LineFile:
@@ -212,10 +221,12 @@ class LineFile:
           OSError: the file cannot be written.
         """
         self._path, self._may_write, self._every_s = path, may_write, every_s
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         if not is_remote(path):
             make_directory(path.parent)
-            self._file = path.open("a")
+            self._file = path.open("ab+")
+            if self._file.tell() and not _ends_with_newline(self._file):
+                self.write("")  # a kill came while the last line was being written
             return
         self._lines = [(_read_bytes(path) or b"").decode(errors="replace")]
         self._uploaded = 1
@@ -227,7 +238,7 @@ class LineFile:
     def write(self, line: str) -> None:
         """Append a line."""
         if self._file is not None:
-            self._file.write(f"{line}\n")
+            self._file.write(f"{line}\n".encode())
             self._file.flush()
         else:
             self._lines.append(f"{line}\n")
@@ -264,16 +275,31 @@ class LineFile:
             pause_s = max(self._every_s, 10 * (time.monotonic() - started))
 
 
+def _ends_with_newline(file: IO[bytes]) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
 def read_json_lines(
-    path: Workdir, is_sound: Callable[[dict[str, Any]], bool]
+    path: Workdir, is_sound: Callable[[dict[str, Any]], bool], *, repair: bool = False
 ) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines for which `is_sound` holds; none if there is no file.
 
     Other lines are skipped with one warning: damaged bookkeeping must not stop a run. A last line
     without an end was being written when the process was killed, and is skipped silently.
+
+    Args:
+      path: the file. Where it cannot be read, a warning says why, and there are no objects.
+      is_sound: whether an object is one of this file.
+      repair: move the other lines to `NAME.damaged`, so that the next reader is not told again;
+        only for the owner of the file.
     """
-    *lines, _ = (_read_bytes(path) or b"").split(b"\n")
-    found, damaged = [], []
+    try:
+        *lines, torn = (_read_bytes(path) or b"").split(b"\n")
+    except OSError as error:
+        _LOGGER.warning("%s cannot be read, and counts as empty: %s", path, error)
+        return []
+    found, sound, damaged = [], [], {}
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
@@ -281,21 +307,31 @@ def read_json_lines(
             value = None
         if isinstance(value, dict) and is_sound(value):
             found.append(value)
+            sound.append(line)
         elif line.strip():
-            damaged.append(number)
+            damaged[number] = line
     if damaged:
-        which = f"lines {damaged[0]} to {damaged[-1]}" if damaged[1:] else f"line {damaged[0]}"
-        _LOGGER.warning(
-            "%s: %d damaged of %d lines skipped (%s)", path, len(damaged), len(lines), which
-        )
+        numbers = list(damaged)
+        which = f"lines {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"line {numbers[0]}"
+        told = f"{path}: {len(damaged)} damaged of {len(lines)} lines skipped ({which})"
+        told += f", and kept in {path.name}.damaged" if repair else ""
+        _LOGGER.warning("%s", told)
+    if repair and (damaged or torn):
+        kept = path.with_name(f"{path.name}.damaged")
+        write_bytes(kept, (_read_bytes(kept) or b"") + _joined([*damaged.values(), torn]))
+        write_bytes(path, _joined(sound))
     return found
+
+
+def _joined(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
 
 
 def read_json(path: Workdir) -> Any:
     """The value in a JSON file; None if there is no file, or if it is not JSON."""
     try:
         return json.loads(read_text(path) or "null")
-    except ValueError:
+    except (ValueError, RecursionError, IsADirectoryError):
         return None
 
 

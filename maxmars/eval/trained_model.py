@@ -27,6 +27,7 @@ from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import split_source
 from maxmars.data.tokenizer import (
+    DamagedTokenizerError,
     Tokenizer,
     load_hf_tokenizer,
     load_saved_tokenizer,
@@ -149,16 +150,24 @@ class RunTarget:
         """The tokenizer that the run was trained with.
 
         Raises:
-          FileNotFoundError: the run's directory has none.
-          ValueError, ImportError: see `load_saved_tokenizer`.
+          FileNotFoundError: the run's directory has none, or see `load_saved_tokenizer`.
+          ValueError: it is damaged.
+          ImportError: see `load_saved_tokenizer`.
         """
         directory = self.workdir / TOKENIZER
+        way_out = (
+            "copy it from where the run was trained, or start its `maxmars train` command again, "
+            "which writes it anew from the data."
+        )
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{directory} is missing: a run keeps its tokenizer beside its checkpoints, and "
-                "text cannot be read without it; copy it from where the run was trained."
+                f"text cannot be read without it; {way_out}"
             )
-        return load_saved_tokenizer(directory)
+        try:
+            return load_saved_tokenizer(directory)
+        except DamagedTokenizerError as error:
+            raise ValueError(f"{directory} is damaged ({error}); {way_out}") from error
 
     def model_config(self, stored: Checkpoint) -> ModelConfig:
         """The configuration of the model in a checkpoint, to use it here.

@@ -30,11 +30,10 @@ from maxmars.train.loop import train
 from maxmars.train.metrics import read_metrics, read_sessions
 from maxmars.train.receipts import (
     FILE,
-    Metric,
     Receipt,
-    digest_of_metrics,
-    metrics_of,
+    chain_to,
     read_receipts,
+    unvouched,
 )
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
@@ -142,15 +141,11 @@ def _chain(newest: Checkpoint, receipts: Sequence[Receipt]) -> tuple[list[Receip
     """The receipts that lead to the newest checkpoint, in order, and where the chain breaks."""
     if not newest.receipt:
         return [], [f"the checkpoint of step {newest.step} has no receipt"]
-    known = {receipt["hash"]: receipt for receipt in receipts}
-    chain, link = [], newest.receipt["hash"]
-    while link is not None:
-        if link not in known:
-            after = f"before step {chain[-1]['step']}" if chain else f"of step {newest.step}"
-            return chain[::-1], [f"{FILE} lacks the receipt {after} ({link[:16]})"]
-        chain.append(known.pop(link))
-        link = chain[-1]["previous"]
-    return chain[::-1], []
+    chain, missing = chain_to(newest.receipt, receipts)
+    if missing is None:
+        return chain, []
+    before = f"before step {chain[0]['step']}" if chain else f"of step {newest.step}"
+    return chain, [f"{FILE} lacks the receipt {before} ({missing[:16]})"]
 
 
 def _check_links(chain: Sequence[Receipt]) -> list[str]:
@@ -222,8 +217,7 @@ def _check_metrics(
     rows: Sequence[dict[str, Any]], chain: Sequence[Receipt], receipts: Sequence[Receipt]
 ) -> list[str]:
     """The metrics are those that the receipts vouch for, each step's loss once and in order."""
-    metrics: list[Metric] = metrics_of(rows)
-    losses = [step for step, key, _ in metrics if key == "train/loss"]
+    losses = [row["step"] for row in rows if "train/loss" in row]
     problems = [
         f"metrics.jsonl has the training loss of step {step} {count} times"
         for step, count in Counter(losses).items()
@@ -231,17 +225,9 @@ def _check_metrics(
     ]
     if losses != sorted(losses):
         problems.append("the training losses in metrics.jsonl are out of order")
-    hashes = {receipt["hash"] for receipt in chain}
-    ends = [r for r in receipts if r["kind"] == "ended" and r["previous"] in hashes]
-    before = {receipt["hash"]: receipt for receipt in chain}
-    for receipt in [*chain, *ends]:
-        previous = before.get(receipt["previous"])
-        if previous is None or receipt["kind"] == "began":
-            continue
-        first, last = previous["step"], receipt["step"]
-        if digest_of_metrics(metrics, receipt["kind"], first, last) != receipt["metrics"]:
-            where = f"of step {last}" if first == last else f"between steps {first} and {last}"
-            problems.append(f"metrics.jsonl is not what was recorded {where}")
+    for first, last in unvouched(rows, chain, receipts):
+        where = f"of step {last}" if first == last else f"between steps {first} and {last}"
+        problems.append(f"metrics.jsonl is not what was recorded {where}")
     return problems
 
 

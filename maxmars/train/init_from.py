@@ -12,7 +12,8 @@ parameters of the step before); step, data and schedule start anew all the same.
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,17 @@ from maxmars.checkpoint import Checkpoint, find, load, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, is_remote, read_text, resolve, write_json
+from maxmars.distributed.files import Workdir, is_remote, read_json, resolve, write_json
 from maxmars.eval.trained_model import HFTarget, find_target
 from maxmars.model import huggingface
+from maxmars.train.receipts import chain_to, read_receipts
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, abstract_train_state, init_train_state
 
+_LOGGER = logging.getLogger(__name__)
+
 _RECORD = "init_from.json"
+_ORIGIN = {"path": str, "optimizer_state": bool}  # the fields that a start is compared by
 
 # Fields of the model that its weights depend on. The vocabulary's padding is not among them.
 _SAME = (
@@ -114,8 +119,10 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
     return Initial(state=init_train_state(config, mesh, parts), origin=origin)
 
 
-def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:
+def check_origin(workdir: Workdir, source: InitFrom | None, saved: Checkpoint | None) -> None:
     """Check that `source` agrees with the start that is recorded in `workdir`.
+
+    `saved` is the newest checkpoint; None where there is none to continue from.
 
     A run that continues need not name its source again, and may not name another. A run that was
     killed before it saved anything starts anew, and must name a source, which may be another one.
@@ -123,19 +130,52 @@ def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) 
     Raises:
       ValueError: they do not agree; every process of the run raises.
     """
-    problem = None
-    if processes.is_primary() and continues == (source is not None):
-        origin = json.loads(read_text(workdir / _RECORD) or "null")
-        if source is not None:
+    problem, record = None, workdir / _RECORD
+    if processes.is_primary() and (saved is not None) == (source is not None):
+        origin, is_known = _read_origin(workdir, saved)
+        if not is_known and source is not None:
+            _LOGGER.warning("%s is damaged: whether the run started from these is unknown", record)
+        elif not is_known:
+            problem = (
+                f"{record} is damaged, and the run in {workdir} has saved nothing yet: give the "
+                "same --init-from again, or delete the file to start from random weights."
+            )
+        elif source is not None:
             problem = _other_origin(workdir, source, origin)
         elif origin is not None:
             problem = (
                 f"the run in {workdir} was to start from {origin['path']} and has saved nothing "
                 "yet: give the same --init-from again. To start from random weights, delete "
-                f"{workdir / _RECORD}, or choose another --workdir."
+                f"{record}, or choose another --workdir."
             )
     if not processes.all_processes(problem is None):
         raise ValueError(problem or "process 0 refuses --init-from; it says why.")
+
+
+def _read_origin(workdir: Workdir, saved: Checkpoint | None) -> tuple[dict[str, Any] | None, bool]:
+    """What a run started from, None for random weights, and whether that is known.
+
+    Where the record is damaged or missing, the receipts of the newest checkpoint may tell.
+    """
+    record = workdir / _RECORD
+    found = read_json(record)
+    if isinstance(found, dict) and all(isinstance(found.get(n), k) for n, k in _ORIGIN.items()):
+        return found, True
+    if saved is not None and saved.receipt:
+        chain, missing = chain_to(saved.receipt, read_receipts(workdir))
+        if missing is None and "init_from" in chain[0]:
+            return chain[0]["init_from"], True
+    return None, not os.path.lexists(record)
+
+
+def rebuild_origin(workdir: Workdir, saved: Checkpoint) -> None:
+    """Write `init_from.json` of a run that continues anew, where it is damaged and the receipts
+    tell it; only the primary process does."""
+    record = workdir / _RECORD
+    origin, _ = _read_origin(workdir, saved)
+    if origin is not None and origin != read_json(record):
+        write_json(record, origin)
+        _LOGGER.warning("%s was damaged or missing; it is written anew from the receipts", record)
 
 
 def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | None) -> str | None:

@@ -54,7 +54,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._trackers = trackers or Trackers({}, lambda text: None)
         if processes.is_primary():
             path = workdir / "metrics.jsonl"
-            found = read_metrics(workdir) if resume_step else []
+            found = read_metrics(workdir, repair=True) if resume_step else []
             kept = [line for line in found if line["step"] <= resume_step]
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -84,20 +84,24 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
 
-def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+def read_metrics(workdir: Workdir, *, repair: bool = False) -> list[dict[str, Any]]:
     """The lines of `<workdir>/metrics.jsonl` but for damaged ones; none if there is no such file.
 
     Each has the integer `step`; the other values are numbers, or "NaN", "Infinity", "-Infinity".
+    For `repair` see `files.read_json_lines`.
     """
 
     def is_number(value: Any) -> bool:
-        return type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity")
+        is_finite = type(value) in (int, float) and abs(value) < math.inf
+        return is_finite or value in ("NaN", "Infinity", "-Infinity")
 
     def is_sound(line: dict[str, Any]) -> bool:
         return type(line.get("step")) is int and all(map(is_number, line.values()))
 
-    return read_json_lines(workdir / "metrics.jsonl", is_sound)
+    return read_json_lines(workdir / "metrics.jsonl", is_sound, repair=repair)
 
+
+_LONGEST_S = 1e11  # the times in a damaged line may be absurd
 
 ACTIVITIES = {
     "steps": "steps that count",
@@ -192,7 +196,7 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
         if not processes.is_primary():
             return
         path = workdir / "sessions.jsonl"
-        self._earlier = read_sessions(workdir)
+        self._earlier = read_sessions(workdir, repair=True)
         if path.exists():  # only the last line of each is of use
             write_text(path, "".join(_line(session) + "\n" for session in self._earlier))
         self._lines = LineFile(path, may_write)
@@ -258,24 +262,27 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
             self._lines.write(_line(self.sessions()[-1]))
 
 
-def read_sessions(workdir: Workdir) -> list[Session]:
-    """The sessions in `<workdir>/sessions.jsonl`, oldest first, but for damaged lines."""
+def read_sessions(workdir: Workdir, *, repair: bool = False) -> list[Session]:
+    """The sessions in `<workdir>/sessions.jsonl`, oldest first, but for damaged lines.
 
-    def is_finite(value: Any) -> bool:
-        return type(value) in (int, float) and math.isfinite(value)
+    For `repair` see `files.read_json_lines`.
+    """
+
+    def is_time(value: Any) -> bool:
+        return type(value) in (int, float) and abs(value) < _LONGEST_S
 
     def is_sound(line: dict[str, Any]) -> bool:
         seconds = line.get("seconds")
         return (
             isinstance(seconds, dict)
             and seconds.keys() == ACTIVITIES.keys()
-            and all(map(is_finite, [line.get("start"), line.get("end"), *seconds.values()]))
+            and all(map(is_time, [line.get("start"), line.get("end"), *seconds.values()]))
             and all(type(line.get(name)) is int for name in ("first_step", "last_step"))
             and isinstance(line.get("done"), bool)
         )
 
     sessions = {}
-    for line in read_json_lines(workdir / "sessions.jsonl", is_sound):
+    for line in read_json_lines(workdir / "sessions.jsonl", is_sound, repair=repair):
         session = Session(**{name: line[name] for name in Session.__dataclass_fields__})
         sessions[session.start] = session  # the last line of a session has all before it
     return sorted(sessions.values(), key=lambda session: session.start)

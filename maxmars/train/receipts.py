@@ -11,14 +11,18 @@ There are no keys: whoever writes all lines anew is found only by computing the 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines
+
+_LOGGER = logging.getLogger(__name__)
 
 FILE = "receipts.jsonl"
 Receipt = dict[str, Any]
@@ -54,8 +58,11 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
     return [(row["step"], key, row[key]) for row in rows for key in row if key != "step"]
 
 
-def read_receipts(workdir: Workdir) -> list[Receipt]:
-    """The lines of `<workdir>/receipts.jsonl` whose hash is right; none if there is no file."""
+def read_receipts(workdir: Workdir, *, repair: bool = False) -> list[Receipt]:
+    """The lines of `<workdir>/receipts.jsonl` whose hash is right; none if there is no file.
+
+    For `repair` see `files.read_json_lines`.
+    """
 
     def is_sound(line: Receipt) -> bool:
         has_all = line.keys() >= {"kind", "digest", "metrics", "previous"}
@@ -67,7 +74,43 @@ def read_receipts(workdir: Workdir) -> list[Receipt]:
         has_all &= all(type(number) is int for number in numbers)
         return has_all and line.get("hash") == hash_of(line)
 
-    return read_json_lines(workdir / FILE, is_sound)
+    return read_json_lines(workdir / FILE, is_sound, repair=repair)
+
+
+def chain_to(last: Receipt, receipts: Iterable[Receipt]) -> tuple[list[Receipt], str | None]:
+    """The receipts that lead to `last`, which a checkpoint holds, in order, and the hash of the one
+    that is missing before them; None where they lead to the first step."""
+    known = {receipt["hash"]: receipt for receipt in receipts}
+    chain, link = [], last["hash"]
+    while link is not None and link in known:
+        chain.append(known.pop(link))
+        link = chain[-1]["previous"]
+    return chain[::-1], link
+
+
+def unvouched(
+    rows: Iterable[Mapping[str, Any]], chain: Sequence[Receipt], receipts: Iterable[Receipt]
+) -> list[tuple[int, int]]:
+    """First and last step of the parts of the metrics that are not what a receipt vouches for.
+
+    Args:
+      rows: lines of `metrics.jsonl`.
+      chain: see `chain_to`.
+      receipts: of the run; an end of a session of the chain counts too.
+    """
+    metrics = sorted(metrics_of(rows), key=lambda metric: metric[0])
+    steps = [step for step, _, _ in metrics]
+    before = {receipt["hash"]: receipt for receipt in chain}
+    ends = [r for r in receipts if r["kind"] == "ended" and r["previous"] in before]
+    found = []
+    for receipt in [*chain, *ends]:
+        if receipt["kind"] == "began" or receipt["previous"] not in before:
+            continue
+        first, last = before[receipt["previous"]]["step"], receipt["step"]
+        part = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
+        if digest_of_metrics(part, receipt["kind"], first, last) != receipt["metrics"]:
+            found.append((first, last))
+    return found
 
 
 class Receipts:
@@ -97,22 +140,46 @@ class Receipts:
     ) -> None:
         self._workdir, self._may_write, self._about = workdir, may_write, dict(about)
         self._start = step, digest, position
+        self._previous = previous
         self._last: Receipt = {"hash": previous.get("hash"), "step": step}
         self._metrics: list[Metric] = []
         self._lines: LineFile | None = None
 
     def begin(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """The session begins, in a run with these lines of metrics."""
+        """The session begins, in a run with these lines of metrics.
+
+        A warning says where receipts are missing, or metrics not what they vouch for.
+        """
         if not processes.is_primary():
             return
-        step = self._start[0]
+        step, rows = self._start[0], list(rows)
+        self._compare(rows)
         self._metrics = [metric for metric in metrics_of(rows) if metric[0] == step]
         path = self._workdir / FILE
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._lines = LineFile(path, self._may_write)
-        if torn:  # a kill came while the last line was being written
-            self._lines.write("")
         self._write("began", *self._start, self._about)
+
+    def _compare(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        receipts = read_receipts(self._workdir, repair=True)
+        if not self._previous:
+            return
+        chain, missing = chain_to(self._previous, receipts)
+        if missing is not None:
+            before = chain[0]["step"] if chain else self._last["step"]
+            _LOGGER.warning(
+                "%s lacks receipts of step %d or before; the run goes on, and `maxmars audit` will "
+                "call it broken",
+                self._workdir / FILE,
+                before,
+            )
+        for first, last in unvouched(rows, chain, receipts):
+            _LOGGER.warning(
+                "%s is not what was recorded between steps %d and %d; training does not depend on "
+                "it, and goes on",
+                self._workdir / "metrics.jsonl",
+                first,
+                last,
+            )
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The run has recorded these metrics."""

@@ -36,11 +36,13 @@ from maxmars.model.language_model import check_model, num_parameters
 from maxmars.train import runtime
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import check_memory, choose_precision, choose_remat
+from maxmars.train.bookkeeping import clear
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
     check_origin,
     load_initial,
+    rebuild_origin,
     record_origin,
 )
 from maxmars.train.metrics import Goodput, MetricsWriter
@@ -166,6 +168,7 @@ def open_run(
             "batch_size": config.global_batch_size,
             "data": checked.data_digest,
             "environment": environment(checked.mesh),
+            "init_from": None if checked.initial is None else checked.initial.origin,
         },
         may_write=owner,
     )
@@ -220,7 +223,7 @@ def check(
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:
             messages.append(f"attention is plain and slower: {attention.reason}")
-    check_origin(workdir, init_from, continues=saved is not None)
+    check_origin(workdir, init_from, saved)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
@@ -258,12 +261,15 @@ def lock(
     )
     stack.enter_context(checkpointer)
     if processes.is_primary():
+        clear(workdir)
+        stream = tokens.first
+        copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
         write_json(workdir / "config.json", to_dict(config))
         write_json(workdir / "environment.json", environment(mesh))
         table = describe_parameters(config.optimizer, config.model)
         write_bytes(workdir / "parameters.txt", f"{table}\n".encode())
-        stream = tokens.first
-        copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
+        if checked.saved is not None:
+            rebuild_origin(workdir, checked.saved)
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
             write_bytes(workdir / MODEL_SOURCE / path.name, path.read_bytes())

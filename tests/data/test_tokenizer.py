@@ -169,7 +169,18 @@ ERRORS = {
         r"bad\.json is no tokenizer\.json",
     ),
     "no description": (lambda file: load_saved_tokenizer(file.parent), r"has no description\.json"),
+    "another tokenizer beside tokens": (
+        lambda file: tokenizer_of_tokens(write_meta(file), "tokenizer.json"),
+        r"tokenizer\.json is not the tokenizer that made the tokens beside it; copy",
+    ),
 }
+
+
+def write_meta(file):
+    (file.parent / "tokenizer.json").write_bytes(file.read_bytes() + b"\n")
+    fields = {"eot_token": "<|endoftext|>", "tokenizer_digest": load_tokenizer(file).digest}
+    (file.parent / "meta.json").write_text(json.dumps(fields))
+    return file.parent
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -27,7 +27,7 @@ def verify(directory, record, share=(0, 1)):
         except ValueError as raised:
             error = str(raised)
     assert found.is_set() == (error is not None)
-    lines = record.read_text().splitlines()[len(before) :]
+    lines = [line for line in record.read_text().splitlines() if line not in before]
     return [os.path.basename(json.loads(line)["file"]) for line in lines], error
 
 

@@ -237,7 +237,11 @@ def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_con
     with pytest.raises(ValueError, match=rf"was to start from {source} and has saved nothing yet"):
         train(short_config(), tmp_path)
     for path in (str(source), "/elsewhere"):
-        check_origin(tmp_path, InitFrom(path=path), continues=False)
+        check_origin(tmp_path, InitFrom(path=path), None)
+    (tmp_path / "init_from.json").write_bytes(b"\xff")
+    check_origin(tmp_path, InitFrom(path=str(source)), None)
+    with pytest.raises(ValueError, match=r"init_from\.json is damaged, and the run in .*"):
+        train(short_config(), tmp_path)
 
 
 @pytest.mark.slow
