@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -65,9 +66,10 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # while a closed pipe can still be noticed
     except KeyboardInterrupt:
-        again = "; run the same command again to continue"
-        is_resumable = argv[:1] in _RESUMABLE or argv[:2] in _RESUMABLE
-        print(f"\ninterrupted{again if is_resumable else ''}", file=sys.stderr)
+        again = "this command does not continue: run again, it starts from the beginning"
+        if argv[:1] in _RESUMABLE or argv[:2] in _RESUMABLE:
+            again = "run the same command again to continue"
+        print(f"\ninterrupted; {again}", file=sys.stderr)
         code = 130
     except BrokenPipeError:
         # `maxmars ... | head` closed our output; keep the interpreter's last flush quiet as well.
@@ -90,6 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 def _dispatch(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in COMMANDS:
+        _keep_libtpu_quiet()
         command = COMMANDS[name]
         module = importlib.import_module(f"{__name__}.{command.module}")
         return getattr(module, command.function)(rest)
@@ -106,6 +109,18 @@ def _dispatch(argv: list[str]) -> int:
     else:
         print(_help_text(), file=sys.stderr)
     return 2
+
+
+def _keep_libtpu_quiet() -> None:
+    """Answer what libtpu asks on a machine without a TPU, where it else logs that it has to guess.
+
+    JAX loads it wherever it is installed (extra `tpu`), to see whether there is a TPU.
+    """
+    devices = Path("/sys/bus/pci/devices").glob("*/vendor")
+    is_googles = any(vendor.read_text().strip() == "0x1ae0" for vendor in devices)
+    if not is_googles and importlib.util.find_spec("libtpu") is not None:
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def _report(error: Exception) -> int:

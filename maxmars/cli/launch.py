@@ -59,7 +59,13 @@ def run(argv: list[str]) -> int:
     platform = _PLATFORMS[name]
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
-        return platform.actions[rest[0]](target) or 0
+        try:
+            return platform.actions[rest[0]](target) or 0
+        except KeyboardInterrupt:
+            if rest[0] != "logs":
+                raise
+            log("\nno longer showing the log; the run goes on")
+            return 130
     end = rest.index("--") if "--" in rest else len(rest)
     options = parse_options(platform.options, rest[:end], prog=f"maxmars launch {name}")
     return platform.start(options, tuple(rest[end + 1 :])) or 0

@@ -186,16 +186,35 @@ def test_a_bug_keeps_its_traceback(error, tmp_path):
         cli.main(["train", str(tmp_path / "config.py"), "--num-processes", "1"])
 
 
-def test_ctrl_c_is_one_line(tmp_path):
-    os.mkfifo(tmp_path / "prompts")  # reading it waits until somebody writes
-    command = [*MAXMARS, "generate", "x", "--prompt-file", str(tmp_path / "prompts")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    writer = os.open(tmp_path / "prompts", os.O_WRONLY)  # waits until it is read
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "x", "--prompt-file", "waits"], "this command does not continue: run again"),
+        (["train", "config.py"], "run the same command again to continue\n"),
+    ],
+)
+def test_ctrl_c_is_one_line_and_says_whether_the_command_continues(words, message, tmp_path):
+    os.mkfifo(tmp_path / "waits")  # reading it waits until somebody writes
+    (tmp_path / "config.py").write_text("open('waits').read()\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [*MAXMARS, *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+    writer = os.open(tmp_path / "waits", os.O_WRONLY)  # waits until it is read
     process.send_signal(signal.SIGINT)
     os.close(writer)  # ends a read that began just after the signal had come
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert error == "\ninterrupted\n"
+    assert error.startswith(f"\ninterrupted; {message}")
+    assert error.count("\n") == 2
+
+
+def test_libtpu_says_nothing_on_a_machine_without_a_tpu():
+    pytest.importorskip("libtpu")
+    env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    command = [*MAXMARS, "generate", "nowhere", "--prompt", "a"]  # starts JAX, then looks for it
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert result.stderr.startswith("maxmars: error: nowhere does not exist")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", ["--help", "train --help"])
