@@ -7,12 +7,15 @@ nor tyro.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:]
     try:
         try:
-            code = _dispatch(argv)
+            with _printing_warnings():
+                code = _dispatch(argv)
         finally:
             sys.stdout.flush()  # while a closed pipe can still be noticed
     except KeyboardInterrupt:
@@ -109,6 +113,20 @@ def _dispatch(argv: list[str]) -> int:
     else:
         print(_help_text(), file=sys.stderr)
     return 2
+
+
+@contextlib.contextmanager
+def _printing_warnings() -> Iterator[None]:
+    """Print what maxmars logs as `maxmars: warning: ...`; some libraries set up another style."""
+    logger, handler = logging.getLogger("maxmars"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("maxmars: warning: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
 
 
 def _keep_libtpu_quiet() -> None:

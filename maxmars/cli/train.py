@@ -88,14 +88,24 @@ def run(argv: list[str]) -> int:
         timeout_s=arguments.start_timeout_s,
     )
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
-    result = train(
-        arguments.config,
-        arguments.workdir or f"runs/{arguments.config.name}",
-        init_from=init_from,
-        resume_overrides=[name.strip() for name in overrides if name.strip()],
-        profile=profile,
-        trace_tables=trace_tables,
-    )
+    default = f"runs/{arguments.config.name}"
+    try:
+        result = train(
+            arguments.config,
+            arguments.workdir or default,
+            init_from=init_from,
+            resume_overrides=[name.strip() for name in overrides if name.strip()],
+            profile=profile,
+            trace_tables=trace_tables,
+        )
+    except ValueError as error:
+        # It advises another --workdir, and the user may not know of the one that was taken.
+        if arguments.workdir is None and "--workdir" in str(error):
+            raise ValueError(
+                f"{error} No --workdir was given: {default} is the default, after the config's "
+                "name."
+            ) from error
+        raise
     return 0 if result.done else EXIT_CODE
 
 

@@ -7,6 +7,7 @@ Only the primary process prints. Where another process stands, or what it failed
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import textwrap
 import time
@@ -26,13 +27,27 @@ from maxmars.distributed.files import LineFile, Workdir
 _PLAIN_EVERY_S = 10.0
 _BAR_WIDTH = 20
 _DELAY_S = 2.0
+_LOGGER = logging.getLogger("maxmars")
+
+
+class _Warnings(logging.Handler):
+    """Gives the warnings that maxmars logs to `show`."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # of a full disk: a warning must not stop a run
+            self._show(record.getMessage())
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress of one task after another.
 
     On a terminal it is one live line with a bar, elsewhere a line with the time now and then.
-    Notebooks are no terminals.
+    Notebooks are no terminals. Within its `with` block the warnings that maxmars logs, such as of a
+    damaged checkpoint, are lines like the others.
     """
 
     def __init__(
@@ -70,8 +85,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._is_live = (
             self._is_primary and self._console.is_terminal and not self._console.is_dumb_terminal
         )
-        self._copy: Callable[[str], None] = lambda text: None
+        self._early: list[str] = []  # lines before `copy_to`
+        self._copy: Callable[[str], None] = self._early.append
         self._live: rich.live.Live | None = None
+        self._warnings = _Warnings(self.message)
+        self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
 
     @property
     def elapsed_s(self) -> float:
@@ -79,7 +97,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return self._clock() - self._start
 
     def copy_to(self, write: Callable[[str], None]) -> None:
-        """From now on, in every process, give each line to `write` as well."""
+        """In every process, give each line so far and from now on to `write` as well."""
+        for text in self._early:
+            write(text)
         self._copy = write
 
     def update(
@@ -136,8 +156,17 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._live.stop()
             self._live = None
 
+    def __enter__(self) -> Progress:
+        self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
+        if not self._quiet:  # else who printed them goes on, as this prints no lines
+            _LOGGER.handlers.clear()
+            _LOGGER.propagate = False
+        _LOGGER.addHandler(self._warnings)
+        return self
+
     def __exit__(self, *_: object) -> None:
         self.close()
+        _LOGGER.handlers[:], _LOGGER.propagate = self._handlers, self._propagates
 
     def _print(self, text: str) -> None:
         if self._quiet or not self._is_primary:

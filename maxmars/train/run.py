@@ -215,6 +215,13 @@ def check(
     if saved is not None:
         config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
     messages: list[str] = []
+    warmup = config.schedule.warmup_steps
+    if warmup > config.num_steps:
+        messages.append(
+            f"warning: schedule.warmup_steps={warmup} exceeds num_steps={config.num_steps}: the "
+            f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
+            "--schedule.warmup-steps, or continue later with more --num-steps"
+        )
     config = choose_precision(config, mesh, messages.append)
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)

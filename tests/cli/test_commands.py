@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from hellaswag_questions import write_questions_file
 
 from maxmars.cli import main
 
@@ -24,6 +25,26 @@ def test_train_continues_and_starts_from_weights(finished_run, byte_tokens, tmp_
     changed = ["--optimizer.learning-rate", "0.1", "--num-steps", "3"]
     main([*new, *changed, "--resume-overrides", "optimizer.learning-rate, num-steps"])
     assert (tmp_path / "new" / "checkpoints" / "3").is_dir()
+
+
+def test_the_default_workdir_and_a_warmup_that_is_longer_than_the_run(
+    byte_tokens, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", f"quickstart:data={byte_tokens}", *ALONE, *TINY.split(), "--num-steps"]
+    main([*words, "2"])
+    assert "schedule.warmup_steps=50 exceeds num_steps=2: the learning rate comes to 4% of" in (
+        capsys.readouterr().out
+    )
+    main([*words, "3"])
+    assert "continuing from step 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "3", "--seed", "1"])
+    error = capsys.readouterr().err
+    assert "runs/quickstart-tokens holds another run: it differs in seed" in error
+    assert error.endswith(
+        " No --workdir was given: runs/quickstart-tokens is the default, after the config's name.\n"
+    )
 
 
 def test_eval(finished_run, tmp_path, capsys):
@@ -50,11 +71,29 @@ def test_generate(finished_run, tmp_path, capsys):
     assert all(row["continuation"] for row in found)
 
 
-def test_export_and_import(finished_run, tmp_path):
+def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tmp_path, capsys):
     main(["export", str(finished_run), str(tmp_path / "hf")])
     assert (tmp_path / "hf" / "model.safetensors").is_file()
-    main(["import", str(tmp_path / "hf"), str(tmp_path / "imported")])
+    imported = str(tmp_path / "imported")
+    main(["import", str(tmp_path / "hf"), imported])
     assert (tmp_path / "imported" / "checkpoints" / "0").is_dir()
+    questions = str(write_questions_file(tmp_path / "q.jsonl"))
+    given = ["--data.path", str(byte_tokens), "--data.num-windows", "16"]
+    scores = []
+    for target in (str(finished_run), imported):
+        output = tmp_path / "scores.json"
+        options = ["--hellaswag.path", questions, *given, "--output", str(output)]
+        main(["eval", target, *options, *ALONE])
+        fields = json.loads(output.read_text())
+        scores.append((fields["loss"], fields["hellaswag"]))
+    assert scores[0] == scores[1]
+    main(["generate", imported, "--prompt", "the ", "--max-new-tokens", "3"])
+    assert "the " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["eval", imported, "--tasks", "loss", *ALONE])
+    error = capsys.readouterr().err
+    assert "name a directory of tokens (--data.path DIR)" in error
+    assert error.count("\n") == 1
 
 
 def test_report(finished_run, tmp_path, capsys):

@@ -1,4 +1,5 @@
 import io
+import logging
 import re
 
 import pytest
@@ -154,6 +155,23 @@ def test_the_log_of_a_host_has_the_time_and_errors(tmp_path):
     assert text.count("step 1") == 1  # of the run before
     assert "Traceback" in text
     assert text.endswith("ValueError: no data\n")
+
+
+def test_warnings_are_lines_of_the_task_and_of_its_log(tmp_path, capfd):
+    progress, output = on_file(Clock())
+    logger = logging.getLogger("maxmars.somewhere")
+    with progress, HostLog(tmp_path, 0) as log:
+        progress.message("opening")
+        logger.warning("checkpoint %d skipped", 4)
+        progress.copy_to(log.write)
+        logger.warning("line 1 skipped")
+        logger.info("a detail")
+    logger.warning("after it")
+    lines = ["opening", "checkpoint 4 skipped", "line 1 skipped"]
+    assert without_times(output.getvalue()) == lines
+    logged = log.path.read_text().splitlines()
+    assert [line.split(maxsplit=2)[2] for line in logged] == lines
+    assert "skipped" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

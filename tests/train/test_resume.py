@@ -102,6 +102,17 @@ def test_a_library_of_another_version_is_told(source, short_config, tmp_path, mo
     assert re.search(r"changed since step 2: optax \S+ -> 9\.9\.9\n", capsys.readouterr().out)
 
 
+def test_a_damaged_checkpoint_is_told_like_all_else(source, short_config, tmp_path, capsys):
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "2" / "meta" / "data.json").write_text("{")
+    train(short_config(), tmp_path / "run")
+    printed, log = capsys.readouterr().out, (tmp_path / "run/logs/host_000.log").read_text()
+    for text in (printed, log):
+        assert re.search(r"\n[\d: -]+ checkpoint \S*/run/checkpoints/2 skipped: ", f"\n{text}")
+        assert re.search(r"\n[\d: -]+ damaged checkpoint 2 is now \S*/2\.damaged; delete", text)
+    assert "continuing from step 1" in printed
+
+
 def test_only_what_is_named_changes(continuing, short_config):
     messages = []
     fields = {"gradient_clip_norm": 2.0, "seed": 1, "guard": GuardConfig(history=5)}
