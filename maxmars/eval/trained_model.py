@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -39,9 +40,11 @@ from maxmars.distributed.files import (
     Workdir,
     cache_directory,
     is_remote,
+    read_text,
     require_access,
     resolve,
     write_bytes,
+    write_text,
 )
 from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
@@ -183,6 +186,12 @@ class RunTarget:
         kept = self.workdir / MODEL_SOURCE / path.name
         if not kept.exists():
             return config
+        if kept_sha256(kept) not in (None, hashlib.sha256(kept.read_bytes()).hexdigest()):
+            raise ValueError(
+                f"{kept} is damaged: it does not have the SHA-256 that is kept beside it; copy the "
+                "file of the model there, or start the run's `maxmars train` command again, which "
+                "does so."
+            )
         if is_remote(kept):
             text = kept.read_bytes()
             kept = cache_directory() / "models" / hashlib.sha256(text).hexdigest() / path.name
@@ -192,6 +201,23 @@ class RunTarget:
     def name(self, step: int) -> str:
         """Name of the model at a step, for people."""
         return f"{self.workdir.name}, step {step}"
+
+
+def keep_model_source(source: Path, workdir: Workdir) -> None:
+    """Copy the file of a `ModuleConfig` into a working directory, with its SHA-256 beside it."""
+    content, kept = source.read_bytes(), workdir / MODEL_SOURCE / source.name
+    write_bytes(kept, content)
+    line = f"{hashlib.sha256(content).hexdigest()}  {kept.name}\n"
+    write_text(kept.with_name(f"{kept.name}.sha256"), line)
+
+
+def kept_sha256(kept: Workdir) -> str | None:
+    """The SHA-256, in hex, that a kept file of a model must have; None where none is recorded."""
+    try:
+        words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
+    except (ValueError, IsADirectoryError):
+        return None
+    return words[0] if words and re.fullmatch("[0-9a-f]{64}", words[0]) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import re
 import time
@@ -25,7 +26,7 @@ from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
 from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line
-from maxmars.eval.trained_model import MODEL_SOURCE
+from maxmars.eval.trained_model import MODEL_SOURCE, kept_sha256
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.step import abstract_train_state
 
@@ -140,10 +141,14 @@ def _without_same_source(
     """
     workdir = saved.path.parent.parent
     (before, old_name), (path, name) = split_source(stored.make), split_source(config.make)
-    kept = workdir / MODEL_SOURCE / before.name
-    if not kept.exists():
+    kept, text = workdir / MODEL_SOURCE / before.name, path.read_bytes()
+    recorded = kept_sha256(kept)
+    if recorded is None and not kept.is_file():
         return list(rows)
-    if kept.read_bytes() != path.read_bytes() and "model.make" not in overrides:
+    # The kept file may be damaged, and is then written anew; a damaged record decides nothing.
+    same = recorded == hashlib.sha256(text).hexdigest()
+    same |= kept.is_file() and kept.read_bytes() == text
+    if not same and "model.make" not in overrides:
         raise ValueError(
             f"{workdir} was trained with another text of {path}, which it keeps in {kept}; "
             "continue with that text, choose another --workdir, or change it on purpose with "

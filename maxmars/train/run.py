@@ -29,7 +29,7 @@ from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.eval.hellaswag import HellaSwagInLoop
-from maxmars.eval.trained_model import MODEL_SOURCE
+from maxmars.eval.trained_model import keep_model_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
@@ -279,7 +279,7 @@ def lock(
             rebuild_origin(workdir, checked.saved)
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
-            write_bytes(workdir / MODEL_SOURCE / path.name, path.read_bytes())
+            keep_model_source(path, workdir)
         for path in tokens.sources:
             write_bytes(workdir / "sources" / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)

@@ -182,6 +182,14 @@ def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
             tmp_path / "other",
             init_from=InitFrom(path=str(tmp_path / "continued")),
         )
+    kept = tmp_path / "continued" / "sources" / "model" / "mine.py"
+    kept.write_text(kept.read_text().replace("1", "2"))
+    with pytest.raises(
+        ValueError, match=r"mine\.py is damaged: .* start the run's `maxmars train`"
+    ):
+        load(tmp_path / "continued")
+    train(config, tmp_path / "continued")
+    assert kept.read_bytes() == Path(moved).read_bytes()
     with open(moved, "a") as file:
         file.write("\n# another text\n")
     more = dataclasses.replace(config, num_steps=5)
