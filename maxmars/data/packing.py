@@ -249,7 +249,13 @@ def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
             documents = _documents(directory, metadata, split)
             status.update(f"planning windows of {documents.count:,} documents ({split})")
             with reporting(directory):
-                starts = np.frombuffer((directory / documents.file).read_bytes(), "<u8")
+                stored = (directory / documents.file).read_bytes()
+            if hashlib.sha256(stored).hexdigest() != documents.sha256:
+                raise ValueError(
+                    f"{directory / documents.file} does not match its checksum in meta.json: it is "
+                    f"damaged; {AGAIN}."
+                )
+            starts = np.frombuffer(stored, "<u8")
             plans[split] = plan = plan_best_fit(starts, found.num_tokens, length)
             pieces = np.empty(len(plan.starts), _PIECE)
             pieces["start"], pieces["length"] = plan.starts, plan.lengths

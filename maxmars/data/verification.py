@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         try:
             status = Path(file.path).stat()
             line = {"file": str(file.path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
-            if known == {**line, "sha256": expected}:
+            if known == _sealed({**line, "sha256": expected}):
                 return known
             found = sha256_of(Path(file.path), pause)
         except InterruptedError:
@@ -128,8 +129,15 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
                 "as they are: copy the file anew or prepare the text again, then start the run "
                 "again."
             )
-        return {**line, "sha256": found}
+        return _sealed({**line, "sha256": found})
+
+
+def _sealed(line: dict[str, Any]) -> dict[str, Any]:
+    """A line with its checksum: a damaged record must not say that a file is."""
+    return line | {"crc32": zlib.crc32(json.dumps(line, sort_keys=True).encode())}
 
 
 def _is_line(line: dict[str, Any]) -> bool:
-    return all(isinstance(line.get(name), kind) for name, kind in _FIELDS.items())
+    fields = {name: line.get(name) for name in _FIELDS}
+    is_sound = "crc32" not in line or line == _sealed(fields)  # earlier versions wrote none
+    return is_sound and all(isinstance(fields[name], kind) for name, kind in _FIELDS.items())

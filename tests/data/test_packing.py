@@ -198,6 +198,8 @@ def test_clear_errors(directory, tmp_path):
     (directory / "meta.json").write_text(text.replace(sha256, "0" * 64))
     with pytest.raises(ValueError, match="is the plan of other documents"):
         read_plan(open_split(directory, "train"), 16)
+    with pytest.raises(ValueError, match=r"train_documents\.bin does not match its checksum"):
+        write_plans(directory, 16)
     write_shards(tmp_path / "old", np.arange(200))
     with pytest.raises(ValueError, match="does not say where documents start"):
         write_plans(tmp_path / "old", 16)

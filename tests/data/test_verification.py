@@ -70,6 +70,16 @@ def test_a_damaged_record_only_costs_time(directory, tmp_path):
     assert (len(names), error) == (3, None)
 
 
+def test_a_damaged_record_of_a_file_without_a_checksum_does_not_call_it_damaged(tmp_path):
+    write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
+    record = tmp_path / "record.jsonl"
+    verify(tmp_path / "tokens", record)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    lines[0]["sha256"] = lines[0]["sha256"][::-1]
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verify(tmp_path / "tokens", record) == (["train.bin"], None)
+
+
 def test_processes_divide_the_files(directory, tmp_path):
     shares = [verify(directory, tmp_path / f"{i}.jsonl", (i, 3))[0] for i in range(3)]
     assert [len(names) for names in shares] == [3, 3, 2]
