@@ -3,13 +3,15 @@
 The chain of receipts (see `receipts.py`) is followed from the newest checkpoint back to the first
 step. Each checkpoint that is still there must be one of the chain, and hold the arrays that its
 receipt names; the metrics must be those that the receipts vouch for, without a step that is missing
-or double; and each session must have a receipt. `--replay` computes some steps again.
+or double; each session must have a receipt, and no line of the receipts may be missing or foreign.
+`--replay` computes some steps again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import shutil
 import tempfile
 from collections import Counter
@@ -234,24 +236,30 @@ def _check_metrics(
 def _check_sessions(
     workdir: Any, chain: Sequence[Receipt], receipts: Sequence[Receipt]
 ) -> list[str]:
-    """Each session of `sessions.jsonl` has a receipt, and each receipt belongs to the run."""
+    """Each session of `sessions.jsonl` has a receipt, and no receipt is missing or foreign.
+
+    Sessions before the first receipt have none in a run that is older than receipts.
+    """
+    problems = []
     begun = {receipt["session"] for receipt in receipts if receipt["kind"] == "began"}
-    problems = [
-        f"sessions.jsonl has a session of steps {s.first_step} to {s.last_step} without a receipt"
-        for s in read_sessions(workdir)
-        if begun and s.start >= min(begun) and s.start not in begun
-    ]
-    hashes = {receipt["hash"] for receipt in receipts}
-    strange = [r for r in receipts if r["previous"] is not None and r["previous"] not in hashes]
-    if chain and not chain[0]["previous"]:
-        strange += [
-            r
-            for r in receipts
-            if r["previous"] is None and (r["kind"] != "began" or r["data"] != chain[0]["data"])
+    oldest = min(begun, default=math.inf) if chain and chain[0]["step"] else 0.0
+    if begun:
+        problems += [
+            f"sessions.jsonl has a session of steps {s.first_step} to {s.last_step} without a "
+            "receipt"
+            for s in read_sessions(workdir)
+            if s.start >= oldest and s.start not in begun
         ]
+    path = workdir / FILE
+    damaged = path.read_bytes().count(b"\n") - len(receipts) if path.exists() else 0
+    if damaged:
+        problems.append(f"{FILE} has lines ({damaged}) that cannot be read, or have a wrong hash")
+    above = [None, *(receipt["hash"] for receipt in receipts)]
     problems += [
-        f"{FILE} has a receipt of step {r['step']} that belongs to no session of this run"
-        for r in strange
+        f"{FILE} is not whole: its line `{receipt['kind']}` of step {receipt['step']} was not "
+        "written after the line above it"
+        for before, receipt in zip(above, receipts, strict=False)
+        if receipt["above"] != before
     ]
     return problems
 

@@ -4,7 +4,8 @@
 written, and where a session ends. Each line holds the hash of the one that it goes on from: a save
 from the line before of its session, a session from the save of the checkpoint that it restored.
 The checkpoint holds the line of its save. So lines lead from the newest checkpoint back to the
-first step, and past saves that nothing went on from.
+first step, and past saves that nothing went on from. Each line also holds the hash of the one above
+it in the file, so that none can be taken away or put between, those of lost steps included.
 
 There are no keys: whoever writes all lines anew is found only by computing the steps again.
 """
@@ -65,7 +66,7 @@ def read_receipts(workdir: Workdir, *, repair: bool = False) -> list[Receipt]:
     """
 
     def is_sound(line: Receipt) -> bool:
-        has_all = line.keys() >= {"kind", "digest", "metrics", "previous"}
+        has_all = line.keys() >= {"kind", "digest", "metrics", "previous", "above"}
         if line.get("kind") == "began":
             has_all &= line.keys() >= {"session", "data"}
             has_all &= type(line.get("batch_size")) is int
@@ -142,6 +143,7 @@ class Receipts:
         self._start = step, digest, position
         self._previous = previous
         self._last: Receipt = {"hash": previous.get("hash"), "step": step}
+        self._above: str | None = None
         self._metrics: list[Metric] = []
         self._lines: LineFile | None = None
 
@@ -153,14 +155,15 @@ class Receipts:
         if not processes.is_primary():
             return
         step, rows = self._start[0], list(rows)
-        self._compare(rows)
+        receipts = read_receipts(self._workdir, repair=True)
+        self._above = receipts[-1]["hash"] if receipts else None
+        self._compare(rows, receipts)
         self._metrics = [metric for metric in metrics_of(rows) if metric[0] == step]
         path = self._workdir / FILE
         self._lines = LineFile(path, self._may_write)
         self._write("began", *self._start, self._about)
 
-    def _compare(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        receipts = read_receipts(self._workdir, repair=True)
+    def _compare(self, rows: Sequence[Mapping[str, Any]], receipts: Sequence[Receipt]) -> None:
         if not self._previous:
             return
         chain, missing = chain_to(self._previous, receipts)
@@ -216,12 +219,13 @@ class Receipts:
             "metrics": digest_of_metrics(self._metrics, kind, first, step),
             **(about or {}),
             "previous": self._last["hash"],
+            "above": self._above,
         }
         receipt["hash"] = hash_of(receipt)
         self._lines.write(json.dumps(receipt))
         self._lines.sync()
         self._metrics = [metric for metric in self._metrics if metric[0] >= step]
-        self._last = receipt
+        self._last, self._above = receipt, receipt["hash"]
         return receipt
 
     def close(self) -> None:

@@ -4,10 +4,8 @@ import dataclasses
 import json
 import shutil
 
-import numpy as np
 import pytest
 import tiny
-from token_directories import write_shards
 
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
@@ -137,15 +135,18 @@ def an_edited_receipt(workdir):
     return "receipts.jsonl lacks the receipt before step 4"
 
 
+def a_lost_end(workdir):
+    path = workdir / "receipts.jsonl"
+    edit(path, 3, lambda row: None if row["kind"] == "ended" else [row])
+    return "receipts.jsonl is not whole: its line `began` of step 4 was not written after"
+
+
 def receipts_of_another_run(workdir):
     path = workdir / "receipts.jsonl"
-    (workdir.parent / "b").mkdir()
-    stream = np.random.default_rng(1).integers(0, 200, 2000)
-    write_shards(workdir.parent / "b" / "tokens", stream, stream[:400], vocab_size=257)
-    config = dataclasses.replace(config_of(workdir.parent / "b", seed=1), num_steps=2)
-    train(config, workdir.parent / "b" / "run")
-    path.write_text(path.read_text() + (workdir.parent / "b/run/receipts.jsonl").read_text())
-    return "receipts.jsonl has a receipt of step 0 that belongs to no session of this run"
+    config = dataclasses.replace(config_of(workdir.parent, seed=1), num_steps=2)
+    train(config, workdir.parent / "other")
+    path.write_text(path.read_text() + (workdir.parent / "other/receipts.jsonl").read_text())
+    return "receipts.jsonl is not whole: its line `began` of step 0 was not written after"
 
 
 LIES = [
@@ -159,6 +160,7 @@ LIES = [
     a_session_without_receipt,
     a_receipt_that_is_gone,
     an_edited_receipt,
+    a_lost_end,
     receipts_of_another_run,
 ]
 
