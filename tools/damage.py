@@ -549,7 +549,7 @@ def is_about(line: str, name: str) -> bool:
     """Whether a line names a file, its checkpoint, or the directory that it lies in."""
     parts = name.split("/")
     if name.startswith("run/checkpoints/"):
-        return f"checkpoints/{parts[2]}" in line or f"step {parts[2]}:" in line
+        return re.search(rf"checkpoints/{parts[2]}\b|of step {parts[2]},", line) is not None
     if parts[0] == "tokens":
         return "/tokens" in line
     return parts[1] in line
@@ -560,8 +560,8 @@ def first_difference(one: list[Any], other: list[Any]) -> str:
     return f"{len(missing)} metrics lost or changed, {len(more)} new, first {(missing + more)[0]}"
 
 
-def damage(count: int, seed: int, out: Path) -> bool:
-    """Whether all rounds were sound."""
+def damage(count: int, seed: int, out: Path, only: str = "") -> bool:
+    """Whether all rounds were sound; those of files with `only` in the name of their kind."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(out / "cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -572,7 +572,8 @@ def damage(count: int, seed: int, out: Path) -> bool:
         print(f"{len(rounds.files)} kinds of files, {sum(map(len, rounds.files.values()))} files")
         todo: list[tuple[str, str, str]] = []
         while len(todo) < count:  # every kind of file in turn, with a damage of it by chance
-            for kind_of in rounds.chance.sample(sorted(rounds.files), len(rounds.files)):
+            wanted = [kind_of for kind_of in sorted(rounds.files) if only in kind_of]
+            for kind_of in rounds.chance.sample(wanted, len(wanted)):
                 name = rounds.chance.choice(rounds.files[kind_of])
                 kinds = kinds_of_damage(out / "before" / name)
                 todo.append((kind_of, name, rounds.chance.choice(sorted(kinds))))
@@ -605,15 +606,17 @@ def main() -> None:
     )
     parser.add_argument("--damages", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0, help="of files and damages")
+    parser.add_argument("--only", default="", help="damage files whose kind has this in its name")
     parser.add_argument("--out", type=Path, help="directory to keep the rounds in")
     arguments = parser.parse_args()
     if arguments.damages < 1:
         parser.error("--damages must be at least 1.")
     if arguments.out is not None:
         arguments.out.mkdir(parents=True)
-        sys.exit(not damage(arguments.damages, arguments.seed, arguments.out.absolute()))
+        out = arguments.out.absolute()
+        sys.exit(not damage(arguments.damages, arguments.seed, out, arguments.only))
     with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(not damage(arguments.damages, arguments.seed, Path(scratch)))
+        sys.exit(not damage(arguments.damages, arguments.seed, Path(scratch), arguments.only))
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ class FileLock:
     def __init__(self, directory: Any, patience_s: float = _PATIENCE_S) -> None:
         path = directory / ".lock"
         self._path = path
-        if os.path.islink(path):  # the file it leads to would be written over
-            raise ValueError(f"{path} is a link, which the lock of a run cannot be; delete it.")
+        if os.path.islink(path) or path.is_dir():  # what a link leads to would be written over
+            what = "a link" if os.path.islink(path) else "a directory"
+            raise ValueError(f"{path} is {what}, which the lock of a run cannot be; delete it.")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self._file: IO[str] = os.fdopen(os.open(path, flags, 0o666), "r+")
         try:

@@ -175,6 +175,15 @@ class Receipts:
                 self._workdir / FILE,
                 before,
             )
+        saved = [receipt for receipt in receipts if receipt["kind"] == "saved"]
+        if saved and saved[-1]["step"] > self._last["step"]:
+            _LOGGER.warning(
+                "the checkpoint of step %d, which %s tells of, was not completed, or is gone or "
+                "damaged; the steps after %d are made again",
+                saved[-1]["step"],
+                self._workdir / FILE,
+                self._last["step"],
+            )
         for first, last in unvouched(rows, chain, receipts):
             _LOGGER.warning(
                 "%s is not what was recorded between steps %d and %d; training does not depend on "
