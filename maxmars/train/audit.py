@@ -9,8 +9,10 @@ or double; each session must have a receipt, and no line of the receipts may be 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import shutil
 import tempfile
@@ -27,7 +29,7 @@ from maxmars.checkpoint import Checkpoint, find, list_steps, load_arrays, read
 from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig
-from maxmars.distributed.files import is_remote, resolve
+from maxmars.distributed.files import is_remote, resolve, write_text
 from maxmars.train.loop import train
 from maxmars.train.metrics import read_metrics, read_sessions
 from maxmars.train.receipts import (
@@ -251,7 +253,7 @@ def _check_sessions(
             if s.start >= oldest and s.start not in begun
         ]
     path = workdir / FILE
-    damaged = path.read_bytes().count(b"\n") - len(receipts) if path.exists() else 0
+    damaged = path.read_bytes().count(b"\n") - len(receipts) if path.is_file() else 0
     if damaged:
         problems.append(f"{FILE} has lines ({damaged}) that cannot be read, or have a wrong hash")
     above = [None, *(receipt["hash"] for receipt in receipts)]
@@ -297,7 +299,9 @@ def _replay(
             f"one; take one of {', '.join(map(str, known)) or 'no number: train on first'}."
         )
     first, last = starts[-1], starts[-1] + count
-    config = read(directory, first).run_config()
+    checkpoint = read(directory, first)
+    before, _ = chain_to(checkpoint.receipt, chain) if checkpoint.receipt else ([], None)
+    config = checkpoint.run_config()
     config = dataclasses.replace(
         config,
         num_steps=last,
@@ -307,10 +311,15 @@ def _replay(
         log=LogConfig(every=1),
     )
     log(f"computing steps {first + 1} to {last} again")
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(directory / str(first), Path(folder) / "checkpoints" / str(first))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(directory / str(first), folder / "checkpoints" / str(first))
+        # Without the receipts and metrics of before, the run would say that they are lost.
+        write_text(folder / FILE, "".join(json.dumps(receipt) + "\n" for receipt in before))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy(directory.parent / "metrics.jsonl", folder)
         train(config, folder, quiet=True)
-        digest = read(Path(folder) / "checkpoints", last).digest
+        digest = read(folder / "checkpoints", last).digest
     if digest == saved[last]["digest"]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
     return None, (

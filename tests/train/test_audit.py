@@ -51,9 +51,10 @@ def check(workdir, **arguments):
     return audit(workdir, log=lambda text: None, **arguments)
 
 
-def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys):
+def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys, caplog):
     main(["audit", str(sound / "run"), "--replay", "2", "--output", str(tmp_path / "out.json")])
     assert ": one trajectory, steps 0 to 6 (sessions: 2, " in capsys.readouterr().out
+    assert caplog.text == ""
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["verdict"] == "one trajectory"
     assert found["replayed"] == "steps 5 to 6, computed again: the same digest"
