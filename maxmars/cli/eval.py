@@ -36,6 +36,10 @@ class HellaSwagArguments:
     default ~/.cache/maxmars)."""
     num_questions: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
+    too_long: Literal["cut", "leave_out"] = "cut"
+    """Of a question that is longer than the model's context, `cut` the beginning of its context, as
+    lm-evaluation-harness does, or `leave_out` the question, with --against for both models. The
+    output counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +151,13 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         num_windows=arguments.data.num_windows,
         hellaswag_path=arguments.hellaswag.path,
         num_questions=arguments.hellaswag.num_questions,
+        too_long=arguments.hellaswag.too_long,
         batch_size=arguments.batch_size,
     )
     if processes.is_primary():
         rich.get_console().print(report.table(), soft_wrap=True)
-        if report.questions:
-            print(f"{len(report.questions):,} HellaSwag questions; ± is one standard error")
+        for count in report.hellaswag_counts():
+            print(f"HellaSwag: {count}; ± is one standard error")
     if arguments.output is not None:
         report.write(arguments.output)
     elif processes.is_primary() and not against:

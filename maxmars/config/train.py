@@ -81,6 +81,9 @@ class EvalConfig(CheckedConfig):
     directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
     hellaswag_questions: Positive[int] | None = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
+    hellaswag_too_long: Literal["cut", "leave_out"] = "cut"
+    """Of a question that is longer than max_seq_len, `cut` the beginning of the context, or
+    `leave_out` the question. The line that tells the score counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,6 +238,8 @@ class Scores:
     """Length of each ending, in characters (`lm_eval`) or tokens (`completion`)."""
     labels: Int[np.ndarray, " questions"]
     """Number of the true ending."""
+    cut: Bool[np.ndarray, " questions"]
+    """Whether the beginning of the context was cut off, to fit into the model's."""
 
     @cached_property
     def choices(self) -> Int[np.ndarray, " questions"]:
@@ -256,14 +258,44 @@ class Scores:
         return {"acc": self.choices == self.labels, "acc_norm": self.choices_norm == self.labels}
 
     def summary(self) -> dict[str, float | int]:
-        """`acc`, `acc_norm`, a standard error of each (`acc_stderr`), and `num_questions`."""
+        """`acc`, `acc_norm`, a standard error of each (`acc_stderr`), `num_questions`, and how many
+        of these were cut (`num_cut`)."""
         count = len(self.labels)
         values: dict[str, float | int] = {}
         for metric, correct in self.correct.items():
             share = float(correct.mean())
             values[metric] = share
             values[f"{metric}_stderr"] = (share * (1 - share) / max(count - 1, 1)) ** 0.5
-        return values | {"num_questions": count}
+        return values | {"num_questions": count, "num_cut": int(self.cut.sum())}
+
+
+def fitting(
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    protocols: Sequence[Protocol] = tuple(PROTOCOLS),
+) -> list[Question]:
+    """The questions whose context fits with each ending into `max_seq_len`, under all protocols.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [
+        question
+        for question in questions
+        if not any(_is_cut(PROTOCOLS[p](question, tokenizer)[0], max_seq_len) for p in protocols)
+    ]
+    if not found:
+        raise ValueError(
+            f"all {len(questions)} HellaSwag questions are longer than the model's context, "
+            f"model.max_seq_len={max_seq_len}; leave HellaSwag out."
+        )
+    return found
+
+
+def _is_cut(choices: Choices, max_seq_len: int) -> bool:
+    longest = max(map(len, choices.continuations))
+    return len(choices.context) + longest > max_seq_len + 1  # the last token predicts nothing
 
 
 class HellaSwag:
@@ -300,6 +332,7 @@ class HellaSwag:
             )
         self._labels = np.array([question.label for question in questions])
         self._lengths: dict[Protocol, Int[np.ndarray, "questions endings"]] = {}
+        self._cut: dict[Protocol, Bool[np.ndarray, " questions"]] = {}
         choices = []
         for protocol in protocols:
             encoded = [PROTOCOLS[protocol](question, tokenizer) for question in questions]
@@ -309,11 +342,13 @@ class HellaSwag:
                         raise ValueError(
                             f"HellaSwag question {question.index} has an ending of {len(tokens)} "
                             f"tokens ({tokenizer.name}, protocol {protocol}); there must be 1 to "
-                            f"model.max_seq_len={config.max_seq_len}. A model with a longer "
-                            "context, or whose tokens are longer, can be scored."
+                            f"model.max_seq_len={config.max_seq_len}. Leave out what is too long: "
+                            "--hellaswag.too-long leave_out with `maxmars eval`, "
+                            "eval.hellaswag_too_long in a config."
                         )
             choices += [found for found, _ in encoded]
             self._lengths[protocol] = np.array([lengths for _, lengths in encoded])
+            self._cut[protocol] = np.array([_is_cut(c, config.max_seq_len) for c, _ in encoded])
         self._packed = pack_choices(choices, config)
         self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
 
@@ -329,7 +364,12 @@ class HellaSwag:
         found = np.stack(self._score(params, self._packed, progress).log_likelihoods)
         parts = np.split(found, len(self._lengths))
         return {
-            protocol: Scores(log_likelihoods=part, lengths=lengths, labels=self._labels)
+            protocol: Scores(
+                log_likelihoods=part,
+                lengths=lengths,
+                labels=self._labels,
+                cut=self._cut[protocol],
+            )
             for (protocol, lengths), part in zip(self._lengths.items(), parts, strict=True)
         }
 
@@ -339,8 +379,8 @@ def write_scores(
 ) -> None:
     """Write the scores of each question, one JSON object a line.
 
-    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, and the endings that
-    `acc` and `acc_norm` choose (`choice`, `choice_norm`).
+    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, the endings that `acc`
+    and `acc_norm` choose (`choice`, `choice_norm`), and whether the context was `cut`.
     """
     lines = []
     for i, question in enumerate(questions):
@@ -351,6 +391,7 @@ def write_scores(
                 "lengths": found.lengths[i].tolist(),
                 "choice": int(found.choices[i]),
                 "choice_norm": int(found.choices_norm[i]),
+                "cut": bool(found.cut[i]),
             }
         lines.append(json.dumps(fields) + "\n")
     write_text(path, "".join(lines))
@@ -425,7 +466,11 @@ class HellaSwagInLoop:
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
         tokenizer = tokenizer_of_tokens(tokens.first.directory, tokens.tokenizer)
-        self._score = HellaSwag(config.model, mesh, tokenizer, questions)
+        kept = questions
+        if config.eval.hellaswag_too_long == "leave_out":
+            kept = fitting(questions, tokenizer, config.model.max_seq_len)
+        self._num_left_out = len(questions) - len(kept)
+        self._score = HellaSwag(config.model, mesh, tokenizer, kept)
 
     def __call__(self, params: Any) -> tuple[dict[str, float], str]:
         """Score parameters in the mesh's shardings; every process calls.
@@ -439,12 +484,22 @@ class HellaSwagInLoop:
         scores = self._score(params)
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
-        parts, count = [], 0
+        parts, summaries = [], {p: found.summary() for p, found in scores.items()}
         for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
-            summary = scores[protocol].summary()
+            summary = summaries[protocol]
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summary[metric]
             parts.append(f"{summary['acc_norm']:.2%} ({protocol})")
-            count = summary["num_questions"]
-        text = f"HellaSwag acc_norm {', '.join(parts)} of {count:,} questions in {seconds:.1f} s"
-        return metrics, text
+        count = describe_count(summaries, self._num_left_out)
+        return metrics, f"HellaSwag acc_norm {', '.join(parts)} of {count} in {seconds:.1f} s"
+
+
+def describe_count(summaries: Mapping[Protocol, Mapping[str, Any]], num_left_out: int) -> str:
+    """How many questions were scored, cut and left out, for people: `5 questions (1 left out)`."""
+    cut = {protocol: summary["num_cut"] for protocol, summary in summaries.items()}
+    notes = [f"{count:,} cut ({protocol})" for protocol, count in cut.items() if count]
+    if num_left_out:
+        notes.append(f"{num_left_out:,} left out")
+    count = max(summary["num_questions"] for summary in summaries.values())
+    text = f"{count:,} question{'' if count == 1 else 's'}"
+    return f"{text} ({', '.join(notes)}: longer than the model's context)" if notes else text

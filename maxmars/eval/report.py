@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -26,6 +26,8 @@ from maxmars.eval.hellaswag import (
     Protocol,
     Question,
     Scores,
+    describe_count,
+    fitting,
     load_questions,
     paired_difference,
     write_scores,
@@ -43,9 +45,10 @@ class Report:
     """Scores of one model, or of two on the same data."""
 
     fields: dict[str, Any]
-    """For JSON: `target` and `name`; `loss` (nats a token), `loss_tokens` and `hellaswag` (see
-    `Scores.summary`, by protocol) if they were asked for; `environment`; and for two models
-    `against`, with the fields of the second, and `difference`, first minus second."""
+    """For JSON: `target` and `name`; `loss` (nats a token), `loss_tokens`, `hellaswag` (see
+    `Scores.summary`, by protocol) and `hellaswag_left_out` (a number of questions) if they were
+    asked for; `environment`; and for two models `against`, with the fields of the second, and
+    `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
     """HellaSwag's, of each model."""
@@ -62,6 +65,17 @@ class Report:
             if scores:
                 file = path.with_name(f"{path.stem}{part}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
+
+    def hellaswag_counts(self) -> list[str]:
+        """How many questions were scored, cut and left out; each model's, where they differ."""
+        if "hellaswag" not in self.fields:
+            return []
+        models = [self.fields, self.fields.get("against", self.fields)]
+        left_out = self.fields["hellaswag_left_out"]
+        first, second = [describe_count(model["hellaswag"], left_out) for model in models]
+        if first == second:
+            return [first]
+        return [f"{first} by {models[0]['name']}", f"{second} by {models[1]['name']}"]
 
     def table(self) -> Table:
         """The scores and, for two models, their differences."""
@@ -106,6 +120,7 @@ def score_models(
     num_windows: int | None = None,
     hellaswag_path: Path | None = None,
     num_questions: int | None = None,
+    too_long: Literal["cut", "leave_out"] = "cut",
     batch_size: int | None = None,
 ) -> Report:
     """Score one model, or two on the same data.
@@ -122,6 +137,8 @@ def score_models(
       num_windows: number of windows to score; None takes as many as the run does, or 512.
       hellaswag_path: see `load_questions`, as `num_questions`.
       num_questions: score the first so many questions.
+      too_long: whether questions that are longer than a model's context are cut, or left out for
+        all models.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
 
     Raises:
@@ -148,6 +165,15 @@ def score_models(
             questions = load_questions(
                 hellaswag_path, num_questions=num_questions, progress=shows("downloading HellaSwag")
             )
+        num_questions = len(questions)
+        if questions and too_long == "leave_out":
+            for target in found:
+                if isinstance(target, RunTarget):
+                    config, tokenizer = _model_config(target), target.tokenizer()
+                else:
+                    config = huggingface.read_config(target.directory)
+                    tokenizer = target.tokenizer(config)
+                questions = fitting(questions, tokenizer, config.max_seq_len)
         for target in targets:
             model = load(target, mesh=mesh)
             models.append({"target": str(target), "name": model.name})
@@ -164,6 +190,8 @@ def score_models(
                 models[-1]["hellaswag"] = summaries
             del model  # its parameters make room for those of the next
     fields = models[0]
+    if questions:
+        fields["hellaswag_left_out"] = num_questions - len(questions)
     if len(models) == 2:
         fields |= {"against": models[1], "difference": _difference(models, scores)}
     fields["environment"] = environment(mesh)

@@ -1,11 +1,12 @@
 """`maxmars eval` and scores in the loop, on two short runs."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
-from hellaswag_questions import write_questions_file
+from hellaswag_questions import SHORT, fields_of, write_questions_file
 from tiny import ADAMW, tiny_config
 from token_directories import write_shards
 
@@ -73,6 +74,7 @@ def test_the_command_finds_what_the_loop_found(run, report):
             assert scores["hellaswag"][protocol][metric] == values[2]
     assert all(seconds > 0 for seconds in recorded(run, "perf/hellaswag_time").values())
     assert scores["environment"]["num_devices"] == 8
+    assert " of 5 questions (5 cut (lm_eval)" in (run / "logs" / "host_000.log").read_text()
 
 
 def test_a_model_with_a_longer_context_is_scored_on_the_same_windows(finished_run, report):
@@ -105,8 +107,29 @@ def test_the_table(run, questions, capsys):
     table = capsys.readouterr().out
     assert "seed0, step 2" in table
     assert "hellaswag acc_norm (completion), %" in table
-    assert "5 HellaSwag questions" in table
+    assert "HellaSwag: 5 questions (5 cut (lm_eval)" in table
     assert "160 tokens" in table
+
+
+def test_questions_that_are_too_long_are_counted(run, finished_run, tmp_path, capsys):
+    rows = [fields_of(number, *question) for number, question in enumerate(SHORT)]
+    rows[2] |= {"ctx_a": "They.", "ctx": "They.", "activity_label": "C"}  # the only one for 16
+    for row in rows[2:]:
+        row["endings"] = [ending[:4] for ending in row["endings"]]
+    questions = write_questions_file(tmp_path / "q.jsonl", rows)
+    output = tmp_path / "scores.json"
+    options = ["--tasks", "hellaswag", "--hellaswag.path", questions, "--output", output]
+    run_eval(finished_run, *options)
+    assert re.search(r"5 questions \(\d cut \(lm_eval\), \d cut \(comp", capsys.readouterr().out)
+    assert json.loads(output.read_text())["hellaswag_left_out"] == 0
+    leaving_out = ["--hellaswag.too-long", "leave_out"]
+    run_eval(finished_run, *options, "--against", run, *leaving_out)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "HellaSwag: 1 question (4 left out: longer than the model's context);" in printed
+    scores = json.loads(output.read_text())
+    assert scores["hellaswag_left_out"] == 4
+    assert scores["against"]["hellaswag"]["completion"]["num_questions"] == 1
+    assert json.loads((tmp_path / "scores.hellaswag.jsonl").read_text())["ind"] == 2
 
 
 def test_the_mesh_and_the_batch_size_do_not_show(run, questions, report):

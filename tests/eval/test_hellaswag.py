@@ -31,6 +31,7 @@ from maxmars.eval.hellaswag import (
     HellaSwag,
     Scores,
     download,
+    fitting,
     load_questions,
     paired_difference,
     write_scores,
@@ -215,6 +216,7 @@ def test_accuracies_and_their_standard_errors():
         log_likelihoods=np.array([[-4.0, -3.0, -3.0, -9.0], [-1.0, -2.0, -3.0, -2.0]]),
         lengths=np.array([[1, 1, 1, 9], [1, 1, 0, 8]]),  # cleaning may leave nothing of an ending
         labels=np.array([1, 3]),
+        cut=np.array([False, True]),
     )
     assert scores.choices.tolist() == [1, 0]  # the first of equals
     assert scores.choices_norm.tolist() == [3, 3]
@@ -224,6 +226,7 @@ def test_accuracies_and_their_standard_errors():
         "acc_norm": 0.5,
         "acc_norm_stderr": pytest.approx(0.5),
         "num_questions": 2,
+        "num_cut": 1,
     }
 
 
@@ -245,6 +248,30 @@ def test_what_does_not_fit_the_model(questions):
         HellaSwag(few, one_device(), ByteTokenizer(), questions)
     with pytest.raises(ValueError, match=r"question 4 has an ending of 42 tokens .*max_seq_len=16"):
         HellaSwag(MODEL, one_device(), ByteTokenizer(), questions[-1:], protocols=["completion"])
+
+
+def test_questions_that_are_too_long_are_told_or_left_out(params, questions):
+    few = dataclasses.replace(LONG, max_seq_len=44)  # enough for some
+    whole = HellaSwag(LONG, one_device(), ByteTokenizer(), questions)(params)
+    fit = {}
+    for protocol in PROTOCOLS:
+        texts = [(len(context.encode()), ends) for context, ends, _ in plain_texts(protocol)]
+        lengths = [size + max(len(end.encode()) for end in ends) for size, ends in texts]
+        fit[protocol] = np.array(lengths) <= 45  # the last token predicts nothing
+    kept = fitting(questions, ByteTokenizer(), 44)
+    assert [q in kept for q in questions] == (fit["lm_eval"] & fit["completion"]).tolist()
+    assert 0 < len(kept) < len(questions)
+    short = params | {"wpe": jax.tree.map(lambda x: x[:44], params["wpe"])}
+    found = HellaSwag(few, one_device(), ByteTokenizer(), questions)(short)
+    for protocol, scores in found.items():
+        np.testing.assert_array_equal(scores.cut, ~fit[protocol])
+        same = np.isclose(
+            scores.log_likelihoods, whole[protocol].log_likelihoods, rtol=1e-4, atol=0
+        ).all(axis=1)
+        np.testing.assert_array_equal(same, fit[protocol])
+        assert scores.summary()["num_cut"] == (~fit[protocol]).sum()
+    with pytest.raises(ValueError, match=r"all 6 HellaSwag questions are longer than .*=8;"):
+        fitting(questions, ByteTokenizer(), 8)
 
 
 @pytest.fixture(scope="module")
