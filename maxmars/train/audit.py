@@ -238,20 +238,32 @@ def _check_metrics(
 def _check_sessions(
     workdir: Any, chain: Sequence[Receipt], receipts: Sequence[Receipt]
 ) -> list[str]:
-    """Each session of `sessions.jsonl` has a receipt, and no receipt is missing or foreign.
+    """Each session of `sessions.jsonl` has a receipt where it began, and one where it ended if it
+    completed the run; and no receipt is missing or foreign.
 
     Sessions before the first receipt have none in a run that is older than receipts.
     """
-    problems = []
-    begun = {receipt["session"] for receipt in receipts if receipt["kind"] == "began"}
+    problems, sessions = [], read_sessions(workdir)
+    begun: list[float] = []
+    ended: set[float] = set()
+    for receipt in receipts:
+        if receipt["kind"] == "began":
+            begun.append(receipt["session"])
+        elif receipt["kind"] == "ended":
+            ended |= {*begun[-1:]}
     oldest = min(begun, default=math.inf) if chain and chain[0]["step"] else 0.0
     if begun:
         problems += [
             f"sessions.jsonl has a session of steps {s.first_step} to {s.last_step} without a "
             "receipt"
-            for s in read_sessions(workdir)
+            for s in sessions
             if s.start >= oldest and s.start not in begun
         ]
+    problems += [
+        f"{FILE} lacks the end of the session that began at step {s.first_step}"
+        for s in sessions
+        if s.done and s.start in begun and s.start not in ended
+    ]
     path = workdir / FILE
     damaged = path.read_bytes().count(b"\n") - len(receipts) if path.is_file() else 0
     if damaged:

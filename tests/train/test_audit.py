@@ -142,6 +142,11 @@ def a_lost_end(workdir):
     return "receipts.jsonl is not whole: its line `began` of step 4 was not written after"
 
 
+def a_lost_last_end(workdir):
+    edit(workdir / "receipts.jsonl", 6, lambda row: None)
+    return "receipts.jsonl lacks the end of the session that began at step 4"
+
+
 def receipts_of_another_run(workdir):
     path = workdir / "receipts.jsonl"
     config = dataclasses.replace(config_of(workdir.parent, seed=1), num_steps=2)
@@ -162,6 +167,7 @@ LIES = [
     a_receipt_that_is_gone,
     an_edited_receipt,
     a_lost_end,
+    a_lost_last_end,
     receipts_of_another_run,
 ]
 
