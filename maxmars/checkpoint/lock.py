@@ -59,6 +59,21 @@ def acquire(directory: Any) -> FileLock | Lease | None:
     raise problem or OSError(f"process 0 could not open {directory} for writing; it says why.")
 
 
+def is_owned(directory: Any) -> bool:
+    """Whether a living process on any host owns a directory of a disk.
+
+    Of a bucket this cannot be told at once; there it is False.
+    """
+    path = directory / ".lock"
+    if is_remote(directory):
+        return False
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+") as file:
+            return not try_lock(file, path)
+    except OSError:
+        return False
+
+
 class FileLock:
     """A kernel lock on `<directory>/.lock`, whose contents tell other runs who owns it.
 

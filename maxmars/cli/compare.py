@@ -97,7 +97,7 @@ def run(argv: list[str]) -> int:
     from maxmars.compare.report import print_summary
     from maxmars.compare.run import compare
     from maxmars.compare.summary import summarize
-    from maxmars.distributed.failures import EXIT_CODE
+    from maxmars.distributed.exits import EXIT_CODE
     from maxmars.distributed.files import is_remote, resolve
 
     if is_remote(resolve(arguments.workdir)):

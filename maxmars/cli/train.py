@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
+from maxmars.distributed.exits import EXIT_CODE, Starting
 
 _TRAIN_USAGE = """\
 usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
@@ -66,12 +67,27 @@ class TrainArguments(ConfigArguments):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
-    arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_TRAIN_USAGE)
+    with Starting() as starting:
+        arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_TRAIN_USAGE)
+        try:
+            return _train(arguments, starting)
+        except ValueError as error:
+            # It advises another --workdir, and the user may not know of the one that was taken.
+            if arguments.workdir is None and "--workdir" in str(error):
+                raise ValueError(
+                    f"{error} No --workdir was given: {_default_workdir(arguments)} is the "
+                    "default, after the config's name."
+                ) from error
+            raise
+
+
+def _train(arguments: TrainArguments, starting: Starting) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes
-    from maxmars.distributed.failures import EXIT_CODE
+    from maxmars.distributed.files import resolve
     from maxmars.plan.trace import trace_tables
     from maxmars.train import InitFrom, train
+    from maxmars.train.lives import Life
 
     init_from = None
     if arguments.init_from is not None:
@@ -81,32 +97,38 @@ def run(argv: list[str]) -> int:
     elif arguments.init_optimizer_state:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
     profile = _parse_steps(arguments.profile)
-    processes.initialize(
-        arguments.coordinator,
-        arguments.num_processes,
-        arguments.process_id,
-        timeout_s=arguments.start_timeout_s,
-    )
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
-    default = f"runs/{arguments.config.name}"
-    try:
+    workdir = resolve(arguments.workdir or _default_workdir(arguments))
+    with Life(workdir) as life:
+        starting.before_exit = life.stopped
+        if processes.is_first(arguments.process_id):
+            life.begin()
+        processes.initialize(
+            arguments.coordinator,
+            arguments.num_processes,
+            arguments.process_id,
+            timeout_s=arguments.start_timeout_s,
+        )
+        life.met()
         result = train(
             arguments.config,
-            arguments.workdir or default,
+            workdir,
             init_from=init_from,
             resume_overrides=[name.strip() for name in overrides if name.strip()],
             profile=profile,
             trace_tables=trace_tables,
+            life=life,
+            starting=starting,
         )
-    except ValueError as error:
-        # It advises another --workdir, and the user may not know of the one that was taken.
-        if arguments.workdir is None and "--workdir" in str(error):
-            raise ValueError(
-                f"{error} No --workdir was given: {default} is the default, after the config's "
-                "name."
-            ) from error
-        raise
-    return 0 if result.done else EXIT_CODE
+        if not result.done:
+            life.stopped()
+            return EXIT_CODE
+        life.finished()
+        return 0
+
+
+def _default_workdir(arguments: TrainArguments) -> str:
+    return f"runs/{arguments.config.name}"
 
 
 def _parse_steps(text: str | None) -> tuple[int, int] | None:

@@ -11,18 +11,16 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_CODE = 75
-"""BSD's EX_TEMPFAIL: nothing is wrong, run the same command again."""
+from maxmars.distributed.exits import EXIT_CODE, exit_now
 
-_SHOW_CURSOR = b"\x1b[?25h"
 _LOST_PEER = re.compile(
     r"\bgloo\b|\bnccl\b|coordination.?service|\bbarrier\b|\bheartbeat\b|remote process exited", re.I
 )
@@ -32,9 +30,11 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     """Turns signals into an answer of `due` inside a `with` block.
 
     Outside the main thread, where Python allows no handlers, signals act as they always do.
+    `before_leaving` is called where a second Ctrl-C ends the process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
+        self._before_leaving = before_leaving
         self._requested = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -70,38 +70,43 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._requested:
+            self._before_leaving()
             exit_now(128 + signal.SIGINT)
         os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
         self.request()
 
 
-def exit_now(code: int, message: str | None = None) -> NoReturn:
-    """Print a line to standard error and end the process, whatever its threads do.
+class ExitIfPeerIsLost(contextlib.AbstractContextManager["ExitIfPeerIsLost"]):
+    """Ends the process where an error is that another process of the run is gone.
 
-    Python's usual exit would wait for the other processes of a run, and JAX would abort.
+    To be entered, or pushed on an `ExitStack`, after everything whose exit would wait for the lost
+    process.
+
+    Args:
+      own_error: called before; what the lost process said of an error of its own, which would come
+        back, or None. With such an error the exit code is 1, otherwise `EXIT_CODE`.
     """
-    if sys.stderr.isatty():
-        os.write(2, _SHOW_CURSOR)  # the progress line hides it
-    if message is not None:  # past sys.stderr, whose lock another thread may hold
-        os.write(2, f"maxmars: {message}\n".encode())
-    os._exit(code)
 
+    def __init__(self, own_error: Callable[[], str | None] = lambda: None) -> None:
+        self._own_error = own_error
 
-def exit_if_peer_is_lost(
-    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """End the process with `EXIT_CODE` if the error is that another process of the run is gone.
-
-    To be pushed on an `ExitStack` after everything whose exit would wait for the lost process.
-    """
-    if error is not None and jax.process_count() > 1 and is_of_lost_peer(error):
-        reason = str(error).splitlines()[0]
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or jax.process_count() == 1 or not is_of_lost_peer(error):
+            return
+        own_error = self._own_error()
+        who = f"process {jax.process_index()} of {jax.process_count()} has lost another process of "
+        if own_error is not None:
+            exit_now(1, f"{who}the run, which failed: {own_error}")
         exit_now(
             EXIT_CODE,
-            f"process {jax.process_index()} of {jax.process_count()} has lost another process of "
-            f"the run, which was killed, failed or no longer answers ({reason}). Exit code "
-            f"{EXIT_CODE}: the same command, in every process, continues from the last complete "
-            "checkpoint.",
+            f"{who}the run, which was killed, failed or no longer answers "
+            f"({str(error).splitlines()[0]}). Exit code {EXIT_CODE}: the same command, in every "
+            "process, continues from the last complete checkpoint.",
         )
 
 

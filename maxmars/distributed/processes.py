@@ -87,6 +87,17 @@ def initialize(
         ) from error
 
 
+def is_first(process_id: int | None) -> bool | None:
+    """Whether this is process 0, before it has met the others: by `process_id`, or by what SLURM,
+    Open MPI or the TPU slices of GKE tell it. None where only JAX can find out."""
+    if process_id is not None:
+        return process_id == 0
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID"):
+        if name in os.environ:  # the last counts within a slice
+            return os.environ[name] == os.environ.get("MEGASCALE_SLICE_ID", "0") == "0"
+    return None
+
+
 def _check_port(coordinator: str) -> None:
     """Raise OSError where process 0 cannot listen; jaxlib 0.10 crashes at a port that is taken."""
     port = int(coordinator.rpartition(":")[2])

@@ -309,8 +309,13 @@ set -euo pipefail
 mkdir -p /maxmars
 tar -xzf /maxmars-source/source.tar.gz -C /maxmars
 cd /maxmars
-python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check \
--c {CONSTRAINTS} '.[{extra},gcs]' || exit 75  # an index that does not answer
+installed=0
+for pause in 0 15 30 60 120; do  # the index may not answer at once
+  sleep "$pause"
+  if python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check \
+-c {CONSTRAINTS} '.[{extra},gcs]'; then installed=1 && break; fi
+done
+((installed)) || exit 1  # new pods would meet it again
 {setup}
 exec python3 {shlex.join(job.python_arguments())}{place}
 """

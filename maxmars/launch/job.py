@@ -31,6 +31,8 @@ CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
 ABORTED = 134
 """Exit code of JAX's abort, after a process of the run did not come or no longer answers."""
+FAILED = "failed.json"
+"""File in the workdir, of a process that failed by an error of its own; see `train.lives`."""
 
 _SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -55,8 +57,9 @@ class RunOptions:
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
-    max_restarts: int = 100
-    """How often the run may be started again, after preemptions and lost hosts."""
+    max_restarts: int = 10_000
+    """How often the run may be started again, mostly after preemptions. Starts that make no new
+    checkpoint end it much earlier: 3 on the same machines, 10 after lost machines."""
     dry_run: bool = False
     """Print every command and file, and run nothing."""
 

@@ -20,7 +20,16 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from maxmars.launch.job import ABORTED, Job, RunOptions, check_word, log, require, run_or_fail
+from maxmars.launch.job import (
+    ABORTED,
+    FAILED,
+    Job,
+    RunOptions,
+    check_word,
+    log,
+    require,
+    run_or_fail,
+)
 
 _SAVING_S = 180  # before the time limit
 
@@ -131,6 +140,7 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     if job.source.setup is not None:
         path = shlex.quote(f"{source}/{job.source.setup}")
         setup = f"srun --ntasks={options.nodes} --ntasks-per-node=1 bash {path} || exit"
+    failed = shlex.quote(f"{job.workdir}/{FAILED}")
     newline = "\n"
     return f"""\
 #!/usr/bin/env bash
@@ -143,6 +153,7 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
 code=0
+rm -f {failed}
 # The others may still be saving when the first ends.
 srun --kill-on-bad-exit=0 --wait=300 {train} || code=$?
 
@@ -150,9 +161,12 @@ if ((code == {ABORTED})); then
   echo "maxmars: exit code {ABORTED}: JAX aborted, as a process of the run was missing or no \
 longer answered; SLURM names the tasks and their exit codes above"
 fi
-# 75: saved, to be started again; from 128 on, ended by a signal. A job that was
+# 75: saved, to be started again; from 128 on, ended by a signal. These are the highest of all
+# tasks' codes: a task that failed by an error of its own has left it in a file. A job that was
 # cancelled no longer runs, and one that SLURM preempted is queued again by SLURM.
-if ((code == 75 || code >= 128)) &&
+if [[ -f {failed} ]]; then
+  echo "maxmars: a process failed, so the job is not queued again: $(<{failed})"
+elif ((code == 75 || code >= 128)) &&
   ((${{SLURM_RESTART_COUNT:-0}} < {options.max_restarts})) &&
   [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
   echo "maxmars: exit code $code; queueing the job again"

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +48,9 @@ _SSH_TRIES = 4
 _END_S = 180  # for the last host to end after the first
 _USERS_ERRORS = ("exited 1", "exited 2")
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
+_MOST_VAIN = 10
+_LONGEST_PAUSE_S = 600.0
+_STEP = re.compile(r"\bstep +\d+/\d+ ")  # as the run reports it
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
 # Software of the hosts, by Google's page "TPU software versions", and cores that a type counts a
@@ -244,7 +247,7 @@ class TpuVm:
             raise ValueError(f"no host of {self.name} answered: {problem(done)}")
         return states
 
-    def follow_log(self, seen: int = 0) -> tuple[bool, int]:
+    def follow_log(self, seen: int = 0, show: Callable[[str], None] = log) -> tuple[bool, int]:
         """Show the first host's log, without its first `seen` lines, until its process ends.
 
         Returns:
@@ -264,7 +267,7 @@ class TpuVm:
                 number, tab, text = line.rstrip("\n").partition("\t")
                 if tab and number.isdecimal() and int(number) > seen:
                     seen = int(number)
-                    log(text)
+                    show(text)
         return False, seen
 
 
@@ -354,6 +357,7 @@ class Launcher:
         """Take over a run, at whatever point it stands."""
         self._tpu, self._job = options, job
         self._restarts = 0
+        self._vain = 0  # starts in a row on a TPU that was there, of which no step was seen
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
 
     def run(self) -> int:
@@ -379,12 +383,37 @@ class Launcher:
             except HostsLostError as error:
                 reason = str(error)
             self._restarts += 1
+            self._pause(reason)
             if self._restarts > self._tpu.max_restarts:
                 raise ValueError(
                     f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
                     f"command continues the run. {self._cost}"
                 )
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
+
+    def _pause(self, reason: str) -> None:
+        """Wait after starts that came to nothing; the run itself judges those that made steps.
+
+        Raises:
+          ValueError: there were too many of them in a row.
+        """
+        if self._tpu.state().phase != "ready":  # it was preempted
+            self._vain = 0
+            return
+        self._vain += 1
+        if self._vain > _MOST_VAIN:
+            raise ValueError(
+                f"{reason}, and no step was seen in {self._vain} starts in a row; look at the logs "
+                f"in {self._job.workdir}/logs. The same command tries anew. {self._cost}"
+            )
+        if self._vain > 1:
+            time.sleep(min(self._tpu.poll_s * 2 ** (self._vain - 2), _LONGEST_PAUSE_S))
+
+    def _show(self, text: str) -> None:
+        """Show a line of the run."""
+        if _STEP.search(text):
+            self._vain = 0
+        log(text)
 
     def _finish(self) -> int:
         log(f"done: all steps; results are in {self._job.workdir}")
@@ -497,7 +526,7 @@ class Launcher:
         failures, seen = 0, 0
         while failures < _SSH_TRIES:
             before = seen
-            ended, seen = self._tpu.follow_log(seen)
+            ended, seen = self._tpu.follow_log(seen, self._show)
             if ended:
                 return
             self._wait_for_ssh()

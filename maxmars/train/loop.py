@@ -11,9 +11,11 @@ from pathlib import Path
 
 from maxmars.config import TrainConfig
 from maxmars.distributed import processes
-from maxmars.distributed.failures import StopRequests, exit_if_peer_is_lost
+from maxmars.distributed.exits import Starting
+from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequests
 from maxmars.distributed.files import Workdir, resolve
 from maxmars.train.init_from import InitFrom
+from maxmars.train.lives import Life
 from maxmars.train.metrics import Goodput, read_metrics
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
@@ -48,6 +50,8 @@ def train(
     resume_overrides: Sequence[str] = (),
     profile: tuple[int, int] | None = None,
     trace_tables: TraceTables | None = None,
+    life: Life | None = None,
+    starting: Starting | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -66,6 +70,8 @@ def train(
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
       trace_tables: makes tables of what took the time in these steps.
+      life: is told where the process ends at once: it hangs, lost another one, or has to leave.
+      starting: is told when the run has started, and can be stopped after a step.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -80,8 +86,9 @@ def train(
     if profile is not None:  # before anything is written
         check_profile(profile, workdir, 0, config.num_steps)
     with contextlib.ExitStack() as stack:
-        stack.push(exit_if_peer_is_lost)
-        watchdog = stack.enter_context(Watchdog(config.hang_timeout_s))
+        life = life or Life(workdir)
+        peers = stack.enter_context(ExitIfPeerIsLost(life.lost))
+        watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, life.own_error))
         run = open_run(
             config,
             workdir,
@@ -92,7 +99,7 @@ def train(
             stack=stack,
             quiet=quiet,
         )
-        stack.push(exit_if_peer_is_lost)  # before the files are closed, which may wait for peers
+        stack.push(peers)  # before the files are closed, which may wait for peers
         config, num_steps = run.config, run.config.num_steps
 
         missing = _missing_evaluations(run)  # a stop or a kill may have come before them
@@ -110,7 +117,9 @@ def train(
             check_profile(profile, workdir, run.step, num_steps)
             tracer = StepTracer(*profile, Path(workdir), trace_tables)
             stack.callback(tracer.close)
-        stops = stack.enter_context(StopRequests())
+        stops = stack.enter_context(StopRequests(before_leaving=life.leave))
+        if starting is not None:
+            starting.done()
         run.verification.start(on_damage=stops.request)
         before_evaluations = time.monotonic()
         if run.step < num_steps:

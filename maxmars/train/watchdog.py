@@ -10,12 +10,12 @@ import contextlib
 import faulthandler
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import jax
 
-from maxmars.distributed.failures import EXIT_CODE, exit_now
+from maxmars.distributed.exits import EXIT_CODE, exit_now
 
 _PATIENCE = 10
 _OTHERS_S = 5.0  # the other processes show their stacks before they lose this one
@@ -39,8 +39,11 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     watched.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self, timeout_s: float | None, own_error: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """For `own_error` see `failures.ExitIfPeerIsLost`."""
+        self._timeout_s, self._own_error = timeout_s, own_error
         self._activity: _Activity | None = None
         self._last_s: dict[str, float] = {}  # kind -> seconds that the last one took
         self._stop = threading.Event()
@@ -107,10 +110,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         suspect = "another process of the run" if several else "a device or a file system"
         faulthandler.dump_traceback(file=2)
         time.sleep(_OTHERS_S * several)
+        what = (
+            f"process {jax.process_index()} of {jax.process_count()} hangs: {seen.name} has taken "
+            f"{lasted_s:.0f} s."
+        )
+        own_error = self._own_error()
+        if own_error is not None:
+            exit_now(1, f"{what} Another process of the run failed: {own_error}")
         exit_now(
             EXIT_CODE,
-            f"process {jax.process_index()} of {jax.process_count()} hangs: {seen.name} has "
-            f"taken {lasted_s:.0f} s. Perhaps {suspect} hangs; the stacks above show what this "
+            f"{what} Perhaps {suspect} hangs; the stacks above show what this "
             f"process waits for. If it was only slow, raise --hang-timeout-s ({timeout_s:g}). "
             f"Exit code {EXIT_CODE}: the same command, in every process, continues from the last "
             "complete checkpoint.",

@@ -7,7 +7,7 @@ import pytest
 from running import finish, free_port, start, start_two, wait_for_steps, wait_until
 
 from maxmars.checkpoint import list_steps
-from maxmars.distributed.failures import EXIT_CODE
+from maxmars.distributed.exits import EXIT_CODE
 from maxmars.train.verify_resume import first_difference
 
 pytestmark = pytest.mark.multiprocess

@@ -8,7 +8,7 @@ import pytest
 from running import finish, records, start, start_two, wait_for_steps, wait_until
 
 from maxmars.checkpoint import list_steps
-from maxmars.distributed.failures import EXIT_CODE
+from maxmars.distributed.exits import EXIT_CODE
 
 pytestmark = pytest.mark.multiprocess
 

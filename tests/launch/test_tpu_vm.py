@@ -135,6 +135,29 @@ def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
 
 
 @pytest.mark.slow
+def test_starts_of_which_no_step_is_seen_have_an_end(cloud, capsys):
+    cloud.train("exit 134")
+    assert launch(*START, "--poll-s", "0.0001") == 1
+    assert "and no step was seen in 11 starts in a row; look at the" in capsys.readouterr().err
+    assert cloud.count("tpu-vm ssh", "start") == 11
+
+
+def test_starts_that_make_steps_go_on(cloud, capsys):
+    once = 'echo x >>"$FAKE_CLOUD/starts$FAKE_HOST"; n=$(wc -l <"$FAKE_CLOUD/starts$FAKE_HOST")'
+    cloud.train(f'{once}; echo "05:00:00 step  $n/400  loss 3.1"; ((n > 12)) || exit 75')
+    assert launch(*START, "--poll-s", "0.0001") == 0
+    assert cloud.count("tpu-vm ssh", "start") == 13
+
+
+def test_ssh_that_never_works_ends(cloud, capsys):
+    cloud.write("ssh_failures", 10_000)
+    assert launch(*START, "--poll-s", "0.0001") == 1
+    assert "scp fails (" in (error := capsys.readouterr().err)
+    assert "and no step was seen in 11 starts in a row" in error
+    assert "costs until `maxmars launch tpu-vm delete" in error
+    assert cloud.count("tpu-vm scp") == 44
+
+
 def test_jaxs_abort_is_explained(cloud, capsys):
     cloud.train("[[ $FAKE_HOST == 1 ]] && exit 75; exit 134")
     assert launch(*START, "--max-restarts", "0") == 1

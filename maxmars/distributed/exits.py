@@ -1,0 +1,74 @@
+"""How a process ends at once: exit codes, and SIGTERM while a run starts. Loads no JAX.
+
+`README.md` has the table of the exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+EXIT_CODE = 75
+"""BSD's EX_TEMPFAIL: nothing is wrong, run the same command again."""
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+def exit_now(code: int, message: str | None = None) -> NoReturn:
+    """Print a line to standard error and end the process, whatever its threads do.
+
+    Python's usual exit would wait for the other processes of a run, and JAX would abort.
+    """
+    if sys.stderr.isatty():
+        os.write(2, _SHOW_CURSOR)  # the progress line hides it
+    if message is not None:  # past sys.stderr, whose lock another thread may hold
+        os.write(2, f"maxmars: {message}\n".encode())
+    os._exit(code)
+
+
+class Starting(contextlib.AbstractContextManager["Starting"]):
+    """SIGTERM ends the process at once with `EXIT_CODE`: a run that starts has nothing to save.
+
+    A thread waits for the signal. The main thread runs Python's handlers only between two lines of
+    Python, and a compilation or the wait for other processes may take minutes.
+    """
+
+    def __init__(self) -> None:
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before the process ends."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def __enter__(self) -> Starting:
+        # Without a handler of Python's own the signal would end the process before the thread acts.
+        self._previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._wait, daemon=True, name="starting").start()
+        return self
+
+    def done(self) -> None:
+        """The run has started: from now on SIGTERM does what its handler does."""
+        if self._write != -1:
+            signal.set_wakeup_fd(-1)
+            os.close(self._write)  # which ends the thread
+            self._write = -1
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _wait(self) -> None:
+        while number := os.read(self._read, 1):
+            if number[0] == signal.SIGTERM:
+                self.before_exit()
+                exit_now(
+                    EXIT_CODE,
+                    f"stopped while the run was starting. Exit code {EXIT_CODE}: the same command "
+                    "starts it again.",
+                )
+        os.close(self._read)

@@ -1,0 +1,247 @@
+"""Stops a run that is started again and again and gets no further.
+
+Launchers start a run again whose machine was taken away or whose processes lost each other. Each
+start is a life. Process 0 keeps those that ended without a new checkpoint in `<workdir>/lives.json`
+and refuses to begin another one after `_MOST_CRASHES` on the same machines, which no lost machine
+explains, or after `_MOST_LOSSES` others. The refusal ends a launcher's restarts; the same command,
+given again by a person, begins to count anew.
+
+A process of several that fails by an error of its own, which would come back, leaves it in
+`<workdir>/failed.json`. The others, who lose it, then end as it did: with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jax
+
+from maxmars.checkpoint import list_steps
+from maxmars.checkpoint.lock import is_owned
+from maxmars.distributed import processes
+from maxmars.distributed.files import (
+    Workdir,
+    is_remote,
+    make_directory,
+    read_json,
+    reporting,
+    write_json,
+)
+
+FILE = "lives.json"
+FAILED = "failed.json"
+
+_MOST_CRASHES = 3
+_MOST_LOSSES = 10
+_MOST_STOPS = 10_000  # on request, as at preemptions
+_LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
+_OWN_ERROR_S = 2.0  # until a file of another host is seen here
+
+
+class _Life(TypedDict):
+    """A life that made no new checkpoint, as far as it was recorded."""
+
+    began: str
+    met: bool
+    """Whether all processes of the run came."""
+    machines: str | None
+    """Which machines they ran on; None if it ended before it could tell."""
+
+
+class _Record(TypedDict):
+    """The contents of `lives.json`."""
+
+    stops: int
+    """How often the run was stopped on request."""
+    step: int
+    """Of the newest checkpoint when the last life began."""
+    lives: list[_Life]
+    """Those since that checkpoint."""
+
+
+class Life(contextlib.AbstractContextManager["Life"]):
+    """One start of `maxmars train`, by which later ones judge whether the run gets on.
+
+    Every process has one. Process 0, where it knows its number before the processes meet, calls
+    `begin` then; all call `met` once they have met.
+    """
+
+    def __init__(self, workdir: Workdir, pause_s: float = 5.0) -> None:
+        """A start waits for `pause_s` after two without progress, and twice as long after each
+        more."""
+        self._workdir, self._pause_s = workdir, pause_s
+        self._record: _Record | None = None
+        self._made: list[Path] = []
+
+    def begin(self, log: Any = print) -> None:
+        """Count this life, and wait before it where those before got no further.
+
+        Raises:
+          ValueError: too many lives in a row came to nothing, or the run was stopped too often.
+          OSError, ImportError: the working directory cannot be read.
+        """
+        if self._record is not None or is_owned(self._workdir / "checkpoints"):
+            return
+        newest = max(list_steps(self._workdir / "checkpoints"), default=0)
+        record = _read(self._workdir / FILE)
+        if newest > record["step"]:
+            record["lives"] = []
+        record["step"] = newest
+        count = len(record["lives"])
+        if count >= _MOST_LOSSES:
+            self._refuse(record, f"{count} starts lost a machine, or a process that never came")
+        if record["stops"] >= _MOST_STOPS:
+            record["stops"] = 0
+            self._refuse(record, f"the run was stopped {_MOST_STOPS:,} times")
+        if count >= 2:
+            pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
+            log(f"{count} starts in a row made no new checkpoint; waiting {pause_s:.0f} s")
+            time.sleep(pause_s)
+        began = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        record["lives"].append(_Life(began=began, met=False, machines=None))
+        if not is_remote(self._workdir):
+            directory = Path(self._workdir)
+            self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+        self._record = record
+        self._remove(FAILED)
+        self._write()
+
+    def met(self) -> None:
+        """All processes of the run are there; every one calls.
+
+        Raises:
+          ValueError: too many lives in a row crashed on these machines; every process raises.
+        """
+        several = jax.distributed.is_initialized()
+        self._have_met()  # at once: the first question for devices may crash
+        if not several or processes.is_primary():
+            self.begin()
+            self._have_met()
+        if several:
+            machines = "".join(sorted(processes.texts_of_all(_machine())))
+            processes.text_from_primary(lambda: self._judge(machines))
+        else:
+            self._judge(_machine())
+
+    def _have_met(self) -> None:
+        if self._record is not None:
+            self._record["lives"][-1]["met"] = True
+            self._write()
+
+    def _judge(self, machines: str) -> None:
+        if self._record is None:
+            return
+        *before, this = self._record["lives"]
+        this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
+        same = sum(life["met"] and life["machines"] in (None, here) for life in before)
+        if same >= _MOST_CRASHES:
+            self._refuse(
+                self._record, f"{same} starts on these machines crashed, hung or were killed"
+            )
+        self._write()
+
+    def _refuse(self, record: _Record, reason: str) -> None:
+        """Forget the lives, so that the next start is the first again, and end this one."""
+        self._record = record
+        record["lives"] = []
+        self._write()
+        self._record = None
+        raise ValueError(
+            f"{self._workdir}: {reason} since the checkpoint of step {record['step']}, without a "
+            "new one, so this start ends as well. Look at what the last ones printed, and in "
+            f"{self._workdir / 'logs'}; the same command, given again, tries anew."
+        )
+
+    def lost(self) -> str | None:
+        """This life ends as another process is lost; that one's own error, if it left one."""
+        deadline = time.monotonic() + _OWN_ERROR_S
+        while (own_error := self.own_error()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if own_error is not None:
+            self.leave()
+        return own_error
+
+    def stopped(self) -> None:
+        """This life ends on request."""
+        if self._record is not None:
+            self._record["stops"] += 1
+        self.leave()
+
+    def finished(self) -> None:
+        """All steps of the run are done."""
+        if self._record is not None:
+            self._record["stops"] = 0
+            self._record["lives"].clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """This life ends, and does not count: an error of its own ends the restarts anyway."""
+        if self._record is None:
+            return
+        self._record["lives"] = self._record["lives"][:-1]
+        if self._record["lives"] or self._record["stops"]:
+            self._write()
+        else:
+            self._remove(FILE)
+        if self._made:  # by this life: nothing is to be left of a run that was refused
+            self._remove(FAILED)
+            with contextlib.suppress(OSError):
+                for path in self._made:
+                    path.rmdir()
+        self._record = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and jax.distributed.is_initialized():
+            self._leave_error(error)
+        if error is not None:
+            self.leave()
+
+    def _leave_error(self, error: Exception) -> None:
+        """Tell the other processes that this one fails by itself."""
+        text = next(iter(str(error).splitlines()), type(error).__name__)
+        told = {"host": os.uname().nodename, "error": text}
+        with contextlib.suppress(OSError), reporting(self._workdir):
+            if self._workdir.exists():
+                (self._workdir / FAILED).write_text(json.dumps(told))
+
+    def own_error(self) -> str | None:
+        """The error of its own that a process of this life left, if one did."""
+        with contextlib.suppress(OSError):
+            told = read_json(self._workdir / FAILED)
+            if isinstance(told, dict) and told.keys() >= {"host", "error"}:
+                return f"{told['host']} says: {told['error']}"
+        return None
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError), reporting(self._workdir):
+            (self._workdir / name).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # bookkeeping never stops a run
+            make_directory(self._workdir)
+            write_json(self._workdir / FILE, self._record)
+
+
+def _read(path: Workdir) -> _Record:
+    """The record; an empty one if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        found = read_json(path)
+        lives = [
+            _Life(began=life["began"], met=life["met"], machines=life["machines"])
+            for life in found["lives"]
+        ]
+        return _Record(stops=int(found["stops"]), step=int(found["step"]), lives=lives)
+    return _Record(stops=0, step=0, lives=[])
+
+
+def _machine() -> str:
+    """This machine since its last boot."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.uname().nodename

@@ -1,0 +1,242 @@
+"""Launchers that start a run again whatever happens: `maxmars train` itself makes an end of it.
+
+SLURM, JobSet and a TPU are played as their manuals say they restart. The processes are real, two of
+one run. Data of the user's own make one of them fail, abort or get killed in the middle of a step.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from running import environment, finish, free_port, start, wait_until
+
+from maxmars import cli
+from maxmars.checkpoint import list_steps
+from maxmars.distributed.exits import EXIT_CODE
+
+CONFIG = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, EvalConfig, GrainConfig
+from tiny import ADAMW, MODEL, tiny_config
+
+def get_config():
+    return tiny_config(
+        num_steps=12,
+        num_microbatches=1,
+        model=dataclasses.replace(MODEL, num_layers=1),
+        optimizer=ADAMW,
+        data=GrainConfig(source="faulty.py:windows", options={{"faults": {faults!r}}}),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=None),
+    )
+"""
+FAULTY = """
+import os, signal
+from pathlib import Path
+
+import grain, jax
+import numpy as np
+
+read = 0
+
+def window(faults, length, i):
+    global read
+    read += 1
+    fault = Path(faults) / str(jax.process_index())
+    if read > 60 and fault.exists():
+        kind = fault.read_text()
+        if kind == "abort":
+            os.abort()
+        if kind == "kill":  # as a system out of memory does
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(f"{kind} in window {i}")
+    return np.arange(length + 1) % 7 + i % 5
+
+def windows(*, split, length, faults):
+    return grain.MapDataset.range(400).map(lambda i: window(faults, length, i))
+"""
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a config file, and `faults`, where a file named by the number of a process is its
+    fault."""
+    (tmp_path / "faults").mkdir()
+    tests = str(Path(__file__).parents[1])
+    (tmp_path / "config.py").write_text(CONFIG.format(tests=tests, faults=str(tmp_path / "faults")))
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    return tmp_path
+
+
+def set_faults(folder, faults):
+    for number, kind in faults.items():
+        (folder / "faults" / str(number)).write_text(kind)
+
+
+def program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+class Slurm:
+    """Queues a job again when its script asks for that; each node has one task."""
+
+    SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+worst=0
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 "$@" & tasks[task]=$!; done
+for task in 0 1; do
+  code=0; wait "${tasks[task]}" || code=$?
+  ((code <= worst)) || worst=$code
+done
+exit $worst
+"""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        program(folder / "bin" / "srun", self.SRUN)
+        program(folder / "bin" / "sbatch", "#!/bin/bash\necho 42\n")
+        asked = f'echo "$*" >>{folder}/asked; echo JobState=RUNNING'
+        program(folder / "bin" / "scontrol", f"#!/bin/bash\n{asked}\n")
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+        config, workdir = str(folder / "config.py"), str(folder / "run")
+        words = ["launch", "slurm", config, "--name", "run", "--nodes", "2", "--workdir", workdir]
+        cli.main(words)
+
+    def run(self):
+        """The exit code of each start, and all that was printed."""
+        codes, output = [], ""
+        while True:
+            (self.folder / "asked").write_text("")
+            port = {"JAX_COORDINATOR_PORT": str(free_port()), "SLURM_STEP_NODELIST": "127.0.0.1"}
+            job = {
+                "SLURM_JOB_ID": "42",
+                "SLURM_NTASKS": "2",
+                "SLURM_RESTART_COUNT": str(len(codes)),
+            }
+            done = subprocess.run(
+                ["bash", str(self.folder / "run" / "run.sbatch")],
+                env=environment(self.folder / "cache")
+                | port
+                | job
+                | {"SLURM_RESTART_COUNT": str(len(codes))},
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            codes.append(done.returncode)
+            output += done.stdout + done.stderr
+            if "requeue 42" not in (self.folder / "asked").read_text():
+                return codes, output
+
+
+class JobSet:
+    """Starts all pods again when one fails, unless the manifest's rules fail the JobSet."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        config, workdir = str(folder / "config.py"), str(folder / "run")
+        words = [config, "--name", "run", "--topology", "h100:16", "--workdir", workdir]
+        words += ["--", "--global-batch-size", "16"]
+        done = subprocess.run(
+            [sys.executable, "-m", "maxmars", "launch", "gke", "--dry-run", *words],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        manifest = yaml.safe_load(done.stdout)
+        job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        self.pods = job["completions"]
+        (rule,) = job["podFailurePolicy"]["rules"]
+        self.fails_on = rule["onExitCodes"]["values"]
+        (container,) = job["template"]["spec"]["containers"]
+        last = container["command"][2].splitlines()[-1]
+        self.command = last.replace("exec python3 ", f"exec {shlex.quote(sys.executable)} ")
+        self.command = self.command.replace("launch-config/", f"{folder}/")
+
+    def run(self):
+        codes, output = [], ""
+        while True:
+            place = f"127.0.0.1:{free_port()}"
+            command = self.command.replace("run-slice-job-0-0.run:8476", place)
+            pods = [
+                subprocess.Popen(
+                    ["bash", "-c", command],
+                    env=environment(self.folder / "cache") | {"JOB_COMPLETION_INDEX": str(i)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for i in range(self.pods)
+            ]
+            ended = [finish(pod) for pod in pods]
+            codes.append(max(code % 256 for code, _ in ended))
+            output += "".join(text for _, text in ended)
+            if codes[-1] == 0 or any(code in self.fails_on for code, _ in ended):
+                return codes, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [Slurm, JobSet])
+def test_an_error_of_one_process_ends_them_all(folder, monkeypatch, launcher):
+    set_faults(folder, {1: "no such disk"})
+    codes, output = launcher(folder, monkeypatch).run()
+    assert len(codes) == 1, output
+    assert "no such disk in window" in output
+    assert "has lost another process of the run, which failed: " in output
+    assert not (folder / "run" / "lives.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "kind"), [(Slurm, "kill"), (JobSet, "abort")])
+def test_three_lives_without_a_checkpoint_are_enough(folder, monkeypatch, launcher, kind):
+    set_faults(folder, {1: kind})
+    started = launcher(folder, monkeypatch)
+    codes, output = started.run()
+    assert len(codes) == 4, output
+    assert codes[3] == 1
+    assert "3 starts on these machines crashed, hung or were killed since the checkpoint" in output
+    (folder / "faults" / "1").unlink()
+    assert started.run()[0] == [0]  # a person looked after it, and starts it again
+
+
+@pytest.mark.slow
+def test_a_process_alone_that_crashes_at_every_start(folder):
+    set_faults(folder, {0: "abort"})
+    results = [finish(start(folder, "run")) for _ in range(4)]
+    assert [code for code, _ in results] == [-6, -6, -6, 1], results
+    assert results[3][1].splitlines()[-1].startswith(f"maxmars: error: {folder / 'run'}: 3 starts")
+    assert "waiting 5 s" in results[2][1]
+
+
+@pytest.mark.slow
+def test_crashes_with_a_checkpoint_between_them_go_on(folder):
+    set_faults(folder, {0: "abort"})
+    often = ("--checkpoint.every", "1", "--num-steps", "100")
+    reached = []
+    for _ in range(4):
+        code, output = finish(start(folder, "run", *often))
+        assert code == -6, output
+        reached.append(max(list_steps(folder / "run" / "checkpoints")))
+    assert reached == sorted(set(reached))
+
+
+@pytest.mark.slow
+def test_an_interrupt_or_sigterm_while_starting_does_not_count(folder):
+    for number, code in [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, 130)] * 2:
+        process = start(folder, "run")
+        wait_until(lambda: (folder / "run" / "lives.json").exists(), process)
+        process.send_signal(number)
+        assert finish(process)[0] in (code, EXIT_CODE)
+    code, output = finish(start(folder, "run"))
+    assert code == 0, output
+    assert "waiting" not in output
