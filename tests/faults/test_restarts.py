@@ -4,6 +4,7 @@ SLURM, JobSet and a TPU are played as their manuals say they restart. The proces
 one run. Data of the user's own make one of them fail, abort or get killed in the middle of a step.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -27,7 +28,7 @@ from tiny import ADAMW, MODEL, tiny_config
 
 def get_config():
     return tiny_config(
-        num_steps=12,
+        num_steps=24,
         num_microbatches=1,
         model=dataclasses.replace(MODEL, num_layers=1),
         optimizer=ADAMW,
@@ -49,7 +50,7 @@ def window(faults, length, i):
     global read
     read += 1
     fault = Path(faults) / str(jax.process_index())
-    if read > 60 and fault.exists():
+    if read > 160 and fault.exists():
         kind = fault.read_text()
         if kind == "abort":
             os.abort()
@@ -234,9 +235,11 @@ def test_crashes_with_a_checkpoint_between_them_go_on(folder):
 def test_an_interrupt_or_sigterm_while_starting_does_not_count(folder):
     for number, code in [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, 130)] * 2:
         process = start(folder, "run")
-        wait_until(lambda: (folder / "run" / "lives.json").exists(), process)
+        notes = folder / "run" / "lives.json"
+        wait_until(lambda: notes.exists() and json.loads(notes.read_text())["lives"], process)
         process.send_signal(number)
-        assert finish(process)[0] in (code, EXIT_CODE)
+        ended, output = finish(process)
+        assert ended in (code, EXIT_CODE), output
     code, output = finish(start(folder, "run"))
     assert code == 0, output
     assert "waiting" not in output
