@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, TypedDict
@@ -76,7 +77,8 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """A start waits for `pause_s` after two without progress, and twice as long after each
         more."""
         self._workdir, self._pause_s = workdir, pause_s
-        self._record: _Record | None = None
+        self._record: _Record | None = None  # of this life; None before it and after
+        self._lock = threading.RLock()  # SIGTERM ends a life from another thread
         self._made: list[Path] = []
 
     def begin(self, log: Any = print) -> None:
@@ -108,9 +110,10 @@ class Life(contextlib.AbstractContextManager["Life"]):
         if not is_remote(self._workdir):
             directory = Path(self._workdir)
             self._made = [path for path in (directory, *directory.parents) if not path.exists()]
-        self._record = record
         self._remove(FAILED)
-        self._write()
+        with self._lock:
+            self._record = record
+            self._write(record)
 
     def met(self) -> None:
         """All processes of the run are there; every one calls.
@@ -130,27 +133,28 @@ class Life(contextlib.AbstractContextManager["Life"]):
             self._judge(_machine())
 
     def _have_met(self) -> None:
-        if self._record is not None:
-            self._record["lives"][-1]["met"] = True
-            self._write()
+        with self._lock:
+            if self._record is not None:
+                self._record["lives"][-1]["met"] = True
+                self._write(self._record)
 
     def _judge(self, machines: str) -> None:
-        if self._record is None:
-            return
-        *before, this = self._record["lives"]
-        this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
-        same = sum(life["met"] and life["machines"] in (None, here) for life in before)
-        if same >= _MOST_CRASHES:
-            self._refuse(
-                self._record, f"{same} starts on these machines crashed, hung or were killed"
-            )
-        self._write()
+        with self._lock:
+            if self._record is None:
+                return
+            *before, this = self._record["lives"]
+            this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
+            same = sum(life["met"] and life["machines"] in (None, here) for life in before)
+            if same >= _MOST_CRASHES:
+                self._refuse(
+                    self._record, f"{same} starts on these machines crashed, hung or were killed"
+                )
+            self._write(self._record)
 
     def _refuse(self, record: _Record, reason: str) -> None:
         """Forget the lives, so that the next start is the first again, and end this one."""
-        self._record = record
         record["lives"] = []
-        self._write()
+        self._write(record)
         self._record = None
         raise ValueError(
             f"{self._workdir}: {reason} since the checkpoint of step {record['step']}, without a "
@@ -169,9 +173,10 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
     def stopped(self) -> None:
         """This life ends on request."""
-        if self._record is not None:
-            self._record["stops"] += 1
-        self.leave()
+        with self._lock:
+            if self._record is not None:
+                self._record["stops"] += 1
+            self.leave()
 
     def finished(self) -> None:
         """All steps of the run are done."""
@@ -182,19 +187,20 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
     def leave(self) -> None:
         """This life ends, and does not count: an error of its own ends the restarts anyway."""
-        if self._record is None:
-            return
-        self._record["lives"] = self._record["lives"][:-1]
-        if self._record["lives"] or self._record["stops"]:
-            self._write()
-        else:
-            self._remove(FILE)
-        if self._made:  # by this life: nothing is to be left of a run that was refused
-            self._remove(FAILED)
-            with contextlib.suppress(OSError):
-                for path in self._made:
-                    path.rmdir()
-        self._record = None
+        with self._lock:
+            record, self._record = self._record, None
+            if record is None:
+                return
+            record["lives"] = record["lives"][:-1]
+            if record["lives"] or record["stops"]:
+                self._write(record)
+            else:
+                self._remove(FILE)
+            if self._made:  # by this life: nothing is to be left of a run that was refused
+                self._remove(FAILED)
+                with contextlib.suppress(OSError):
+                    for path in self._made:
+                        path.rmdir()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and jax.distributed.is_initialized():
@@ -222,10 +228,10 @@ class Life(contextlib.AbstractContextManager["Life"]):
         with contextlib.suppress(OSError), reporting(self._workdir):
             (self._workdir / name).unlink(missing_ok=True)
 
-    def _write(self) -> None:
+    def _write(self, record: _Record) -> None:
         with contextlib.suppress(OSError):  # bookkeeping never stops a run
             make_directory(self._workdir)
-            write_json(self._workdir / FILE, self._record)
+            write_json(self._workdir / FILE, record)
 
 
 def _read(path: Workdir) -> _Record:
