@@ -42,7 +42,6 @@ _MOST_CRASHES = 3
 _MOST_LOSSES = 10
 _MOST_STOPS = 10_000  # on request, as at preemptions
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
-_OWN_ERROR_S = 2.0  # until a file of another host is seen here
 
 
 class _Life(TypedDict):
@@ -164,9 +163,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
     def lost(self) -> str | None:
         """This life ends as another process is lost; that one's own error, if it left one."""
-        deadline = time.monotonic() + _OWN_ERROR_S
-        while (own_error := self.own_error()) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        own_error = self.own_error()  # at once: JAX may be about to abort this process
         if own_error is not None:
             self.leave()
         return own_error
