@@ -146,7 +146,7 @@ class ReportArguments:
     """What to draw, such as runs/quickstart."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
-    itself."""
+    itself. Only an earlier report of the same runs is written anew there."""
 
 
 def run_report(argv: list[str]) -> int:
@@ -161,7 +161,6 @@ def run_report(argv: list[str]) -> int:
         write_run_report,
     )
     from maxmars.compare.summary import summarize
-    from maxmars.train.metrics import read_sessions
 
     runs = [Path(name).expanduser().absolute() for name in arguments.runs]
     if not runs:
@@ -174,17 +173,24 @@ def run_report(argv: list[str]) -> int:
     names = [path.name for path in runs]
     if len(set(names)) < len(names):
         names = list(arguments.runs)
-    lines = []
+    if len(set(runs)) < len(runs):
+        raise UsageError(f"maxmars report {' '.join(names)}: name each RUN once.")
+    lines, workdirs = [], {}
     for path, name in zip(runs, names, strict=True):
         if not (path / COMPARISON).is_file():
             lines.append(Line(name=name, curves=(read_run(path),)))
+            workdirs[name] = path
             continue
-        for line in best_lines(summarize(path)):
+        summary = summarize(path)
+        for outcome in summary.outcomes:
+            if outcome.best is None:
+                print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
+        for line in best_lines(summary):
             own = line.name if len(runs) == 1 else f"{name}: {line.name}"
             lines.append(dataclasses.replace(line, name=own))
+            workdirs[own] = path
     out = Path(arguments.out).expanduser().absolute() if arguments.out else runs[0] / "report"
-    sessions = {name: read_sessions(path) for path, name in zip(runs, names, strict=True)}
-    write_run_report(lines, out, sessions)
+    write_run_report(lines, out, workdirs)
     print(f"report: {out / 'report.md'}")
     return 0
 

@@ -81,7 +81,7 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
         settled: list[float] = []
         for number, name, positions, losses in drawn:
             x, means, style = positions / divisor, losses.mean(axis=0), _style(number)
-            axes.plot(x, means, label=name, markevery=max(1, len(x) // 10), **style)
+            axes.plot(x, means, label=_label(name), markevery=max(1, len(x) // 10), **style)
             if len(losses) > 1:
                 low, high = losses.min(axis=0), losses.max(axis=0)
                 axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
@@ -124,7 +124,7 @@ def draw_rates(grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path)
             style = _style(number)
             means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
             means = [mean if math.isfinite(mean) else math.nan for mean in means]
-            axes.plot(list(grid), means, label=name, **style)
+            axes.plot(list(grid), means, label=_label(name), **style)
             for rate, losses in grid.items():
                 sound = [loss for loss in losses if math.isfinite(loss)]
                 mark = {key: style[key] for key in ("color", "marker")}
@@ -168,6 +168,12 @@ def _style(number: int) -> dict[str, Any]:
         "marker": _MARKERS[number % len(_MARKERS)],
         "markerfacecolor": "white" if number % 2 else color,
     }
+
+
+def _label(name: str) -> str:
+    """A name as matplotlib shows it: not as a formula, and in the legend also after a `_`."""
+    text = name.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def _unit(largest: float, against: str) -> tuple[float, str]:

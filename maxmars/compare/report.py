@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from maxmars.compare.curves import Line
-from maxmars.compare.figures import draw_losses, draw_rates
+from maxmars.compare.figures import draw_losses, draw_rates, require_matplotlib
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import TOLERANCE, Best, Outcome, Summary, summarize
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
-from maxmars.distributed.files import json_number, write_json, write_text
-from maxmars.train.metrics import ACTIVITIES, Session, run_seconds, shares
+from maxmars.distributed.files import json_number, read_json, write_json, write_text
+from maxmars.train.metrics import ACTIVITIES, read_sessions, run_seconds, shares
 
 _NONE = "–"
 
@@ -55,34 +56,58 @@ def write_report(workdir: Path) -> Summary:
         "## Figures",
         *_comparison_figures(summary, workdir),
     ]
-    _write(workdir, blocks, _summary_json(summary))
+    write_json(workdir / "report.json", _summary_json(summary))
+    _write_markdown(workdir, blocks)
     return summary
 
 
-def write_run_report(
-    lines: Sequence[Line], out: Path, sessions: Mapping[str, list[Session]]
-) -> None:
+def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Path]) -> None:
     """Write the report of any runs into a directory.
 
     Args:
       lines: the runs' curves.
       out: the directory.
-      sessions: line's name -> the sessions of its run, whose time is shown in a table.
+      workdirs: line's name -> working directory of its run, or of its comparison.
 
     Raises:
+      FileExistsError: `out` holds a report already, and not an earlier one of the same runs.
       ImportError: matplotlib is not installed.
     """
+    require_matplotlib()
+    _check_out(out, {str(workdir) for workdir in workdirs.values()})
+    sessions = {name: read_sessions(workdir) for name, workdir in workdirs.items()}
     seconds = {name: run_seconds(found) for name, found in sessions.items() if found}
-    blocks = [f"# Runs: {', '.join(line.name for line in lines)}", "## Runs", _run_table(lines)]
+    data = [
+        {
+            "name": line.name,
+            "run": str(workdirs[line.name]),
+            "seconds": seconds.get(line.name),
+            "curves": _curves_json(line),
+        }
+        for line in lines
+    ]
+    write_json(out / "report.json", data)  # first: it says whose report this is
+    names = ", ".join(_escape(line.name) for line in lines)
+    blocks = [f"# Runs: {names}", "## Runs", _run_table(lines)]
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
     bands = "Bands reach from the lowest to the highest seed."
     blocks += ["## Figures", *_loss_figures(lines, out, "Loss", bands)]
-    data = [
-        {"name": line.name, "seconds": seconds.get(line.name), "curves": _curves_json(line)}
-        for line in lines
-    ]
-    _write(out, blocks, data)
+    _write_markdown(out, blocks)
+
+
+def _check_out(out: Path, workdirs: set[str]) -> None:
+    """Refuse to overwrite anything but an earlier report of the same runs."""
+    taken = [name for name in ("report.md", "report.json", "figures") if (out / name).exists()]
+    earlier = read_json(out / "report.json")
+    is_ours = isinstance(earlier, list) and workdirs == {
+        item.get("run") for item in earlier if isinstance(item, dict)
+    }
+    if taken and not is_ours:
+        raise FileExistsError(
+            f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; name "
+            "another directory by --out."
+        )
 
 
 def print_summary(summary: Summary, workdir: Path) -> None:
@@ -120,15 +145,20 @@ def best_lines(summary: Summary) -> list[Line]:
     return [o.best.line for o in summary.outcomes if o.best is not None]
 
 
-def _write(directory: Path, blocks: Sequence[str], data: object) -> None:
-    write_json(directory / "report.json", data)
+def _write_markdown(directory: Path, blocks: Sequence[str]) -> None:
     write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
+
+
+def _escape(text: str) -> str:
+    """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns after the first hold numbers."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
-    return "\n".join(f"| {' | '.join(x.replace('|', '&#124;') for x in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 
 
 def _setting(summary: Summary) -> str:
@@ -138,7 +168,7 @@ def _setting(summary: Summary) -> str:
     where = ""
     if environment:
         kinds = " and ".join(environment["device_kinds"])
-        where = f" on {environment['num_devices']} x {kinds}, JAX {environment['jax']}"
+        where = f" on {environment['num_devices']} x {_escape(kinds)}, JAX {environment['jax']}"
     seeds = len(summary.comparison.seeds)
     digests = "; ".join(
         f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
@@ -247,7 +277,7 @@ def _notes(summary: Summary) -> Iterator[str]:
         "learning rate decays to the end; a run planned to be that short would be a little better."
     )
     for field, values in summary.comparison.own_fields.items():
-        each = ", ".join(f"{value} ({name})" for name, value in values.items())
+        each = ", ".join(f"{_escape(str(value))} ({name})" for name, value in values.items())
         yield f"The configs also differ in {field}: {each}."
 
 
@@ -325,6 +355,9 @@ def _loss_figures(lines: Sequence[Line], out: Path, what: str, bands: str) -> It
     for against, axis in (("tokens", "tokens"), ("time", time)):
         path = out / "figures" / f"loss_{against}.png"
         if draw_losses(lines, path, against=against):
+            untimed = [line.name for line in lines if line.seconds_per_token is None]
+            if against == "time" and untimed:
+                bands += f" Not drawn, as no step was timed: {_escape(', '.join(untimed))}."
             yield _image(path, f"{what} against {axis}. {bands}".rstrip())
 
 

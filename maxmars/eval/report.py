@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
+from rich.markup import escape
 from rich.table import Table
 
 from maxmars.checkpoint import read
@@ -84,7 +85,7 @@ class Report:
         models = [first] if second is None else [first, second]
         table = Table("")
         for name in [model["name"] for model in models]:
-            table.add_column(name, justify="right")
+            table.add_column(escape(name), justify="right")
         if second is not None:
             for name in ("difference", "95 % interval", "McNemar's p"):
                 table.add_column(name, justify="right")
@@ -294,7 +295,7 @@ def _loss(
 
 def harness_table(name: str, found: Mapping[str, Any]) -> Table:
     """The result of `run_lm_eval` for a model of this name."""
-    table = Table("task", "few-shot", "metric", name)
+    table = Table("task", "few-shot", "metric", escape(name))
     table.columns[-1].justify = "right"
     for task, metrics in found["results"].items():
         for metric, value in metrics.items():

@@ -1,7 +1,9 @@
 """Curves, figures and reports of runs that are made up."""
 
+import html
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -88,9 +90,17 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         draw_losses([line("a", [3.0, 2.0])], tmp_path / "x.png", against="tokens")
 
 
-def test_a_bar_in_a_name_does_not_split_a_cell_of_a_table(tmp_path):
-    write_run_report([line("a|b", [3.0, 2.0])], tmp_path, {})
-    assert "| a&#124;b | validation loss | 100 | 2.0000 " in (tmp_path / "report.md").read_text()
+def test_a_name_shows_as_it_is(tmp_path):
+    name = "_|`a`\n[x](http://y) <b> *c* & $\\d$"
+    run = write_run(tmp_path / name.replace("/", ":"), [3.0, 2.0])
+    write_run_report([line(name, [3.0, 2.0])], tmp_path / "out", {name: run})
+    text = (tmp_path / "out" / "report.md").read_text()
+    heading, *_, row = text[: text.index("## Figures")].strip().splitlines()
+    for where in (heading, row.split(" | ")[0]):
+        assert name.replace("\n", " ") in html.unescape(where)
+        assert not re.search(r"[`\[\]<>*\\]|://", where)
+    assert row.count("|") == 7
+    assert (tmp_path / "out" / "figures" / "loss_tokens.png").is_file()
 
 
 def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
@@ -107,6 +117,41 @@ def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
     assert (tmp_path / "out" / "figures" / "loss_time.png").is_file()
     cli.main(["report", str(runs[0])])
     assert (runs[0] / "report" / "report.md").is_file()
+
+
+def test_only_a_report_of_the_same_runs_is_written_anew(tmp_path, capsys):
+    one, two = (str(write_run(tmp_path / name, [5.0, 4.0])) for name in ("one", "two"))
+    out = ["--out", str(tmp_path / "out")]
+    cli.main(["report", one, two, *out])
+    cli.main(["report", two, one, *out])
+    before = (tmp_path / "out" / "report.md").read_bytes()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "report.md").write_text("my own")
+    for words in ([one, *out], [one, "--out", str(tmp_path / "notes")], [one, one, *out]):
+        with pytest.raises(SystemExit):
+            cli.main(["report", *words])
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].endswith(
+        "out holds report.md and report.json and figures already, not as a report of the same "
+        "runs; name another directory by --out."
+    )
+    assert "notes holds report.md already" in errors[1]
+    assert "name each RUN once" in errors[2]
+    assert (tmp_path / "notes" / "report.md").read_text() == "my own"
+    assert (tmp_path / "out" / "report.md").read_bytes() == before
+
+
+def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path):
+    one = write_run(tmp_path / "one", [5.0], key="train/loss")
+    two = write_run(tmp_path / "two", [5.0, 4.0])
+    (two / "metrics.jsonl").write_text(
+        "".join(f"{text}\n" for text in (two / "metrics.jsonl").read_text().splitlines()[:2])
+    )
+    cli.main(["report", str(one), str(two), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| one | training loss | 0 | 5.0000 | 5.0000 | 200.0 ms |" in text
+    assert "| two | validation loss | 2,560 | 4.0000 | 4.0000 | – |" in text
+    assert "Not drawn, as no step was timed: two." in text
 
 
 def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
