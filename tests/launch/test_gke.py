@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -135,6 +137,17 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     assert "hush" not in json.dumps(jobset)
     assert launch(*TPU, "--env", "WANDB_API_KEY", "--dry-run") == 0
     assert "hush" not in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_log_and_not_the_run(cloud):
+    program(cloud / "bin" / "kubectl", '#!/bin/bash\necho "step 1"; exec sleep 60\n')
+    command = [sys.executable, "-m", "maxmars", "launch", "gke", "logs", "--name", "run1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
+        assert process.stdout.readline() == "step 1\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "\nno longer showing the log; the run goes on\n"
+    assert process.returncode == 130
 
 
 def test_a_jobset_that_is_there(cloud, capsys):
