@@ -44,6 +44,8 @@ What follows -- goes to `maxmars train`; --dry-run prints every command and file
 `maxmars launch PLATFORM --help` lists the options, `maxmars launch PLATFORM ACTION --help` those of
 an action."""
 
+_HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
+
 
 def run(argv: list[str]) -> int:
     """Run `maxmars launch`."""
@@ -67,12 +69,30 @@ def run(argv: list[str]) -> int:
             log("\nno longer showing the log; the run goes on")
             return 130
     end = rest.index("--") if "--" in rest else len(rest)
-    options = parse_options(platform.options, rest[:end], prog=f"maxmars launch {name}")
+    given = _with_values(rest[:end])
+    options = parse_options(platform.options, given, prog=f"maxmars launch {name}")
     return platform.start(options, tuple(rest[end + 1 :])) or 0
 
 
+def _with_values(words: list[str]) -> list[str]:
+    """The words, with another program's option joined to the option that hands it on."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in _HANDING_ON and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _job(
-    options: RunOptions, train: tuple[str, ...], workdir: str, *, chips: int, slices: int = 1
+    options: RunOptions,
+    train: tuple[str, ...],
+    workdir: str,
+    *,
+    chips: int,
+    slices: int = 1,
+    prolog: Path | None = None,
 ) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
     prog = "the part after --: maxmars train"
@@ -95,7 +115,7 @@ def _job(
         raise UsageError(f"--max-restarts={options.max_restarts} must be at least 0.")
     return Job(
         name=options.name,
-        source=pack(options.config, sources=sources, setup=options.setup),
+        source=pack(options.config, sources=sources, setup=options.setup, prolog=prolog),
         workdir=workdir,
         train_arguments=train,
         environment=take_environment(options.env),
@@ -167,7 +187,8 @@ def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
 def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
     options.check()
     workdir = options.absolute_workdir()
-    job = _job(options, train, workdir, chips=options.nodes * options.gpus_per_node)
+    chips = options.nodes * options.gpus_per_node
+    job = _job(options, train, workdir, chips=chips, prolog=options.prolog)
     if options.dry_run:
         print(slurm.script(options, job, directory=Path.cwd()), end="")
     else:

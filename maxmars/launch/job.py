@@ -34,6 +34,9 @@ ABORTED = 134
 FAILED = "failed.json"
 """File in the workdir, of a process that failed by an error of its own; see `train.lives`."""
 
+PROLOG = "launch-prolog.sh"
+"""File in the archive, of a script that SLURM's batch script sources."""
+
 _SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _LEFT_OUT = {"runs", "data", "__pycache__", "node_modules"}  # in a checkout without git
@@ -114,6 +117,7 @@ def pack(
     *,
     sources: Sequence[str] = (),
     setup: Path | None = None,
+    prolog: Path | None = None,
     root: Path | None = None,
 ) -> Source:
     """Pack a checkout: the files that git tracks or would track, as they are now.
@@ -122,7 +126,8 @@ def pack(
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
       sources: the functions of the user's own that the config names, `FILE.py:NAME`; their files
         keep their places beside the config file.
-      setup: a bash script to pack.
+      setup: a bash script to pack, which runs on every host.
+      prolog: another, which a batch script sources.
       root: the checkout; by default that of the maxmars which is running.
 
     Raises:
@@ -160,6 +165,8 @@ def pack(
     contents[CONSTRAINTS] = "".join(lines).encode()
     if setup is not None:
         contents[_SETUP] = setup.read_bytes()
+    if prolog is not None:
+        contents[PROLOG] = prolog.read_bytes()
     if sum(map(len, contents.values())) > _MAX_BYTES:
         largest = max(contents, key=lambda name: len(contents[name]))
         raise ValueError(

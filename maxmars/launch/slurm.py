@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from maxmars.launch.job import (
     ABORTED,
     FAILED,
+    PROLOG,
     Job,
     RunOptions,
     check_word,
@@ -32,6 +33,7 @@ from maxmars.launch.job import (
 )
 
 _SAVING_S = 180  # before the time limit
+_WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,15 @@ class SlurmOptions(RunOptions, SlurmName):
     qos: str | None = None
     """SLURM's quality of service."""
     constraint: str | None = None
-    """Features of the nodes."""
+    """Features of the nodes, such as `h100&ib`."""
+    sbatch: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
+    """Any other option of sbatch, as one word: --sbatch=--gres=gpu:8. May be repeated."""
+    srun: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
+    """Any other option of the srun that trains, as one word: --srun=--container-image=IMAGE. May be
+    repeated."""
+    prolog: Annotated[Path | None, arg(metavar="FILE.sh")] = None
+    """A bash script that the batch script sources: what it exports, such as `module load` does,
+    reaches --setup and the run."""
 
     def check(self) -> None:
         super().check()
@@ -90,7 +100,11 @@ class SlurmOptions(RunOptions, SlurmName):
             value = getattr(self, option)
             if value is not None:
                 word = "one word, such as SLURM takes there"
-                check_word(value, f"--{option}", r"[\w.,:/=@+%-]+", word)
+                check_word(value, f"--{option}", _WORD, word)
+        for option in self.sbatch:
+            check_word(option, "--sbatch", f"--{_WORD}", "--gres=gpu:8, one option of sbatch")
+        for option in self.srun:
+            check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
         if self.nodes < 1 or self.gpus_per_node < 0:
             raise ValueError(
                 f"--nodes={self.nodes} must be at least 1 and "
@@ -135,7 +149,12 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
         "export": "ALL",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.sbatch)]
+    srun = shlex.join(["srun", "--kill-on-bad-exit=0", "--wait=300", *options.srun])
     train = shlex.join([sys.executable, *job.python_arguments(source)])
+    prolog = "# no --prolog"
+    if options.prolog is not None:
+        prolog = f". {shlex.quote(f'{source}/{PROLOG}')}"
     setup = "# no --setup"
     if job.source.setup is not None:
         path = shlex.quote(f"{source}/{job.source.setup}")
@@ -145,9 +164,11 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     return f"""\
 #!/usr/bin/env bash
 {newline.join(lines)}
-#SBATCH --requeue
-set -uo pipefail
 cd {shlex.quote(str(directory))}
+{prolog}
+set -uo pipefail
+# srun does not take it from the job by itself.
+[[ -z ${{SLURM_CPUS_PER_TASK:-}} ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 export PYTHONPATH={shlex.quote(str(source))}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
@@ -155,7 +176,7 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 code=0
 rm -f {failed}
 # The others may still be saving when the first ends.
-srun --kill-on-bad-exit=0 --wait=300 {train} || code=$?
+{srun} {train} || code=$?
 
 if ((code == {ABORTED})); then
   echo "maxmars: exit code {ABORTED}: JAX aborted, as a process of the run was missing or no \

@@ -23,18 +23,23 @@ if [[ $1 == show ]]; then echo "JobId=42 JobState=$(cat "$FAKE_CLOUD/job_state")
 """
 # One task of each of two nodes, with what a real one gives them.
 SRUN = """#!/bin/bash
+printf '%s\n' "$@" >"$FAKE_CLOUD/srun"
 while [[ $1 == --* ]]; do shift; done
-worst=0
+unset SLURM_CPUS_PER_TASK  # a step does not inherit it since 22.05
+[[ -z ${SRUN_CPUS_PER_TASK:-} ]] || export SLURM_CPUS_PER_TASK=$SRUN_CPUS_PER_TASK
+worst=0  # srun returns the highest code of its tasks
 for task in 0 1; do
   SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST='n[1-2]' \
-    SLURM_STEP_TASKS_PER_NODE='1(x2)' "$@" || worst=$?
+    SLURM_STEP_TASKS_PER_NODE='1(x2)' "$@"
+  code=$?
+  ((code <= worst)) || worst=$code
 done
 exit $worst
 """
 TASK = f"""#!/bin/bash
 exec {sys.executable} - "$@" <<'END'
 import json, os, sys
-names = [n for n in os.environ if n.startswith(("SLURM", "PYTHON")) or n == "WANDB_API_KEY"]
+names = [n for n in os.environ if n.startswith(("SLURM", "PYTHON", "WANDB", "MODULE"))]
 seen = {{"cwd": os.getcwd(), "argv": sys.argv[1:], "env": {{n: os.environ[n] for n in names}}}}
 with open(os.environ["FAKE_CLOUD"] + "/tasks", "a") as file:
     file.write(json.dumps(seen) + "\\n")
@@ -91,7 +96,7 @@ def run_job(cloud, path, code, restarts=0):
     """Exit code of the job, and what scontrol was asked, if its tasks end with `code`."""
     (cloud / "code").write_text(str(code))
     (cloud / "calls").write_text("")
-    job = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts)}
+    job = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts), "SLURM_CPUS_PER_TASK": "12"}
     done = subprocess.run(["bash", str(path)], env=os.environ | job, cwd="/", capture_output=True)
     return done.returncode, (cloud / "calls").read_text().splitlines()
 
@@ -128,6 +133,7 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
         assert task["env"]["PYTHONPATH"] == str(copy)
         assert task["env"]["PYTHONSAFEPATH"] == "1"
         assert task["env"]["SLURM_PROCID"] == str(number)  # by which JAX knows its place
+        assert task["env"]["SLURM_CPUS_PER_TASK"] == "12"
 
 
 def test_a_run_that_saved_is_queued_again(cloud, capsys):
@@ -158,6 +164,46 @@ def test_setup_and_environment(cloud, capsys, monkeypatch):
     assert json.loads((cloud / "tasks").read_text().splitlines()[0])["env"]["WANDB_API_KEY"]
 
 
+def test_a_prolog_reaches_the_steps(cloud, capsys):
+    prolog = cloud / "prolog.sh"
+    prolog.write_text('export MODULE="cuda $NOT_SET"\nreturn 1\n')  # as of an [[ ]] at its end
+    path = submit(cloud, capsys, "--prolog", str(prolog))
+    prolog.unlink()  # the run has a copy
+    assert run_job(cloud, path, 0)[0] == 0
+    tasks = [json.loads(line) for line in (cloud / "tasks").read_text().splitlines()]
+    assert [task["env"]["MODULE"] for task in tasks] == ["cuda ", "cuda "]
+
+
+def test_options_of_sbatch_and_srun(cloud, capsys):
+    options = [
+        "--constraint",
+        "[h100&ib|b200*2]",
+        "--sbatch",
+        "--gres=gpu:8",
+        "--sbatch=--exclusive",
+    ]
+    options += ["--srun", "--container-image=a b#c", "--srun=--kill-on-bad-exit=1"]
+    path = submit(cloud, capsys, *options)
+    lines = path.read_text().splitlines()
+    assert "#SBATCH --constraint=[h100&ib|b200*2]" in lines
+    assert lines.index("#SBATCH --requeue") < lines.index("#SBATCH --gres=gpu:8")
+    assert "#SBATCH --exclusive" in lines
+    assert run_job(cloud, path, 0)[0] == 0
+    words = (cloud / "srun").read_text().splitlines()
+    own = ["--kill-on-bad-exit=0", "--wait=300"]
+    assert words[:4] == [*own, "--container-image=a b#c", "--kill-on-bad-exit=1"]
+
+
+def test_a_process_that_failed_by_itself_ends_the_job(cloud, capsys):
+    path = submit(cloud, capsys)
+    failed = cloud / "runs" / "run1" / "failed.json"
+    task = cloud / "task"  # task 0 fails for good, 1 saves: srun returns 75
+    task.write_text(f'#!/bin/bash\n((SLURM_PROCID)) && exit 75\necho "no data" >{failed}\nexit 1\n')
+    assert run_job(cloud, path, 0) == (75, [])
+    task.write_text("#!/bin/bash\nexit 75\n")  # the next start begins without that file
+    assert run_job(cloud, path, 0) == (75, ["show job 42", "requeue 42"])
+
+
 def test_status_and_stop(cloud, capfd):
     assert launch("launch", "slurm", "status", "--name", "run1") == 0
     assert launch("launch", "slurm", "stop", "--name", "run1") == 0
@@ -170,6 +216,10 @@ def test_status_and_stop(cloud, capfd):
     ("options", "message"),
     [
         (["--partition", "a\n#SBATCH --x"], "--partition='a\\n#SBATCH --x' does not look like one"),
+        (["--sbatch", "gres=gpu:8"], "--sbatch='gres=gpu:8' does not look like --gres=gpu:8"),
+        (["--sbatch", "--x\n#SBATCH --y"], "--sbatch='--x\\n#SBATCH --y' does not look like"),
+        (["--sbatch", "--comment=a b"], "--sbatch='--comment=a b' does not look like"),
+        (["--srun", "bash"], "--srun='bash' does not look like --mpi=none"),
         (["--nodes", "0"], "--nodes=0 must be at least 1"),
         (["--process-per", "gpu"], "--process-per gpu needs --gpus-per-node"),
         (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket, and SLURM's own output"),
