@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -94,20 +95,30 @@ def unvouched(
 ) -> list[tuple[int, int]]:
     """First and last step of the parts of the metrics that are not what a receipt vouches for.
 
+    The evaluations of the step of the newest checkpoint may come after it, also from a session that
+    went on from there: what counts is how the last of these sessions ended.
+
     Args:
       rows: lines of `metrics.jsonl`.
       chain: see `chain_to`.
-      receipts: of the run; an end of a session of the chain counts too.
+      receipts: of the run, in the order of the file.
     """
     metrics = sorted(metrics_of(rows), key=lambda metric: metric[0])
     steps = [step for step, _, _ in metrics]
-    before = {receipt["hash"]: receipt for receipt in chain}
-    ends = [r for r in receipts if r["kind"] == "ended" and r["previous"] in before]
+    pairs = list(itertools.pairwise(chain))
+    if chain:
+        newest, start, end = chain[-1], chain[-1], None
+        for receipt in receipts:
+            if receipt["kind"] == "began" and receipt["previous"] == newest["hash"]:
+                start, end = receipt, None
+            elif receipt["kind"] == "ended" and receipt["previous"] == start["hash"]:
+                end = receipt
+        pairs += [(start, end)] if end is not None else []
     found = []
-    for receipt in [*chain, *ends]:
-        if receipt["kind"] == "began" or receipt["previous"] not in before:
+    for before, receipt in pairs:
+        if receipt["kind"] == "began":
             continue
-        first, last = before[receipt["previous"]]["step"], receipt["step"]
+        first, last = before["step"], receipt["step"]
         part = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
         if digest_of_metrics(part, receipt["kind"], first, last) != receipt["metrics"]:
             found.append((first, last))

@@ -218,6 +218,20 @@ def test_what_a_kill_leaves_is_no_lie(copied):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [4, 6])
+def test_an_evaluation_that_a_later_session_makes_is_vouched_for(tmp_path, num_steps):
+    # As after SIGTERM at the step of an evaluation, which comes when the run goes on.
+    config, run = config_of(tmp_path), tmp_path / "run"
+    train(dataclasses.replace(config, num_steps=4, eval=EvalConfig(every=None)), run)
+    evaluating = dataclasses.replace(config.eval, every=2)
+    train(dataclasses.replace(config, num_steps=num_steps, eval=evaluating), run)
+    assert check(run).verdict == "one trajectory"
+    metrics = run / "metrics.jsonl"
+    edit(metrics, line_with(metrics, "eval/loss", 4), lambda row: [row | {"eval/loss": 1.0}])
+    assert check(run).verdict == "broken"
+
+
+@pytest.mark.slow
 def test_a_run_that_is_older_than_receipts_is_judged_from_the_first_one_on(copied):
     (copied / "receipts.jsonl").unlink()
     for path in copied.glob("checkpoints/*/meta/data.json"):
