@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer
@@ -203,14 +204,29 @@ class PlanFile:
         each.
 
         Raises:
-          FileNotFoundError, ValueError, OSError: see `TokenFiles.read_pieces`.
+          ValueError: the file is damaged.
+          FileNotFoundError, OSError: see `TokenFiles.read_pieces`.
         """
         at = windows * _BORDER.itemsize
         borders = np.frombuffer(self._read(at, at + 2 * _BORDER.itemsize), _BORDER).reshape(-1, 2)
-        at = (self.num_windows + 1) * _BORDER.itemsize + borders * _PIECE.itemsize
+        first, num_bytes = (self.num_windows + 1) * _BORDER.itemsize, self.file.num_bytes
+        num_pieces = (num_bytes - first) // _PIECE.itemsize
+        counts = borders[:, 1] - borders[:, 0]  # of pieces, each with one token at least
+        if borders.min() < 0 or borders.max() > num_pieces or counts.min() < 1:
+            raise self._damaged()
+        at = first + borders * _PIECE.itemsize
         pieces = np.frombuffer(self._read(at[:, 0], at[:, 1]), _PIECE)
         starts, lengths = pieces["start"].astype(np.int64), pieces["length"].astype(np.int32)
-        return starts, lengths, borders[:, 1] - borders[:, 0]
+        sizes = np.abs(lengths.astype(np.int64))
+        if (
+            sizes.min() < 1
+            or np.add.reduceat(sizes, np.cumsum(counts) - counts).max() > self.length
+        ):
+            raise self._damaged()
+        return starts, lengths, counts
+
+    def _damaged(self) -> ValueError:
+        return ValueError(f"{self.file.path} is damaged; delete it and plan again.")
 
     def _read(
         self, starts: Int64[np.ndarray, " ranges"], ends: Int64[np.ndarray, " ranges"]
@@ -218,13 +234,16 @@ class PlanFile:
         ranges = zip(starts.tolist(), ends.tolist(), strict=True)
         if is_remote(self.file.path):
             return b"".join(read_ranges([(self.file.path, *range_) for range_ in ranges]))
-        return b"".join(_map(self.file)[start:end].tobytes() for start, end in ranges)
+        return b"".join(self._map[start:end].tobytes() for start, end in ranges)
 
+    @functools.cached_property
+    def _map(self) -> np.ndarray:
+        check_size(self.file)
+        return np.memmap(self.file.path, np.uint8, "r").view(np.ndarray)
 
-@functools.lru_cache(maxsize=16)
-def _map(file: TokenFile) -> np.ndarray:
-    check_size(file)
-    return np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the mapped file."""
+        return {name: value for name, value in vars(self).items() if name != "_map"}
 
 
 def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
@@ -290,6 +309,8 @@ def read_plan(stream: TokenStream, length: int) -> PlanFile:
         )
     try:
         fields = json.loads(text)
+        if {type(fields["num_windows"]), type(fields["num_pieces"])} != {int}:
+            raise TypeError("its counts are no numbers")
         borders = (fields["num_windows"] + 1) * _BORDER.itemsize
         file = TokenFile(
             path=path.with_suffix(".bin"),
@@ -302,6 +323,14 @@ def read_plan(stream: TokenStream, length: int) -> PlanFile:
     documents = _documents(stream.directory, stream.metadata, stream.split).sha256
     if fields.get("documents") != documents:
         raise ValueError(f"{path} is the plan of other documents; delete it and plan again.")
+    # That of training, which may be large, is compared while the run trains: see `verification`.
+    if stream.split != "train":
+        if not is_remote(file.path):
+            check_size(file)
+        with reporting(file.path):
+            content = file.path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise ValueError(f"{file.path} does not match its checksum; delete it and plan again.")
     return plan
 
 

@@ -121,7 +121,7 @@ def check_range(
       ValueError: one does not.
     """
     lengths = np.broadcast_to(lengths, starts.shape)
-    outside = (starts < 0) | (lengths < 0) | (starts + lengths > stream.num_tokens)
+    outside = (starts < 0) | (lengths < 0) | (starts > stream.num_tokens - lengths)
     if outside.any():
         start, length = int(starts[outside][0]), int(lengths[outside][0])
         raise ValueError(

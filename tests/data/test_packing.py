@@ -192,6 +192,11 @@ def test_clear_errors(directory, tmp_path):
     pieces.write_bytes(pieces.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"train_best_fit_16.bin has \d+ bytes, but .*cut short"):
         windows(directory, "best_fit")
+    whole = pieces.stat().st_size + 1
+    for content in (bytes(whole), b"\xff" * whole, np.random.default_rng(0).bytes(whole)):
+        pieces.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train_best_fit_16.bin is damaged; delete it and"):
+            windows(directory, "best_fit")
     metadata = read_metadata(directory)
     sha256 = metadata.splits["train"].documents.sha256
     text = (directory / "meta.json").read_text()
