@@ -177,7 +177,8 @@ def _tpu_delete(tpu: TpuVm) -> None:
 def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
     options.check()
     workdir = check_shared_workdir(options.workdir)
-    job = _job(options, train, workdir, chips=options.num_chips, slices=options.num_slices)
+    chips = options.num_slices * options.slice.num_devices
+    job = _job(options, train, workdir, chips=chips, slices=options.num_slices)
     if options.dry_run:
         print(gke.describe(options, job), end="")
     else:

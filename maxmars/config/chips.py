@@ -1,10 +1,14 @@
-"""The table of chips: what each has of arithmetic, memory and networks, by its data sheet.
+"""The table of chips: what each has of arithmetic, memory and networks, by its data sheet, and the
+shapes that it comes in.
 
 Training measures MFU by it, `maxmars plan` estimates times, `maxmars launch` counts chips.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +21,8 @@ GPUS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip. Bandwidths are bytes a second that leave the chip, in one direction."""
+    """One chip, or one of its cores where JAX shows each as a device. Bandwidths are bytes a second
+    that leave it, in one direction."""
 
     name: str
     device_kind: str
@@ -35,31 +40,141 @@ class Chip:
     """Between slices, or between hosts with GPUs: this chip's share of its host's interfaces."""
     topology_axes: int | None = None
     """Axes of the torus of a TPU slice; None for GPUs."""
+    most_chips: int | None = None
+    """Of one slice; None for GPUs."""
+    devices: int = 1
+    """JAX devices of a chip, by which the figures above are divided."""
 
 
-# TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" give memory, FLOP/s,
-# memory bandwidth and the sum of both directions of a chip's ICI links (v4 600, v5e 400, v5p 1200,
-# v6e 800 GB/s), of which half counts here. DCN: v5e 6.4 and v6e 25.6 Tbit/s a pod of 256 chips, v5p
-# 50 Gbit/s a chip; v4's is not published and taken to be v5p's.
-# GPUs: NVIDIA's data sheets of the H100 SXM and H200 SXM (NVLink 900 GB/s, both directions); DCN is
-# one 400 Gbit/s interface a GPU, as in DGX H100 and H200.
+# TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" give
+# memory, FLOP/s, memory bandwidth and the sum of both directions of a chip's ICI links (v4 600, v5e
+# 400, v5p 1200, v6e 800, tpu7x 1200 GB/s), of which half counts here. DCN: v5e 6.4 and v6e 25.6
+# Tbit/s a pod of 256 chips, v5p 50 and tpu7x 100 Gbit/s a chip; v4's is not published and taken to
+# be v5p's.
+# GPUs: NVIDIA's data sheets of the A100, H100 and H200 SXM and of the HGX B200 (NVLink 600, 900,
+# 900 and 1800 GB/s, both directions). DCN is one interface a GPU: of 400 Gbit/s, as in DGX H100,
+# H200 and B200, or 200, as in DGX A100; h100-mega is Google's A3 Mega, with 1,600 Gbit/s for eight.
+# Other hosts may have less: Google's A2 machines 100 Gbit/s for eight GPUs, A3 High 800.
 CHIPS = {
-    # name, device kind, FLOP/s, memory and its bytes/s, network and its bytes/s, DCN, axes
-    "v4": Chip("TPU v4", r"^TPU v4$", 275e12, 32 * GiB, 1228e9, "ICI", 300e9, 6.25e9, 3),
-    "v5e": Chip("TPU v5e", r"^TPU v5( lite|e)$", 197e12, 16 * GiB, 819e9, "ICI", 200e9, 3.125e9, 2),
-    "v5p": Chip("TPU v5p", r"^TPU v5p?$", 459e12, 95 * GiB, 2765e9, "ICI", 600e9, 6.25e9, 3),
-    "v6e": Chip("TPU v6e", r"^TPU v6( lite|e)$", 918e12, 32 * GiB, 1640e9, "ICI", 400e9, 12.5e9, 2),
+    # name, device kind, FLOP/s, memory and its bytes/s, network and its bytes/s, DCN, axes, chips
+    "v4": Chip("TPU v4", r"^TPU v4$", 275e12, 32 * GiB, 1228e9, "ICI", 300e9, 6.25e9, 3, 4096),
+    "v5e": Chip(
+        "TPU v5e", r"^TPU v5( lite|e)$", 197e12, 16 * GiB, 819e9, "ICI", 200e9, 3.125e9, 2, 256
+    ),
+    "v5p": Chip("TPU v5p", r"^TPU v5p?$", 459e12, 95 * GiB, 2765e9, "ICI", 600e9, 6.25e9, 3, 6144),
+    "v6e": Chip(
+        "TPU v6e", r"^TPU v6( lite|e)$", 918e12, 32 * GiB, 1640e9, "ICI", 400e9, 12.5e9, 2, 256
+    ),
+    "tpu7x": Chip(
+        "TPU7x core", r"^TPU7x$", 1153.5e12, 96 * GiB, 3690e9, "ICI", 300e9, 6.25e9, 3, 9216, 2
+    ),
+    "a100": Chip("A100 SXM 40GB", r"\bA100\b", 312e12, 40 * GiB, 1555e9, "NVLink", 300e9, 25e9),
+    "a100-80gb": Chip("A100 SXM", r"\bA100\b", 312e12, 80 * GiB, 2039e9, "NVLink", 300e9, 25e9),
     "h100": Chip("H100 SXM", r"\bG?H100\b", 989e12, 80 * GiB, 3350e9, "NVLink", 450e9, 50e9),
+    "h100-mega": Chip("H100 SXM", r"\bG?H100\b", 989e12, 80 * GiB, 3350e9, "NVLink", 450e9, 25e9),
     "h200": Chip("H200 SXM", r"\bG?H200\b", 989e12, 141 * 10**9, 4800e9, "NVLink", 450e9, 50e9),
+    "b200": Chip("B200 SXM", r"\bB200\b", 2250e12, 180 * 10**9, 8000e9, "NVLink", 900e9, 50e9),
 }
 
 # Other GPUs that MFU is known for; the first pattern found counts.
-_OTHER_PEAK_FLOPS = {
-    r"\bA100\b": 312e12,
-    r"\bH100 PCIe\b": 756e12,
-    r"\bH100 NVL\b": 835e12,
-    r"\bB200\b": 2250e12,
-}
+_OTHER_PEAK_FLOPS = {r"\bH100 PCIe\b": 756e12, r"\bH100 NVL\b": 835e12}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Chips of one kind: a TPU slice, or GPUs."""
+
+    kind: str
+    """Key of `CHIPS`."""
+    sizes: tuple[int, ...]
+    """Chips along each axis of a slice; the number of GPUs."""
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def num_devices(self) -> int:
+        """As JAX counts."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def chips_per_host(self) -> int:
+        if self.chip.topology_axes is None:
+            return min(self.num_chips, GPUS_PER_HOST)
+        if self.chip.topology_axes == 2 and self.num_chips <= 8:
+            return self.num_chips
+        return 4
+
+    @property
+    def num_hosts(self) -> int:
+        return self.num_chips // self.chips_per_host
+
+    def check_slices(self, num_slices: int) -> None:
+        """Check that so many of these can train as one.
+
+        Raises:
+          ValueError: they cannot; says why.
+        """
+        if num_slices < 1:
+            raise ValueError(f"--num-slices {num_slices} must be at least 1.")
+        if num_slices > 1 and self.chip.topology_axes is None:
+            raise ValueError(
+                f"--num-slices {num_slices} needs devices that come in slices, which {self.kind} "
+                "devices do not; leave it out, and name the number of all GPUs, such as h100:16."
+            )
+
+
+def slice_sizes(kind: str) -> list[tuple[int, ...]]:
+    """The slices of a TPU, by the chips along each axis.
+
+    They are those of Google Cloud's pages on each TPU: of two axes the listed ones, of three parts
+    of a cube of 4x4x4 chips or whole cubes, in ascending order of the axes.
+    """
+    chip = CHIPS[kind]
+    assert chip.most_chips is not None
+    if chip.topology_axes == 2:
+        return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    parts = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    return [*parts, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
+
+
+@functools.cache
+def _cubes() -> list[tuple[int, ...]]:
+    return list(itertools.combinations_with_replacement(range(4, 257, 4), 3))
+
+
+def parse_shape(text: str) -> Shape:
+    """The chips of `v5p:4x4x8` (chips along each axis of a TPU slice) or `h100:16` (GPUs).
+
+    Raises:
+      ValueError: there is no such kind or no such shape; names the nearest.
+    """
+    kind, _, size = text.partition(":")
+    sizes = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
+    if not sizes or kind not in CHIPS or (CHIPS[kind].topology_axes is None and len(sizes) > 1):
+        tpus = ", ".join(name for name, chip in CHIPS.items() if chip.topology_axes)
+        gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.topology_axes)
+        raise ValueError(
+            f"--topology {text} is unknown; write a TPU slice as v5e:4x4 or v5p:2x2x4 (of {tpus}), "
+            f"GPUs as h100:8 or h200:16 (of {gpus}), and fake devices of `maxmars plan` as cpu:8."
+        )
+    if CHIPS[kind].topology_axes is None:
+        if sizes[0] > GPUS_PER_HOST and sizes[0] % GPUS_PER_HOST:
+            raise ValueError(
+                f"--topology {text} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
+                f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
+            )
+    elif sizes not in (known := slice_sizes(kind)):
+        wanted = math.prod(sizes)
+        near = sorted(known, key=lambda sizes: abs(math.log(math.prod(sizes) / wanted)))[:3]
+        names = ", ".join(f"{kind}:{'x'.join(map(str, sizes))}" for sizes in near)
+        raise ValueError(f"--topology {text}: there is no such slice; the nearest are {names}.")
+    return Shape(kind, sizes)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -9,7 +9,6 @@ else restarts it, such as a node that is taken away, or the exit code 75 of a ru
 from __future__ import annotations
 
 import base64
-import math
 import re
 import shlex
 import subprocess
@@ -21,11 +20,12 @@ from typing import Annotated, Any
 import yaml
 from tyro.conf import arg
 
-from maxmars.config.chips import CHIPS, GPUS_PER_HOST
+from maxmars.config.chips import Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
     Job,
     RunOptions,
+    check_multislice,
     check_name,
     check_word,
     log,
@@ -40,13 +40,12 @@ _PORT = 8476
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 
 # Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
-_TPUS = {
+_ACCELERATORS = {
+    "tpu7x": "tpu7x",
     "v6e": "tpu-v6e-slice",
     "v5p": "tpu-v5p-slice",
     "v5e": "tpu-v5-lite-podslice",
     "v4": "tpu-v4-podslice",
-}
-_GPUS = {
     "a100": "nvidia-tesla-a100",
     "a100-80gb": "nvidia-a100-80gb",
     "h100": "nvidia-h100-80gb",
@@ -54,47 +53,6 @@ _GPUS = {
     "h200": "nvidia-h200-141gb",
     "b200": "nvidia-b200",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The nodes that a JobSet asks for in each slice."""
-
-    labels: dict[str, str]
-    """Node labels to select by."""
-    has_tpu: bool
-    """Otherwise GPUs."""
-    hosts: int
-    """Nodes of a slice, and so processes."""
-    chips_per_host: int
-
-
-def parse_topology(topology: str) -> Nodes:
-    """Nodes of `v5p:4x4x4` (chips along each axis of a TPU slice) or `h100:16` (number of GPUs).
-
-    Raises:
-      ValueError: no such kind, or no such shape.
-    """
-    kind, _, shape = topology.partition(":")
-    sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
-    chips = math.prod(sizes)
-    if kind in _TPUS:
-        axes = CHIPS[kind].topology_axes
-        per_host = chips if axes == 2 and chips <= 8 else 4
-        prefix = "cloud.google.com/gke-tpu"
-        labels = {f"{prefix}-accelerator": _TPUS[kind], f"{prefix}-topology": shape}
-    else:
-        axes, per_host = 1, min(chips, GPUS_PER_HOST)
-        labels = {"cloud.google.com/gke-accelerator": _GPUS.get(kind, "")}
-    if kind not in _TPUS | _GPUS or not chips or len(sizes) != axes or chips % per_host:
-        raise ValueError(
-            f"--topology={topology!r} must be a TPU slice such as v5p:4x4x4, v4:2x2x4, v5e:4x4 or "
-            f"v6e:8x8, or a number of GPUs in whole nodes of {GPUS_PER_HOST}, such as h100:16 "
-            f"({', '.join(_GPUS)})."
-        )
-    return Nodes(
-        labels=labels, has_tpu=kind in _TPUS, hosts=chips // per_host, chips_per_host=per_host
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +134,26 @@ class GkeOptions(RunOptions, JobSet):
     """Kubernetes service account of the pods; None takes that of the namespace."""
 
     @property
-    def nodes(self) -> Nodes:
-        return parse_topology(self.topology)
+    def slice(self) -> Shape:
+        """One slice, or all GPUs.
+
+        Raises:
+          ValueError: there is none of that shape.
+        """
+        return parse_shape(self.topology)
 
     @property
-    def num_chips(self) -> int:
-        return self.num_slices * self.nodes.hosts * self.nodes.chips_per_host
+    def has_tpu(self) -> bool:
+        return self.slice.chip.topology_axes is not None
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        """Labels of the nodes to select."""
+        name, place = _ACCELERATORS[self.slice.kind], "cloud.google.com/gke"
+        if not self.has_tpu:
+            return {f"{place}-accelerator": name}
+        topology = "x".join(map(str, self.slice.sizes))
+        return {f"{place}-tpu-accelerator": name, f"{place}-tpu-topology": topology}
 
     def check(self) -> None:
         super().check()
@@ -189,29 +161,22 @@ class GkeOptions(RunOptions, JobSet):
             pattern = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^\s:]+"
             example = "datasets:/data, a PersistentVolumeClaim and where to mount it"
             check_word(claim, "--claim", pattern, example)
-        if self.num_slices < 1:
-            raise ValueError(f"--num-slices={self.num_slices} must be at least 1.")
-        if self.num_slices > 1 and not self.nodes.has_tpu:
-            raise ValueError(
-                f"--num-slices={self.num_slices} is for TPUs; name the number of all GPUs, such "
-                "as --topology h100:16."
-            )
+        check_multislice(self.slice, self.num_slices)
 
 
 def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
     """The manifest of the JobSet."""
-    nodes = options.nodes
     workload = {"xpk.google.com/workload": job.name}
     queue = {"kueue.x-k8s.io/queue-name": "multislice-queue"} if options.xpk else {}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]}
     job_of_slice = {
-        "parallelism": nodes.hosts,
-        "completions": nodes.hosts,
+        "parallelism": options.slice.num_hosts,
+        "completions": options.slice.num_hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,  # JobSet restarts all pods, not Job one of them
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": users_errors}]},
-        "template": {"metadata": {"labels": workload}, "spec": _pod(options, job, nodes)},
+        "template": {"metadata": {"labels": workload}, "spec": _pod(options, job)},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -220,7 +185,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
             "name": job.name,
             "namespace": options.namespace,
             "labels": queue | workload,
-            "annotations": exclusive if nodes.has_tpu else {},
+            "annotations": exclusive if options.has_tpu else {},
         },
         "spec": {
             "failurePolicy": {
@@ -244,8 +209,10 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
     }
 
 
-def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
-    chips = {"google.com/tpu" if nodes.has_tpu else "nvidia.com/gpu": nodes.chips_per_host}
+def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
+    chips = {
+        "google.com/tpu" if options.has_tpu else "nvidia.com/gpu": options.slice.chips_per_host
+    }
     volumes: list[dict[str, Any]] = [
         {"name": "source", "configMap": {"name": f"{job.name}-source"}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -259,13 +226,13 @@ def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
     environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    if not nodes.has_tpu:  # GKE's driver
+    if not options.has_tpu:  # GKE's driver
         environment.append({"name": "LD_LIBRARY_PATH", "value": "/usr/local/nvidia/lib64"})
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": options.image,
         # Kubernetes replaces $(NAME) and $$ in a command; a dollar more keeps them.
-        "command": ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", _container_script(job, nodes))],
+        "command": ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", _container_script(options, job))],
         "env": environment,
         "ports": [{"containerPort": _PORT}],
         "resources": {"requests": chips, "limits": chips},
@@ -276,15 +243,15 @@ def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 300,  # to save; a spot node gives 25 s
-        "nodeSelector": nodes.labels,
+        "nodeSelector": options.node_labels,
         "containers": [container],
         "volumes": volumes,
     }
-    if nodes.has_tpu:
+    if options.has_tpu:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if options.spot:
         spot = "cloud.google.com/gke-spot"
-        pod["nodeSelector"] = nodes.labels | {spot: "true"}
+        pod["nodeSelector"] = options.node_labels | {spot: "true"}
         pod["tolerations"] = [
             {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         ]
@@ -295,13 +262,13 @@ def _pod(options: GkeOptions, job: Job, nodes: Nodes) -> dict[str, Any]:
     return pod
 
 
-def _container_script(job: Job, nodes: Nodes) -> str:
-    extra = "tpu" if nodes.has_tpu else "cuda"
+def _container_script(options: GkeOptions, job: Job) -> str:
+    extra = "tpu" if options.has_tpu else "cuda"
     setup = "# no --setup" if job.source.setup is None else f"bash {job.source.setup}"
     place = ""  # GKE tells the hosts of a TPU slice their place in the run
-    if not nodes.has_tpu:
-        place = f" --num-processes {nodes.hosts}"
-        if nodes.hosts > 1:
+    if not options.has_tpu:
+        place = f" --num-processes {options.slice.num_hosts}"
+        if options.slice.num_hosts > 1:
             coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
             place = f' --coordinator {coordinator}{place} --process-id "$JOB_COMPLETION_INDEX"'
     return f"""\

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -27,11 +28,13 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Suppress, arg
 
+from maxmars.config.chips import Shape, slice_sizes
 from maxmars.launch.job import (
     ABORTED,
     CONSTRAINTS,
     Job,
     RunOptions,
+    check_multislice,
     check_name,
     check_word,
     log,
@@ -53,13 +56,13 @@ _LONGEST_PAUSE_S = 600.0
 _STEP = re.compile(r"\bstep +\d+/\d+ ")  # as the run reports it
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
-# Software of the hosts, by Google's page "TPU software versions", and cores that a type counts a
-# chip as.
+# The chip, software of the hosts, by Google's page "TPU software versions", and cores that a type
+# counts a chip as. GKE alone has tpu7x.
 _ACCELERATORS = {
-    "v6e": ("v2-alpha-tpuv6e", 1),
-    "v5p": ("v2-alpha-tpuv5", 2),
-    "v5litepod": ("v2-alpha-tpuv5-lite", 1),
-    "v4": ("tpu-ubuntu2204-base", 2),
+    "v6e": ("v6e", "v2-alpha-tpuv6e", 1),
+    "v5p": ("v5p", "v2-alpha-tpuv5", 2),
+    "v5litepod": ("v5e", "v2-alpha-tpuv5-lite", 1),
+    "v4": ("v4", "tpu-ubuntu2204-base", 2),
 }
 
 Kind = Literal["tpu-vm", "queued-resources"]
@@ -310,16 +313,19 @@ class TpuOptions(RunOptions, TpuVm):
                 f"--accelerator={self.accelerator!r} must be one of {kinds}, such as v5p-128 (64 "
                 "chips: N counts cores for v4 and v5p, chips for the others)."
             )
-        cores = _ACCELERATORS[kind][1]
-        if int(size) % cores:
+        cores = _ACCELERATORS[kind][2]
+        sizes = {math.prod(shape) * cores for shape in slice_sizes(_ACCELERATORS[kind][0])}
+        if int(size) not in sizes:
+            near = sorted(sizes, key=lambda known: abs(math.log(known / int(size))))[:3]
+            names = ", ".join(f"{kind}-{known}" for known in near)
             raise ValueError(
-                f"--accelerator={self.accelerator!r}: a chip of {kind} has {cores} cores."
+                f"--accelerator={self.accelerator!r}: there is no such slice; the nearest are "
+                f"{names}."
             )
         if self.runtime_version is not None:
             version = r"[a-z0-9][-a-z0-9._]*"
             check_word(self.runtime_version, "--runtime-version", version, "v2-alpha-tpuv5")
-        if self.num_slices < 1:
-            raise ValueError(f"--num-slices={self.num_slices} must be at least 1.")
+        check_multislice(self.slice, self.num_slices)
         if self.num_slices > 1 and not self.queued:
             raise ValueError(
                 f"--num-slices={self.num_slices} needs --queued: only a queued resource joins "
@@ -327,14 +333,21 @@ class TpuOptions(RunOptions, TpuVm):
             )
 
     @property
+    def slice(self) -> Shape:
+        """One slice; of the shapes with so many chips, any."""
+        kind, _, size = self.accelerator.partition("-")
+        chip, _, cores = _ACCELERATORS[kind]
+        shapes = (Shape(chip, sizes) for sizes in slice_sizes(chip))
+        return next(shape for shape in shapes if shape.num_chips * cores == int(size))
+
+    @property
     def num_chips(self) -> int:
         """Of all slices."""
-        kind, _, size = self.accelerator.partition("-")
-        return self.num_slices * int(size) // _ACCELERATORS[kind][1]
+        return self.num_slices * self.slice.num_chips
 
     def create(self) -> list[str]:
         """The command that creates the TPU, or the request for it."""
-        version = self.runtime_version or _ACCELERATORS[self.accelerator.partition("-")[0]][0]
+        version = self.runtime_version or _ACCELERATORS[self.accelerator.partition("-")[0]][1]
         spot = ["--spot"] if self.spot else []
         options = [f"--accelerator-type={self.accelerator}", *spot, "--quiet"]
         if not self.queued:

@@ -114,7 +114,7 @@ def estimate(
       memory: on one chip.
       rows: traffic of a step.
       chip: its rates.
-      num_chips: how many there are.
+      num_chips: how many JAX devices there are.
       price: of a chip for an hour, in any currency.
     """
     rate = num_chips * chip.peak_flops
@@ -141,5 +141,5 @@ def estimate(
         overlapped_mfu=flops.model / (rate * overlapped_s),
         tokens_per_day=config.tokens_per_step / step_s * 86400,
         days=days,
-        cost=None if price is None else price * num_chips * days * 24,
+        cost=None if price is None else price * num_chips / chip.devices * days * 24,
     )

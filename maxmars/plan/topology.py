@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,29 +14,28 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from maxmars.config.chips import CHIPS, GPUS_PER_HOST, Chip, Network
+from maxmars.config.chips import Chip, Network, Shape, parse_shape
 from maxmars.plan.collectives import Collective
 
-# XLA's GPU compiler asks for the device's limits; the values are NVIDIA's for compute capability
-# 9.0 and the H100 SXM, whose arithmetic the H200 shares.
+# XLA's GPU compiler asks for the device's limits, which are NVIDIA's for the compute capability.
 _GPU_TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 }}
+  cuda_compute_capability {{ major: {capability} minor: 0 }}
   threads_per_block_limit: 1024
   threads_per_warp: 32
   threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
+  core_count: {cores}
+  fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
+  shared_memory_per_block_optin: {block_memory}
+  shared_memory_per_core: {core_memory}
+  l2_cache_size: {l2_bytes}
+  clock_rate_ghz: {ghz}
   memory_bandwidth: {memory_bandwidth:.0f}
   device_memory_size: {memory_bytes}
 }}
@@ -46,6 +44,12 @@ runtime_version {{ major: 13 }}
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "NVIDIA {name}"
 """
+_AMPERE = {"capability": 8, "cores": 108, "fpus": 64, "ghz": 1.41, "l2_bytes": 41943040}
+_AMPERE |= {"core_memory": 167936, "block_memory": 166912}
+_HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "ghz": 1.98, "l2_bytes": 52428800}
+_HOPPER |= {"core_memory": 233472, "block_memory": 232448}
+_BLACKWELL = _HOPPER | {"capability": 10, "cores": 148, "ghz": 1.965, "l2_bytes": 132644864}
+_LIMITS = {"a100": _AMPERE, "a100-80gb": _AMPERE, "b200": _BLACKWELL}  # others: Hopper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +82,8 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
     """The devices that `name` describes.
 
     Args:
-      name: `v4:2x2x4`, `v5p:4x4x8`, `v5e:4x4` or `v6e:8x16` (chips along the axes of a TPU slice),
-        `h100:8` or `h200:16` (GPUs, eight to a host) or `cpu:8` (fake devices).
+      name: `v5p:4x4x8` or `v6e:8x16` (chips along the axes of a TPU slice), `h100:8` or `b200:16`
+        (GPUs, eight to a host) or `cpu:8` (fake devices); `config.chips` has the kinds.
       num_slices: TPU slices of that shape, joined by the data center's network.
 
     Raises:
@@ -87,30 +91,21 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
       ImportError: the compiler for it is not installed; the message names the extra.
     """
     kind, _, size = name.partition(":")
-    shape = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
-    chip = CHIPS.get(kind)
-    axes = chip.topology_axes if chip is not None else None
-    if not shape or kind not in {*CHIPS, "cpu"} or len(shape) != (axes or 1):
-        raise ValueError(
-            f"--topology {name} is unknown; write a TPU slice as v5e:4x4, v6e:4x4, v4:2x2x4 or "
-            "v5p:2x2x4, GPUs as h100:8 or h200:16, fake devices as cpu:8."
-        )
-    if num_slices < 1:
-        raise ValueError(f"--num-slices {num_slices} must be at least 1.")
-    if axes is None and num_slices > 1:
-        raise ValueError(
-            f"--num-slices {num_slices} needs devices that come in slices, which {kind} devices do "
-            "not; leave it out, or take a TPU topology such as v5e:4x4."
-        )
-    match kind:
-        case "cpu":
-            devices = _cpu_devices(shape[0])
-        case "h100" | "h200":
-            devices = _gpu_devices(name, shape[0], CHIPS[kind])
-        case _:
-            devices = _tpu_devices(name, kind, num_slices)
-            assert len(devices) == num_slices * math.prod(shape)
-    return Topology(name=name, devices=devices, num_slices=num_slices, chip=CHIPS.get(kind))
+    if kind == "cpu":
+        if not re.fullmatch(r"[1-9]\d*", size):
+            raise ValueError(f"--topology {name} must be cpu:N, N fake devices.")
+        if num_slices != 1:
+            raise ValueError(f"--num-slices {num_slices} needs a TPU topology such as v5e:4x4.")
+        devices = _cpu_devices(int(size))
+        return Topology(name=name, devices=devices, num_slices=1, chip=None)
+    shape = parse_shape(name)
+    shape.check_slices(num_slices)
+    if shape.chip.topology_axes is None:
+        devices = _gpu_devices(name, shape)
+    else:
+        devices = _tpu_devices(name, shape, num_slices)
+        assert len(devices) == num_slices * shape.num_devices
+    return Topology(name=name, devices=devices, num_slices=num_slices, chip=shape.chip)
 
 
 def _cpu_devices(count: int) -> list[jax.Device]:
@@ -123,7 +118,7 @@ def _cpu_devices(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
-def _tpu_devices(name: str, kind: str, num_slices: int) -> Sequence[jax.Device]:
+def _tpu_devices(name: str, shape: Shape, num_slices: int) -> Sequence[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"--topology {name} needs the TPU compiler, libtpu; install the extra `tpu`: "
@@ -134,25 +129,20 @@ def _tpu_devices(name: str, kind: str, num_slices: int) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # else libtpu guesses, and logs it
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at once
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
-    if kind == "v4":
+    if shape.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if shape.kind == "v4":
         options["chip_config_name"] = "megacore"  # one device a chip, as where TPU v4 trains
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"--topology {name} is no slice that libtpu knows; take a slice that Google Cloud "
-            f"lists for TPU {kind}. libtpu says: {str(error).splitlines()[0]}"
+            f"--topology {name} is no slice that libtpu knows: {str(error).splitlines()[0]}"
         ) from error
     return topology.devices
 
 
-def _gpu_devices(name: str, count: int, chip: Chip) -> Sequence[jax.Device]:
-    hosts = max(1, count // GPUS_PER_HOST)
-    if count > GPUS_PER_HOST and count % GPUS_PER_HOST:
-        raise ValueError(
-            f"--topology {name} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
-            f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
-        )
+def _gpu_devices(name: str, gpus: Shape) -> Sequence[jax.Device]:
     # Of a package inside another, find_spec raises where the outer one is missing.
     names = ("jax_plugins", "jax_plugins.xla_cuda13")
     if not all(importlib.util.find_spec(package) for package in names):
@@ -160,8 +150,8 @@ def _gpu_devices(name: str, count: int, chip: Chip) -> Sequence[jax.Device]:
             f"--topology {name} needs XLA's GPU compiler; install the extra `cuda`: pip install "
             "'maxmars[cuda]' (of it, the wheels jax-cuda13-pjrt and jax-cuda13-plugin suffice)."
         )
-    shape = f"1x{hosts}x{count // hosts}"
-    target = _GPU_TARGET.format(**vars(chip))
+    shape = f"1x{gpus.num_hosts}x{gpus.chips_per_host}"
+    target = _GPU_TARGET.format(**vars(gpus.chip), **_LIMITS.get(gpus.kind, _HOPPER))
     return topologies.get_topology_desc(
         platform="cuda", topology_name=shape, topology=shape, target_config=target
     ).devices

@@ -12,6 +12,7 @@ from maxmars.config.chips import peak_flops
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA B200", 2250e12),
+        ("TPU7x", 1153.5e12),
         ("TPU v4", 275e12),
         ("TPU v5 lite", 197e12),
         ("TPU v5e", 197e12),

@@ -168,13 +168,18 @@ def test_a_jobset_that_is_there(cloud, capsys):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--topology", "v5p:4x4"], "--topology='v5p:4x4' must be a TPU slice"),
-        (["--topology", "h100:12"], "or a number of GPUs in whole nodes of 8"),
-        (["--topology", "v5e:3x3"], "--topology='v5e:3x3' must be"),
+        (["--topology", "v5p:4x4"], "the nearest are v5p:2x2x4, "),
+        (["--topology", "h100:12"], "must have up to 8 GPUs, or a multiple of 8"),
+        (["--topology", "v5e:3x3"], "--topology v5e:3x3: there is no such slice; the nearest are"),
+        (["--topology", "v6e-3"], "--topology v6e-3 is unknown; write a TPU slice as v5e:4x4"),
         (["--claim", "a:b"], "--claim='a:b' does not look like datasets:/data"),
         (["--namespace", "A"], "--namespace='A'"),
-        (["--num-slices", "0"], "--num-slices=0 must be at least 1"),
+        (["--num-slices", "0"], "--num-slices 0 must be at least 1"),
         (["--topology", "h100:16", "--num-slices", "2"], "name the number of all GPUs"),
+        (
+            ["--topology", "v6e:2x4", "--num-slices", "2"],
+            "8 chips of v6e are one host; take larger",
+        ),
         (["--name", "x" * 41], "at most 40"),
     ],
 )

@@ -6,7 +6,8 @@ import tarfile
 
 import pytest
 
-from maxmars.launch.gke import parse_topology
+from maxmars.config.chips import CHIPS, parse_shape
+from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
 
@@ -102,23 +103,32 @@ def test_this_checkout_packs():
 
 
 @pytest.mark.parametrize(
-    ("topology", "hosts", "chips"),
+    ("topology", "hosts", "chips", "devices"),
     [
-        ("v5p:4x4x4", 16, 4),
-        ("v5p:2x2x1", 1, 4),
-        ("v4:2x2x4", 4, 4),
-        ("v5e:1x1", 1, 1),
-        ("v5e:2x4", 1, 8),
-        ("v5e:4x4", 4, 4),
-        ("v6e:16x16", 64, 4),
-        ("h100:8", 1, 8),
-        ("h100:2", 1, 2),
-        ("a100-80gb:64", 8, 8),
+        ("v5p:4x4x4", 16, 4, 64),
+        ("v5p:2x2x1", 1, 4, 4),
+        ("v4:2x2x4", 4, 4, 16),
+        ("v5e:1x1", 1, 1, 1),
+        ("v5e:2x4", 1, 8, 8),
+        ("v5e:4x4", 4, 4, 16),
+        ("v6e:16x16", 64, 4, 256),
+        ("tpu7x:2x2x4", 4, 4, 32),
+        ("h100:8", 1, 8, 8),
+        ("h100:2", 1, 2, 2),
+        ("a100-80gb:64", 8, 8, 64),
     ],
 )
-def test_hosts_of_topologies(topology, hosts, chips):
-    nodes = parse_topology(topology)
-    assert (nodes.hosts, nodes.chips_per_host) == (hosts, chips)
+def test_hosts_of_topologies(topology, hosts, chips, devices):
+    shape = parse_shape(topology)
+    assert (shape.num_hosts, shape.chips_per_host, shape.num_devices) == (hosts, chips, devices)
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+def test_gke_has_nodes_of_every_chip(kind):
+    size = {2: "4x4", 3: "2x2x4", None: "8"}[CHIPS[kind].topology_axes]
+    options = GkeOptions(config="x", name="x", workdir="/x", topology=f"{kind}:{size}")
+    labels = [label.removeprefix("cloud.google.com/gke-") for label in options.node_labels]
+    assert labels == (["tpu-accelerator", "tpu-topology"] if "x" in size else ["accelerator"])
 
 
 @pytest.mark.parametrize(
