@@ -176,6 +176,7 @@ class Life:
     def __init__(self, run: Run, place: Place, *options: str, slow: bool = False) -> None:
         self.run, self.place, self.slow = run, place, slow
         self.complete = run.newest
+        self.in_file_operation = False  # when the signals came
         command = ["train", f"{run.out / 'config.py'}:optimizer={run.optimizer}"]
         command += ["--workdir", str(run.workdir), *place.options, *options]
         if place.processes > 1:
@@ -223,9 +224,9 @@ class Life:
             return int(found[1])
         return 0 if self.has_made_a_step else None
 
-    def operations_of(self, process: int) -> list[str]:
-        """The file operations that a process has begun."""
-        path = self.operations[process]
+    def file_operations(self) -> list[str]:
+        """The file operations that process 0 has begun."""
+        path = self.operations[0]
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_until(self, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
@@ -242,12 +243,12 @@ class Life:
         starting = chance.random() < DISTURBED_WHILE_STARTING
         if not starting:
             self.wait_until(lambda: self.has_made_a_step)
-        if self.slow:
-            begun = len(self.operations_of(victims[0]))
-            wanted = begun + chance.randint(1, OPERATIONS)
-            self.wait_until(lambda: len(self.operations_of(victims[0])) >= wanted, 30.0)
-            operations = self.operations_of(victims[0])
-            when = f"in {operations[-1]}" if len(operations) >= wanted else "in no file operation"
+        if self.slow:  # operations of process 0, which makes nearly all
+            wanted = len(self.file_operations()) + chance.randint(1, OPERATIONS)
+            self.wait_until(lambda: len(self.file_operations()) >= wanted, 30.0)
+            operations = self.file_operations()
+            self.in_file_operation = len(operations) >= wanted
+            when = f"in {operations[-1]}" if self.in_file_operation else "in no file operation"
         else:
             delay = chance.uniform(0, STARTING_S if starting else TRAINING_S)
             when = f"{delay:.2f} s after {'the start' if starting else 'a step'}"
@@ -272,9 +273,9 @@ class Life:
         whom = f" of process {victims[0]}" if len(codes) > len(victims) else ""
         return f"{ending}{whom} {when}", faults
 
-    def end(self) -> list[int | None]:
+    def end(self, patience_s: float = PATIENCE_S) -> list[int | None]:
         """The exit codes; None of a process that did not end by itself, and was killed."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         codes = []
         try:
             for process in self.processes:
@@ -333,6 +334,7 @@ class Soak:
         self.out, self.chance = out, random.Random(seed)
         self.endings: list[str] = []  # those to come
         self.lives = 0
+        self.in_files = 0  # lives that got their signals in a file operation
         self.faults: list[str] = []
         (out / "config.py").write_text(CONFIG)
         (out / "own.py").write_text(OWN_OPTIMIZER)
@@ -361,18 +363,19 @@ class Soak:
             what, faults = life.disturb(ending, self.chance)
         finally:
             codes = life.end()
+        self.in_files += life.in_file_operation
         self.report(life, what, shown(codes), [*faults, *life.check()])
 
     def finish(self, run: Run, place: Place, steps: int, *options: str) -> None:
         """The last life of a run, which nothing disturbs."""
         life = Life(run, place, "--num-steps", str(steps), *options)
-        codes = life.end()
+        codes = life.end(patience_s=10 * PATIENCE_S)
         faults = [] if not any(codes) else [f"it ended with {codes}; see {life.logs[0]}"]
         self.report(life, "-", shown(codes), [*faults, *life.check()])
 
-    def run_optimizer(self, optimizer: str, kills: int) -> str:
+    def run_optimizer(self, optimizer: str, kills: int) -> dict[str, object]:
         """All runs of an optimizer; their line in the last table."""
-        started, faults_before = time.monotonic(), len(self.faults)
+        started, before, in_files = time.monotonic(), len(self.faults), self.in_files
         fixed, moved, undisturbed, other = (
             Run(self.out, optimizer, name) for name in ("fixed", "moved", "undisturbed", "other")
         )
@@ -395,12 +398,20 @@ class Soak:
         audits = sum(run.audits for run in (fixed, moved, undisturbed, other))
         lies = self.plant_lies(fixed, other) + self.plant_lies(moved, other)
         replayed = self.replay(fixed)
-        faults = len(self.faults) - faults_before
-        return (
-            f"{optimizer:13}{kills:6}{steps:7}{'different' if difference else 'equal':>11}"
-            f"{drift:9.1e}{len(moved.moves):7}{audits:8}{f'{lies} of {2 * len(LIES)}':>12}"
-            f"{replayed:>9}{faults:8}{(time.monotonic() - started) / 60:9.1f}"
-        )
+        return {
+            "optimizer": optimizer,
+            "kills": kills,
+            "in files": self.in_files - in_files,
+            "steps": steps,
+            "digests": "different" if difference else "equal",
+            "drift": f"{drift:.1e}",
+            "moves": len(moved.moves),
+            "audits": audits,
+            "lies found": f"{lies} of {2 * len(LIES)}",
+            "replay": replayed,
+            "faults": len(self.faults) - before,
+            "minutes": f"{(time.monotonic() - started) / 60:.1f}",
+        }
 
     def another(self, place: Place) -> Place:
         return self.chance.choice([other for other in PLACES if other != place])
@@ -485,19 +496,17 @@ def last_loss(run: Run) -> float:
 
 def soak(kills: int, seed: int, optimizers: Sequence[str], out: Path) -> bool:
     """Whether there was no fault."""
-    everything, lines = Soak(out, seed), []
+    everything, rows = Soak(out, seed), []
     print(
         f"{'life':>4} {'optimizer':13}{'run':12}{'on':12}{'saved':>6}{'continued':>10}"
         f"{'reached':>8}  {'exit':9}  signals"
     )
     for number, optimizer in enumerate(optimizers):
         share = kills // len(optimizers) + (number < kills % len(optimizers))
-        lines.append(everything.run_optimizer(optimizer, share))
-    print(
-        f"\n{'optimizer':13}{'kills':>6}{'steps':>7}{'digests':>11}{'drift':>9}{'moves':>7}"
-        f"{'audits':>8}{'lies found':>12}{'replay':>9}{'faults':>8}{'minutes':>9}"
-    )
-    print("\n".join(lines))
+        rows.append(everything.run_optimizer(optimizer, share))
+    print()
+    for line in (rows[0].keys(), *(row.values() for row in rows)):
+        print("".join(f"{cell!s:>13}" for cell in line))
     for fault in everything.faults:
         print(f"fault: {fault}")
     print(f"{kills} kills, {everything.lives} lives: {len(everything.faults) or 'no'} faults")
