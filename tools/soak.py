@@ -141,6 +141,8 @@ class Run:
     """Where the newest checkpoint was written."""
     moves: list[int] = field(default_factory=list)
     """Steps where the run went on in another place."""
+    barren: int = 0
+    """Lives since then that ended by more than a request."""
     audits: int = 0
 
     @property
@@ -237,10 +239,12 @@ class Life:
                 return
             time.sleep(0.002)
 
-    def disturb(self, ending: str, chance: random.Random) -> tuple[str, list[str]]:
+    def disturb(
+        self, ending: str, chance: random.Random, *, may_be_starting: bool
+    ) -> tuple[str, list[str]]:
         """Send signals at a random time; which and when in words, and what was wrong then."""
         victims = chance.choice(((0,), (1,), (0, 1))) if self.place.processes > 1 else (0,)
-        starting = chance.random() < DISTURBED_WHILE_STARTING
+        starting = may_be_starting and chance.random() < DISTURBED_WHILE_STARTING
         if not starting:
             self.wait_until(lambda: self.has_made_a_step)
         if self.slow:  # operations of process 0, which makes nearly all
@@ -255,6 +259,7 @@ class Life:
             time.sleep(delay)
         early = [process.poll() for process in self.processes]
         was_training = self.has_made_a_step
+        was_loading = not self.in_file_operation and not self.output()
         for name in ending.split():
             for victim in victims:
                 self.processes[victim].send_signal(signal.Signals[f"SIG{name}"])
@@ -265,7 +270,10 @@ class Life:
             f"process {i} had ended with {code}" for i, code in enumerate(early) if code is not None
         ]
         for i, code in enumerate(codes):
-            if code not in right_codes(ending, signalled=i in victims, was_training=was_training):
+            right = right_codes(ending, signalled=i in victims, was_training=was_training)
+            if was_loading and ending.endswith("TERM"):  # before maxmars has a handler
+                right.add(-signal.SIGTERM)
+            if code not in right:
                 faults.append(f"process {i} ended with {code}")
         is_saved = self.run.newest == self.run.last_step
         if was_training and ending.endswith("TERM") and not is_saved:
@@ -299,7 +307,7 @@ class Life:
         if run.newest > self.complete:
             if run.saved_on not in (None, self.place):
                 run.moves.append(self.complete)
-            run.saved_on = self.place
+            run.saved_on, run.barren = self.place, 0
         if "Traceback" in "".join(map(self.output, range(self.place.processes))):
             faults.append("a stack trace")
         return faults + (run.audit() if run.newest else [])
@@ -309,10 +317,8 @@ def right_codes(ending: str, *, signalled: bool, was_training: bool) -> set[int]
     """The exit codes that a process may have after these signals."""
     if ending.endswith("KILL"):
         return {-signal.SIGKILL} if signalled else {75, -signal.SIGABRT}
-    if was_training:
-        return {75}
-    # Before Python has loaded maxmars, SIGTERM ends the process; its peer waits, and JAX aborts it.
-    return {75, -signal.SIGTERM, -signal.SIGABRT}
+    # A process whose peer ends while both start waits for it, and JAX aborts it.
+    return {75} if was_training else {75, -signal.SIGABRT}
 
 
 def environment(out: Path, devices: int) -> dict[str, str]:
@@ -355,15 +361,18 @@ class Soak:
 
     def life(self, run: Run, place: Place, *, slow: bool) -> None:
         """One life of a run, which signals end."""
-        if not self.endings:
+        if not self.endings:  # each as often as the others
             self.endings = self.chance.sample(ENDINGS, len(ENDINGS))
-        ending = self.endings.pop()
+        # `train` refuses to start again after three lives that were killed and saved nothing.
+        is_last_chance = run.barren == 2
+        ending = "TERM" if is_last_chance else self.endings.pop()
         life = Life(run, place, slow=slow)
         try:
-            what, faults = life.disturb(ending, self.chance)
+            what, faults = life.disturb(ending, self.chance, may_be_starting=not is_last_chance)
         finally:
             codes = life.end()
         self.in_files += life.in_file_operation
+        run.barren += any(code != 75 for code in codes) or ending.endswith("KILL")
         self.report(life, what, shown(codes), [*faults, *life.check()])
 
     def finish(self, run: Run, place: Place, steps: int, *options: str) -> None:
