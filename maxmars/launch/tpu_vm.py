@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Suppress, arg
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from maxmars.config.chips import Shape, slice_sizes
 from maxmars.launch.job import (
@@ -54,6 +56,14 @@ _CAPACITY = ("capacity", "resource_exhausted", "stockout")
 _MOST_VAIN = 10
 _LONGEST_PAUSE_S = 600.0
 _STEP = re.compile(r"\bstep +\d+/\d+ ")  # as the run reports it
+# What gcloud says when another try would fail as well: at once, and where ssh never worked.
+_NO_PERMISSION = re.compile(
+    r"not present in the SSH agent|PERMISSION_DENIED|does not have permission|"
+    r"Required '[\w.]+' permission|HttpError\D{0,20}403|not authorized",
+    re.IGNORECASE,
+)
+_NO_ROUTE = re.compile(r"No route to host|Network is unreachable", re.IGNORECASE)
+_KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
 # The chip, software of the hosts, by Google's page "TPU software versions", and cores that a type
@@ -106,6 +116,12 @@ class TpuVm:
     """Zone of the TPU, such as us-east5-a."""
     project: Annotated[str | None, arg(metavar="ID")] = None
     """Google Cloud project; None takes gcloud's own."""
+    tunnel_through_iap: bool = False
+    """Reach the hosts by Google's Identity-Aware Proxy, as those without an external address."""
+    internal_ip: bool = False
+    """Reach the hosts by their internal addresses, from a machine in their network."""
+    alpha: bool = False
+    """Use `gcloud alpha`, for flags that only it has."""
     queued: Suppress[bool | None] = None
     """Whether it was asked for by a queued resource; None if that is not known."""
     num_slices: Suppress[int] = 1
@@ -118,6 +134,8 @@ class TpuVm:
           ValueError: names the option that is wrong.
         """
         check_name(self.name)
+        if self.tunnel_through_iap and self.internal_ip:
+            raise ValueError("take one of --tunnel-through-iap and --internal-ip.")
         zone = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
         check_word(self.zone, "--zone", zone, "us-east5-a, a zone that has TPUs")
         if self.project is not None:
@@ -130,10 +148,11 @@ class TpuVm:
         project = "" if self.project is None else f" --project {self.project}"
         return f"--name {self.name} --zone {self.zone}{project}"
 
-    def gcloud(self, kind: Kind, *words: str) -> list[str]:
+    def gcloud(self, kind: Kind, *words: str, alpha: bool = False) -> list[str]:
         """A command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
-        return ["gcloud", "compute", "tpus", kind, *words, f"--zone={self.zone}", *project]
+        track = ["alpha"] if alpha or self.alpha else []
+        return ["gcloud", *track, "compute", "tpus", kind, *words, f"--zone={self.zone}", *project]
 
     def describe(self, kind: Kind, node: str | None = None) -> list[str]:
         """The command that prints the queued resource, the TPU or one of its slices as JSON."""
@@ -157,10 +176,13 @@ class TpuVm:
     def _on_hosts(
         self, verb: str, words: Sequence[str], *options: str, worker: str = "all"
     ) -> list[str]:
-        options = (f"--worker={worker}", *options, "--quiet")
+        iap = self.tunnel_through_iap  # which `gcloud compute tpus tpu-vm` does not know yet
+        way = ["--tunnel-through-iap"] if iap else ["--internal-ip"] if self.internal_ip else []
+        options = (f"--worker={worker}", *way, *options, "--quiet")
         if self.num_slices == 1:
-            return self.gcloud("tpu-vm", verb, *words, *options)
-        return self.gcloud("queued-resources", verb, *words, f"--node={worker}", *options)
+            return self.gcloud("tpu-vm", verb, *words, *options, alpha=iap)
+        node = f"--node={worker}"
+        return self.gcloud("queued-resources", verb, *words, node, *options, alpha=iap)
 
     def get(self, kind: Kind, node: str | None = None) -> dict[str, Any] | None:
         """What Google knows of the queued resource, the TPU or one of its slices; None if it is not
@@ -275,8 +297,17 @@ class TpuVm:
 
 
 def _slices(queued: dict[str, Any]) -> list[str]:
-    """Names of the nodes of a queued resource."""
-    return [spec["nodeId"] for spec in queued.get("tpu", {}).get("nodeSpec", [])]
+    """Names of the nodes of a queued resource. Several of one specification have a number and a
+    prefix in place of a name."""
+    names = []
+    for spec in queued.get("tpu", {}).get("nodeSpec", []):
+        if "nodeId" in spec:
+            names.append(spec["nodeId"])
+        else:
+            many = spec.get("multisliceParams", {})
+            count = int(many.get("nodeCount", 1))
+            names += [f"{many.get('nodeIdPrefix', 'node')}-{number}" for number in range(count)]
+    return names
 
 
 def _read_reports(lines: Iterable[str]) -> dict[str, str]:
@@ -299,6 +330,9 @@ class TpuOptions(RunOptions, TpuVm):
     """Ask by a queued resource, which waits until there is capacity."""
     runtime_version: Annotated[str | None, arg(metavar="VERSION")] = None
     """Software of the hosts; None takes Google's choice for JAX on this kind."""
+    gcloud_flag: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="FLAG")] = ()
+    """Any other flag of gcloud's `create`, as one word: --gcloud-flag=--reserved. May be
+    repeated."""
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
     poll_s: Annotated[float, arg(metavar="SECONDS")] = 20.0
@@ -322,6 +356,9 @@ class TpuOptions(RunOptions, TpuVm):
                 f"--accelerator={self.accelerator!r}: there is no such slice; the nearest are "
                 f"{names}."
             )
+        for flag in self.gcloud_flag:
+            pattern = r"--[a-z][-a-z0-9]*(=[^\x00-\x1f]*)?"
+            check_word(flag, "--gcloud-flag", pattern, "--network=NETWORK, one flag of gcloud")
         if self.runtime_version is not None:
             version = r"[a-z0-9][-a-z0-9._]*"
             check_word(self.runtime_version, "--runtime-version", version, "v2-alpha-tpuv5")
@@ -349,7 +386,8 @@ class TpuOptions(RunOptions, TpuVm):
         """The command that creates the TPU, or the request for it."""
         version = self.runtime_version or _ACCELERATORS[self.accelerator.partition("-")[0]][1]
         spot = ["--spot"] if self.spot else []
-        options = [f"--accelerator-type={self.accelerator}", *spot, "--quiet"]
+        own = [f"--accelerator-type={self.accelerator}", *spot]
+        options = [*own, *self.gcloud_flag, "--quiet"]
         if not self.queued:
             return self.gcloud("tpu-vm", "create", self.name, f"--version={version}", *options)
         nodes = [f"--node-id={self.name}"]
@@ -363,6 +401,10 @@ class HostsLostError(Exception):
     """Not every host answers."""
 
 
+class HostBrokenError(HostsLostError):
+    """Some hosts of a TPU that is there answer, and others do not."""
+
+
 class Launcher:
     """Brings a run to its end on one TPU."""
 
@@ -370,6 +412,7 @@ class Launcher:
         """Take over a run, at whatever point it stands."""
         self._tpu, self._job = options, job
         self._restarts = 0
+        self._reached = False  # whether ssh has worked on this TPU
         self._vain = 0  # starts in a row on a TPU that was there, of which no step was seen
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
 
@@ -380,7 +423,9 @@ class Launcher:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
         require("gcloud")
+        _check_agent(self._tpu)
         while True:
+            broken = False
             try:
                 hosts = self._obtain()
                 self._start(hosts)
@@ -394,7 +439,7 @@ class Launcher:
                     return STOPPED
                 reason = self._why_it_ended(ended)
             except HostsLostError as error:
-                reason = str(error)
+                reason, broken = str(error), isinstance(error, HostBrokenError)
             self._restarts += 1
             self._pause(reason)
             if self._restarts > self._tpu.max_restarts:
@@ -403,6 +448,9 @@ class Launcher:
                     f"command continues the run. {self._cost}"
                 )
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
+            if broken:
+                log(f"{self._tpu.name}: deleting it, as a new one has other hosts")
+                self._tpu.remove()
 
     def _pause(self, reason: str) -> None:
         """Wait after starts that came to nothing; the run itself judges those that made steps.
@@ -480,7 +528,7 @@ class Launcher:
                 time.sleep(self._tpu.poll_s)
 
     def _create(self) -> None:
-        tpu = self._tpu
+        tpu, self._reached = self._tpu, False
         verb = "asking for" if tpu.queued else "creating"
         count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
         log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
@@ -503,9 +551,11 @@ class Launcher:
             for _ in range(_SSH_TRIES):
                 if (done := run_program(copy)).returncode == 0:
                     break
-                self._wait_for_ssh()
+                self._wait_for_ssh(done)
             else:
+                self._on_all("status", hosts, tries=1)  # tells which hosts fail
                 raise HostsLostError(f"scp fails ({problem(done)})")
+            self._reached = True
         states = set(self._on_all("status", hosts).values())
         if states == {"running"}:
             log(f"the run is already under way on {hosts} hosts")
@@ -520,9 +570,11 @@ class Launcher:
         log(f"starting on {hosts} hosts")
         self._on_all("start", hosts)
 
-    def _on_all(self, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
+    def _on_all(
+        self, words: str, hosts: int, *, show: bool = False, tries: int = _SSH_TRIES
+    ) -> dict[str, str]:
         """State of every host after a command of host.sh, whose output is shown or not."""
-        for _ in range(_SSH_TRIES):
+        for _ in range(tries):
             done = run_program(self._tpu.ssh(words))
             lines = done.stdout.splitlines()
             states = _read_reports(lines)
@@ -531,8 +583,13 @@ class Launcher:
                     if not _REPORT.search(line):
                         log(line)
                 return states
-            self._wait_for_ssh()
-        raise HostsLostError(f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})")
+            self._wait_for_ssh(done)
+        text = f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
+        if states:
+            raise HostBrokenError(text)
+        if not self._reached:
+            raise ValueError(f"ssh never worked on {self._tpu.name}: {problem(done)}. {self._cost}")
+        raise HostsLostError(text)
 
     def _follow(self) -> None:
         """Show the first host's log until its process ends; a lost connection is taken up again."""
@@ -546,13 +603,47 @@ class Launcher:
             failures = 1 if seen > before else failures + 1
         raise HostsLostError("the connection to the first host breaks again and again")
 
-    def _wait_for_ssh(self) -> None:
+    def _wait_for_ssh(self, failed: subprocess.CompletedProcess[str] | None = None) -> None:
+        """Wait before another try.
+
+        Raises:
+          HostsLostError: the TPU is no longer there.
+          ValueError: what failed would fail again.
+        """
+        if failed is not None:
+            lasting = _NO_PERMISSION.search(failed.stderr)
+            if lasting or (_NO_ROUTE.search(failed.stderr) and not self._reached):
+                raise ValueError(
+                    f"the hosts of {self._tpu.name} cannot be reached from here: "
+                    f"{problem(failed)}. {self._cost}"
+                )
         state = self._tpu.state()
         if state.phase in ("gone", "leaving", "missing"):
             raise HostsLostError(f"the TPU was preempted ({state.text})")
         if state.phase != "ready":
             raise HostsLostError(state.text)
         time.sleep(self._tpu.poll_s)
+
+
+def _check_agent(tpu: TpuOptions) -> None:
+    """Check what gcloud checks before it connects to several hosts: then no TPU is created in vain.
+
+    Raises:
+      ValueError: an ssh-agent runs that has keys, and not gcloud's.
+    """
+    agent = os.environ.get("SSH_AUTH_SOCK") and shutil.which("ssh-add")
+    if not agent or tpu.slice.num_hosts == 1:
+        return
+    key = Path.home() / _KEY
+    public = key.with_name(f"{key.name}.pub")
+    known = run_program(["ssh-add", "-L"])
+    words = public.read_text().split() if public.is_file() else []
+    if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
+        raise ValueError(
+            f"the ssh-agent lacks gcloud's key {key}, and gcloud then reaches no TPU of several hosts; "
+            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars launch "
+            "...`."
+        )
 
 
 def host_script(job: Job) -> str:

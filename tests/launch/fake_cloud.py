@@ -59,6 +59,7 @@ class FakeCloud:
         program(folder / "bin" / "hostname", '#!/bin/sh\necho "tpu-w-$FAKE_HOST"\n')
         program(folder / "bin" / f"python3.{sys.version_info.minor}", HOST_PYTHON)
         monkeypatch.setenv("FAKE_CLOUD", str(folder))
+        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
         monkeypatch.setenv("PATH", f"{folder / 'local'}{os.pathsep}{os.environ['PATH']}")
 
     def train(self, script):
@@ -75,7 +76,8 @@ class FakeCloud:
     def calls(self):
         """Command lines of gcloud so far, as text."""
         lines = (self.folder / "calls").read_text().splitlines()
-        return [" ".join(json.loads(line)[2:]) for line in lines]
+        words = [[word for word in json.loads(line) if word != "alpha"] for line in lines]
+        return [" ".join(call[2:]) for call in words]
 
     def count(self, *words):
         """Number of calls with all these words."""

@@ -4,7 +4,10 @@ In the folder $FAKE_CLOUD: `queued` and `node` hold the states that `describe` t
 other (the last stays), while there is such a thing; `creations` what the next creations lead to;
 `ssh_failures` how often ssh fails; `follow_lines` after how many lines the first connection that
 follows a log breaks; `hosts` their number in each slice; `nodes` the names of the
-slices, and a file of such a name the states of that one; `calls` every command line.
+slices, and a file of such a name the states of that one; `calls` every command line; `ssh_error`
+what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU.
+As gcloud does, several hosts are not reached at all while an ssh-agent has other keys only, IAP is
+known to `alpha` alone, and a queued resource of several slices names no `nodeId` at first.
 """
 
 import contextlib
@@ -79,6 +82,7 @@ def delete(name):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
         gone = CLOUD / f"gone-{os.getpid()}-{path.name}"  # as a process may still write there
         path.rename(gone)
+        (CLOUD / "unreachable").unlink(missing_ok=True)  # a new TPU has other hosts
         shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -100,7 +104,11 @@ def reach():
     left = read("ssh_failures", 0)
     if left:
         write("ssh_failures", left - 1)
-        fail("ssh exited with 255", 255)
+        fail(read("ssh_error", "ssh exited with 255"), 255)
+    if read("hosts") > 1 and os.environ.get("SSH_AUTH_SOCK"):
+        agent = subprocess.run(["ssh-add", "-L"], capture_output=True, text=True)
+        if agent.returncode == 0 and "google" not in agent.stdout:
+            fail('SSH Key is not present in the SSH agent. Please run "ssh-add KEY" to add it.')
 
 
 def ssh(options):
@@ -109,8 +117,11 @@ def ssh(options):
     if lines is not None:
         (CLOUD / "follow_lines").unlink()
         options["command"] += f" | head -n {lines}"
-    running = []
+    running, failed = [], False
     for number in workers(options):
+        if number in read("unreachable", []):
+            failed = True
+            continue
         environment = os.environ | {
             "HOME": str(host(number)),
             "PATH": f"{CLOUD / 'bin'}:/usr/bin:/bin",
@@ -118,21 +129,30 @@ def ssh(options):
         }
         command = ["bash", "-c", options["command"]]
         running.append(subprocess.Popen(command, cwd=host(number), env=environment))
-    sys.exit(max(one.wait() for one in running))
+    codes = [one.wait() for one in running]
+    if failed:
+        fail("##### Command execution on worker failed with exit status 255.", 255)
+    sys.exit(max(codes))
 
 
 def copy(sources, options):
     reach()
     for number in workers(options):
-        for source in sources:
-            shutil.copy(source, host(number))
+        if number not in read("unreachable", []):
+            for source in sources:
+                shutil.copy(source, host(number))
+    if read("unreachable"):
+        fail("##### Command execution on worker failed with exit status 255.", 255)
 
 
 def main():
     with (CLOUD / "calls").open("a") as calls:
         calls.write(json.dumps(sys.argv[1:]) + "\n")
-    assert sys.argv[1:3] == ["compute", "tpus"]
-    kind, verb, *rest = sys.argv[3:]
+    words = [word for word in sys.argv[1:] if word != "alpha"]
+    assert words[:2] == ["compute", "tpus"]
+    kind, verb, *rest = words[2:]
+    if "--tunnel-through-iap" in rest and kind == "tpu-vm" and sys.argv[1] != "alpha":
+        fail("unrecognized arguments: --tunnel-through-iap", 2)
     options = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
     names = [word for word in rest if not word.startswith("--")]
     assert options["zone"] == "us-east5-a"
@@ -145,7 +165,11 @@ def main():
         endpoints = [{"ipAddress": f"10.0.0.{i}"} for i in range(read("hosts"))]
         node = {"state": state, "networkEndpoints": endpoints}
         data = {"failedData": {"error": {"message": "no quota"}}} if state == "FAILED" else {}
-        spec = {"nodeSpec": [{"nodeId": name} for name in read("nodes", ["run1"])]}
+        nodes = read("nodes", ["run1"])
+        many = {"nodeCount": len(nodes), "nodeIdPrefix": "run1"}
+        spec = {"nodeSpec": [{"nodeId": name} for name in nodes]}
+        if len(nodes) > 1 and (state != "ACTIVE" or not read("names_slices", True)):
+            spec = {"nodeSpec": [{"multisliceParams": many}]}
         request = {"state": {"state": state} | data, "tpu": spec}
         print(json.dumps(node if thing == "node" else request))
     elif verb == "create":

@@ -97,7 +97,11 @@ exec -a maxmars sleep 60  # is killed with its host
     assert "costs until `maxmars launch tpu-vm delete --name run1 --zone us-east5-a`" in output
 
 
-def test_two_slices_train_as_one_until_one_is_preempted(cloud, capsys):
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_slices_train_as_one_until_one_is_preempted(cloud, capsys, named):
+    cloud.write("names_slices", named)  # whether Google names each slice, or gives their number
+    waiting = ["WAITING_FOR_RESOURCES", "ACTIVE"]
+    cloud.write("creations", [{"queued": waiting, "node": ["READY"]}] * 2)
     cloud.train("""
 if [[ -f $FAKE_CLOUD/once ]]; then touch "$FAKE_CLOUD/continued$FAKE_HOST"; exit 0; fi
 echo "step 1 of host $FAKE_HOST"
@@ -152,10 +156,68 @@ def test_starts_that_make_steps_go_on(cloud, capsys):
 def test_ssh_that_never_works_ends(cloud, capsys):
     cloud.write("ssh_failures", 10_000)
     assert launch(*START, "--poll-s", "0.0001") == 1
-    assert "scp fails (" in (error := capsys.readouterr().err)
-    assert "and no step was seen in 11 starts in a row" in error
+    error = capsys.readouterr().err
+    assert "ssh never worked on run1: ERROR: (gcloud.compute.tpus) ssh exited with 255." in error
     assert "costs until `maxmars launch tpu-vm delete" in error
-    assert cloud.count("tpu-vm scp") == 44
+    assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        'SSH Key is not present in the SSH agent. Please run "ssh-add KEY"',
+        "PERMISSION_DENIED: Permission 'tpu.nodes.update' denied",
+        "Required 'compute.projects.get' permission for 'projects/x'",
+        "connect to host 10.0.0.2 port 22: No route to host",
+    ],
+)
+def test_errors_that_last_are_not_tried_again(cloud, capsys, says):
+    cloud.write("ssh_failures", 10_000)
+    cloud.write("ssh_error", says)
+    assert launch(*START) == 1
+    error = capsys.readouterr().err
+    assert "the hosts of run1 cannot be reached from here: ERROR" in error
+    assert says in error
+    assert "costs until" in error
+    assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "created"), [("echo ssh-ed25519 AAother me", 0), ("exit 1", 1), (None, 1)]
+)
+def test_an_agent_without_the_key_is_told_before_anything_is_created(
+    cloud, capsys, monkeypatch, tmp_path, agent, created
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/agent")
+    public = tmp_path / ".ssh" / "google_compute_engine.pub"
+    program(public, "ssh-rsa AAgoogle me")
+    program(cloud.folder / "local" / "ssh-add", f"#!/bin/sh\n{agent or f'cat {public}'}\n")
+    assert launch(*START) == 1 - created
+    assert ("run `ssh-add " in capsys.readouterr().err) == (not created)
+    calls = cloud.folder / "calls"
+    assert (cloud.count(" create ") if calls.exists() else 0) == created
+
+
+def test_a_broken_host_means_a_new_tpu(cloud, capsys):
+    cloud.write("unreachable", [1])
+    assert launch(*START, "--poll-s", "0.0001") == 0
+    output = capsys.readouterr().out
+    assert "1 of 2 hosts answered by ssh" in output
+    assert "run1: deleting it, as a new one has other hosts" in output
+    assert (cloud.count(" create "), cloud.count(" delete "), cloud.count(" scp ")) == (2, 1, 5)
+
+
+def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
+    options = ["--gcloud-flag", "--internal-ips", "--gcloud-flag=--network=my net", "--alpha"]
+    assert launch(*START, *options, "--tunnel-through-iap") == 0
+    (create,) = (call for call in cloud.calls() if " create " in call)
+    assert " --internal-ips --network=my net " in create
+    reaching = [call for call in cloud.calls() if " ssh " in call or " scp " in call]
+    assert all(" --tunnel-through-iap " in call for call in reaching)
+    assert launch("launch", "tpu-vm", "status", *WHERE, "--tunnel-through-iap") == 0
+    assert launch("launch", "tpu-vm", "logs", *WHERE, "--internal-ip") == 0
+    assert cloud.count(" --internal-ip ", " follow ") == 1
 
 
 def test_jaxs_abort_is_explained(cloud, capsys):
@@ -371,7 +433,12 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
         ),
         (["--", "--mesh.data", "3"], "the mesh data=3 fsdp=1 tensor=1 needs 3 devices, but there"),
         (["--", "--global-batch-size", "12"], "12 / num_microbatches=1) does not divide over 8"),
-        (["--accelerator", "v5p-15"], "there is no such slice; the nearest are v5p-16, v5p-8, v5p-32"),
+        (
+            ["--accelerator", "v5p-15"],
+            "there is no such slice; the nearest are v5p-16, v5p-8, v5p-32",
+        ),
+        (["--gcloud-flag", "x"], "--gcloud-flag='x' does not look like --network=NETWORK"),
+        (["--tunnel-through-iap", "--internal-ip"], "take one of --tunnel-through-iap and"),
         (["--accelerator", "v5litepod-3"], "nearest are v5litepod-4, v5litepod-8, v5litepod-1"),
         (["--accelerator", "v6e-2"], "--accelerator='v6e-2': there is no such slice"),
         (
