@@ -37,6 +37,7 @@ from maxmars.launch.job import (
 _REPLICATED_JOB = "slice-job"
 _CONTAINER = "maxmars"
 _PORT = 8476
+_SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 
 # Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
@@ -124,10 +125,20 @@ class GkeOptions(RunOptions, JobSet):
     """TPU slices of this topology, which train as one."""
     image: Annotated[str, arg(metavar="IMAGE")] = "python:3.12"
     """Container image with bash and Python; with the packages in it, pods start faster."""
+    install: bool = True
+    """Install the packages in each pod at each start; leave it out where the image has them."""
     claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH")] = ()
     """PersistentVolumeClaims to mount, with the data for example."""
     spot: bool = False
     """Use spot nodes, which may be taken away at any time."""
+    node_selector: Annotated[tuple[str, ...], arg(metavar="LABEL=VALUE")] = ()
+    """More labels of the nodes, for example of a reservation."""
+    toleration: Annotated[tuple[str, ...], arg(metavar="KEY[=VALUE][:EFFECT]")] = ()
+    """Taints of nodes that the pods tolerate."""
+    patch: Annotated[Path | None, arg(metavar="FILE.yaml")] = None
+    """A YAML file to merge into the JobSet: mappings are merged at every depth, lists of things
+    with names (replicatedJobs, containers, env, volumes) by name, volumeMounts by mountPath; any
+    other list or value is replaced."""
     xpk: bool = False
     """Queue the run where `xpk cluster create` made the cluster."""
     service_account: Annotated[str | None, arg(metavar="NAME")] = None
@@ -161,11 +172,31 @@ class GkeOptions(RunOptions, JobSet):
             pattern = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^\s:]+"
             example = "datasets:/data, a PersistentVolumeClaim and where to mount it"
             check_word(claim, "--claim", pattern, example)
+        for label in self.node_selector:
+            example = "cloud.google.com/reservation-name=NAME, a label and its value"
+            check_word(label, "--node-selector", r"[\w./-]+=[\w.-]*", example)
+        for taint in self.toleration:
+            pattern = r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?"
+            check_word(taint, "--toleration", pattern, "team=ml:NoSchedule, a taint of nodes")
+        if self.patch is not None:
+            _read_patch(self.patch)
         check_multislice(self.slice, self.num_slices)
+        if not self.has_tpu and self.slice.num_hosts > 1 and self.patch is None:
+            raise ValueError(
+                f"--topology {self.topology} is {self.slice.num_hosts} nodes, whose GPUs reach "
+                "each other at full speed only with the cluster's network interfaces, NCCL plugin "
+                "and NCCL's variables. Start it by `xpk workload create`, which writes them, or "
+                "copy them from AI-Hypercomputer/gpu-recipes (networking.gke.io/interfaces) into "
+                "--patch FILE.yaml, or take the GPUs of one node."
+            )
 
 
 def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
-    """The manifest of the JobSet."""
+    """The manifest of the JobSet.
+
+    Raises:
+      ValueError: --patch is no mapping in YAML.
+    """
     workload = {"xpk.google.com/workload": job.name}
     queue = {"kueue.x-k8s.io/queue-name": "multislice-queue"} if options.xpk else {}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -178,7 +209,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": users_errors}]},
         "template": {"metadata": {"labels": workload}, "spec": _pod(options, job)},
     }
-    return {
+    manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {
@@ -207,6 +238,37 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
             ],
         },
     }
+    return manifest if options.patch is None else _merge(manifest, _read_patch(options.patch))
+
+
+def _read_patch(path: Path) -> dict[str, Any]:
+    try:
+        patch = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--patch {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(patch, dict):
+        raise ValueError(f"--patch {path} must be a mapping, such as a part of a JobSet.")
+    return patch
+
+
+def _merge(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merge(old.get(key), value) for key, value in new.items()}
+    if isinstance(old, list) and isinstance(new, list):
+        for key in ("mountPath", "name"):
+            if all(isinstance(item, dict) and key in item for item in old + new):
+                merged = {item[key]: item for item in old}
+                for item in new:
+                    merged[item[key]] = _merge(merged.get(item[key]), item)
+                return list(merged.values())
+    return new
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    words, _, effect = taint.partition(":")
+    key, equals, value = words.partition("=")
+    tolerated = {"key": key, "operator": "Equal" if equals else "Exists"}
+    return tolerated | ({"value": value} if equals else {}) | ({"effect": effect} if effect else {})
 
 
 def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
@@ -240,21 +302,22 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
     }
     if job.environment:
         container["envFrom"] = [{"secretRef": {"name": f"{job.name}-environment"}}]
+    selector = options.node_labels | dict(label.split("=") for label in options.node_selector)
+    tolerations = [_toleration(taint) for taint in options.toleration]
+    if options.spot:
+        selector |= {_SPOT: "true"}
+        tolerations.append(_toleration(f"{_SPOT}=true:NoSchedule"))
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 300,  # to save; a spot node gives 25 s
-        "nodeSelector": options.node_labels,
+        "nodeSelector": selector,
         "containers": [container],
         "volumes": volumes,
     }
     if options.has_tpu:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if options.spot:
-        spot = "cloud.google.com/gke-spot"
-        pod["nodeSelector"] = options.node_labels | {spot: "true"}
-        pod["tolerations"] = [
-            {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-        ]
+    if tolerations:
+        pod["tolerations"] = tolerations
     if options.xpk:
         pod["priorityClassName"] = "medium"
     if options.service_account is not None:
@@ -271,11 +334,7 @@ def _container_script(options: GkeOptions, job: Job) -> str:
         if options.slice.num_hosts > 1:
             coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
             place = f' --coordinator {coordinator}{place} --process-id "$JOB_COMPLETION_INDEX"'
-    return f"""\
-set -euo pipefail
-mkdir -p /maxmars
-tar -xzf /maxmars-source/source.tar.gz -C /maxmars
-cd /maxmars
+    install = f"""\
 installed=0
 for pause in 0 15 30 60 120; do  # the index may not answer at once
   sleep "$pause"
@@ -283,7 +342,15 @@ for pause in 0 15 30 60 120; do  # the index may not answer at once
 -c {CONSTRAINTS} '.[{extra},gcs]'; then installed=1 && break; fi
 done
 ((installed)) || exit 1  # new pods would meet it again
-{setup}
+"""
+    if not options.install:
+        install = "# no pip: the image has the packages\n"
+    return f"""\
+set -euo pipefail
+mkdir -p /maxmars
+tar -xzf /maxmars-source/source.tar.gz -C /maxmars
+cd /maxmars
+{install}{setup}
 exec python3 {shlex.join(job.python_arguments())}{place}
 """
 
@@ -345,7 +412,9 @@ def launch(options: GkeOptions, job: Job) -> None:
         )
     run_program(options.delete_files())
     packed = {"source.tar.gz": base64.b64encode(archive).decode()}
-    _create(options, "ConfigMap", f"{job.name}-source", {"binaryData": packed})
+    _create(
+        options, "ConfigMap", f"{job.name}-source", {"binaryData": packed}, note=job.source.size
+    )
     if job.environment:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)
@@ -353,7 +422,9 @@ def launch(options: GkeOptions, job: Job) -> None:
     log(f"see `maxmars launch gke status|logs|delete {where}`")
 
 
-def _create(options: GkeOptions, kind: str, name: str, manifest: dict[str, Any]) -> None:
+def _create(
+    options: GkeOptions, kind: str, name: str, manifest: dict[str, Any], note: str = ""
+) -> None:
     metadata = {"name": name, "namespace": options.namespace}
     manifest = {"apiVersion": "v1", "kind": kind, "metadata": metadata} | manifest
     # Only the user can read the file, no command line shows a secret, and unlike `kubectl apply`
@@ -363,4 +434,4 @@ def _create(options: GkeOptions, kind: str, name: str, manifest: dict[str, Any])
         path.touch(mode=0o600)
         path.write_text(_to_yaml(manifest))
         run_or_fail(["kubectl", "create", f"--filename={path}"])
-    log(f"created {kind} {name}")
+    log(f"created {kind} {name}{f' ({note})' if note else ''}")

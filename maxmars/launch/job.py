@@ -41,7 +41,8 @@ PROLOG = "launch-prolog.sh"
 _SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _LEFT_OUT = {"runs", "data", "__pycache__", "node_modules"}  # in a checkout without git
-_NOT_NEEDED = {"tests", ".github"}  # by a run; without them a ConfigMap has room for more
+# Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
+_NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
 
 
@@ -182,6 +183,11 @@ def pack(
     )
 
 
+def _is_needed(path: Path) -> bool:
+    nested_readme = path.name == "README.md" and len(path.parts) > 1
+    return path.parts[0] not in _NOT_NEEDED and not nested_readme
+
+
 def _files(root: Path) -> list[Path]:
     """Relative paths of the files to pack, sorted."""
     if (root / ".git").exists() and shutil.which("git") is not None:
@@ -190,12 +196,12 @@ def _files(root: Path) -> list[Path]:
         if listed.returncode == 0:
             paths = [Path(name) for name in listed.stdout.split("\0") if name]
             is_file = [path for path in paths if (root / path).is_file()]
-            return sorted(path for path in is_file if path.parts[0] not in _NOT_NEEDED)
+            return sorted(filter(_is_needed, is_file))
     found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     return sorted(
         path
         for path in found
-        if path.parts[0] not in _NOT_NEEDED
+        if _is_needed(path)
         and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)
     )
 

@@ -640,9 +640,8 @@ def _check_agent(tpu: TpuOptions) -> None:
     words = public.read_text().split() if public.is_file() else []
     if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
         raise ValueError(
-            f"the ssh-agent lacks gcloud's key {key}, and gcloud then reaches no TPU of several hosts; "
-            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars launch "
-            "...`."
+            f"the ssh-agent lacks gcloud's key {key}, which gcloud needs for several hosts; "
+            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars ...`."
         )
 
 

@@ -73,14 +73,72 @@ def test_a_tpu_slice(capsys):
     assert "kueue.x-k8s.io/queue-name" not in jobset["metadata"]["labels"]
 
 
-def test_gpus_are_told_who_they_are(capsys):
-    job, pod, container = pod_of(manifest(capsys, *START, "--topology", "h200:16"))
+PATCH = """
+spec:
+  replicatedJobs:
+  - name: slice-job
+    template: {spec: {template: {
+      metadata: {annotations: {networking.gke.io/interfaces: "[]"}},
+      spec: {
+        initContainers: [{name: nccl, image: gib}],
+        containers: [{
+          name: maxmars,
+          env: [{name: NCCL_NET, value: gIB}, {name: PYTHONUNBUFFERED, value: "0"}],
+          volumeMounts: [{name: gib, mountPath: /usr/local/gib}, {name: shm, mountPath: /dev/shm}]
+        }],
+        volumes: [{name: gib, emptyDir: {}}, {name: shm, emptyDir: {sizeLimit: 1Gi}}]
+      }
+    }}}
+"""
+
+
+def test_gpus_of_two_nodes_need_a_patch_and_are_told_who_they_are(capsys, tmp_path):
+    patch = tmp_path / "gib.yaml"
+    patch.write_text(PATCH)
+    words = [*START, "--topology", "h200:16", "--patch", str(patch)]
+    job, pod, container = pod_of(manifest(capsys, *words))
+    assert job["template"]["metadata"]["annotations"] == {"networking.gke.io/interfaces": "[]"}
+    assert job["template"]["metadata"]["labels"] == {"xpk.google.com/workload": "run1"}
+    assert pod["initContainers"] == [{"name": "nccl", "image": "gib"}]
+    assert {v["name"] for v in pod["volumes"]} == {"source", "shm", "gib"}
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert [m["mountPath"] for m in container["volumeMounts"]] == [
+        "/maxmars-source",
+        "/dev/shm",
+        "/usr/local/gib",
+    ]
+    values = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert (values["NCCL_NET"], values["PYTHONUNBUFFERED"]) == ("gIB", "0")
+    assert "LD_LIBRARY_PATH" in values
     assert job["completions"] == 2
     assert container["resources"]["requests"] == {"nvidia.com/gpu": 8}
     place = "--coordinator run1-slice-job-0-0.run1:8476 --num-processes 2 --process-id "
     assert place + '"$JOB_COMPLETION_INDEX"' in container["command"][2]
     assert "[cuda,gcs]" in container["command"][2]
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
+
+
+def test_nodes_that_are_chosen_and_tolerated(capsys):
+    options = ["--node-selector", "a.b/c=d", "--toleration", "team=ml:NoSchedule", "mine", "--spot"]
+    _, pod, _ = pod_of(manifest(capsys, *TPU, *options))
+    assert pod["nodeSelector"]["a.b/c"] == "d"
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4x4"
+    spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+    effect = {"effect": "NoSchedule"}
+    assert pod["tolerations"] == [
+        {"key": "team", "operator": "Equal", "value": "ml"} | effect,
+        {"key": "mine", "operator": "Exists"},
+        spot | effect,
+    ]
+
+
+def test_an_image_with_the_packages_needs_no_pip(capsys):
+    _, _, container = pod_of(manifest(capsys, *TPU, "--no-install", "--image", "mine:1"))
+    script = container["command"][2]
+    assert "pip install" not in script
+    assert "exec python3 -m maxmars train" in script
+    subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
 def test_spot_xpk_claims_and_accounts(capsys):
@@ -120,6 +178,7 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "it's: $hush")
     assert launch(*TPU, "--env", "WANDB_API_KEY", "--namespace", "team") == 0
     output = capsys.readouterr().out
+    assert re.search(r"created ConfigMap run1-source \(\d+ files of the checkout, \d+ kB\)", output)
     calls = (cloud / "calls").read_text()
     assert [line.split()[0] for line in calls.splitlines()] == ["get", "delete", *["create"] * 3]
     assert "hush" not in output + calls
@@ -180,6 +239,12 @@ def test_a_jobset_that_is_there(cloud, capsys):
             ["--topology", "v6e:2x4", "--num-slices", "2"],
             "8 chips of v6e are one host; take larger",
         ),
+        (["--topology", "h100:16"], "is 2 nodes, whose GPUs reach each other at full speed only"),
+        (["--topology", "h100:16"], "Start it by `xpk workload create`"),
+        (["--patch", __file__], "is no YAML"),
+        (["--patch", "/dev/null"], "--patch /dev/null must be a mapping"),
+        (["--toleration", "a:Never"], "--toleration='a:Never' does not look like team=ml:NoSch"),
+        (["--node-selector", "a"], "--node-selector='a' does not look like"),
         (["--name", "x" * 41], "at most 40"),
     ],
 )

@@ -11,6 +11,8 @@ from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
 
+TOP = ("pyproject.toml", "README.md")  # which pip reads
+
 
 @pytest.fixture
 def checkout(tmp_path):
@@ -22,6 +24,9 @@ def checkout(tmp_path):
         ".gitignore",
         "old.py",
         "tests/c.py",
+        "tools/d.py",
+        "maxmars/README.md",
+        "README.md",
     ):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,7 @@ def test_the_present_state_of_a_git_checkout(checkout):
     (checkout / "old.py").unlink()
     (checkout / "configs" / "a.py").write_text("changed")
     packed = pack(f"{checkout}/configs/a.py:size=xl", root=checkout)
-    assert names(packed) == {"configs/a.py", "maxmars/b.py", ".gitignore", "pyproject.toml"}
+    assert names(packed) == {"configs/a.py", "maxmars/b.py", ".gitignore", *TOP}
     assert packed.config == "configs/a.py:size=xl"
     with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
         assert tar.extractfile("configs/a.py").read() == b"changed"
@@ -58,7 +63,7 @@ def test_without_git_and_with_a_config_from_elsewhere(checkout, tmp_path):
     config = tmp_path / "mine.py"
     config.write_text("x")
     packed = pack(str(config), root=checkout, setup=config)
-    inside = {"configs/a.py", "maxmars/b.py", "old.py", "pyproject.toml"}
+    inside = {"configs/a.py", "maxmars/b.py", "old.py", *TOP}
     assert names(packed) == inside | {"launch-config/mine.py", "launch-setup.sh"}
     assert packed.config == "launch-config/mine.py"
 
@@ -99,7 +104,8 @@ def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
 def test_this_checkout_packs():
     packed = pack("configs/quickstart.py")
     assert {"maxmars/train/loop.py", "pyproject.toml", "configs/quickstart.py"} <= names(packed)
-    assert len(packed.archive) < 1_000_000  # a ConfigMap takes it
+    assert not [name for name in names(packed) if name.startswith(("tests/", "tools/"))]
+    assert len(packed.archive) < 600_000  # a ConfigMap takes 1 MB
 
 
 @pytest.mark.parametrize(
