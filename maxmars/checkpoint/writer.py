@@ -340,11 +340,16 @@ class Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each checkpoint (Orbax's PreservationPolicy)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = self.kept(steps)
+        return [step in kept for step in steps]
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Which of the checkpoints of these steps to keep."""
         valid = sorted(set(steps) - self.outdated)
         newest = valid[-self._config.keep_last :]
         if not newest:
-            return [True] * len(steps)
-        kept = set(newest)
+            return set(steps)
+        kept = {*newest, *(step for step in steps if step > newest[0])}
         if self._config.keep_best is not None:
             scored = [step for step in valid if step in self._metric]
             scored.sort(key=lambda step: (self._metric[step], -step))
@@ -353,7 +358,7 @@ class Retention:
             # The first at or after each multiple: by minutes, steps are no round numbers.
             windows = {step // self._config.keep_every: step for step in reversed(valid)}
             kept |= {step for window, step in windows.items() if window > 0}
-        return [step in kept or step > newest[0] for step in steps]
+        return kept
 
 
 class SaveTimer:

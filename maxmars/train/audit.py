@@ -28,6 +28,7 @@ from flax.traverse_util import unflatten_dict
 from maxmars.checkpoint import Checkpoint, find, list_steps, load_arrays, read
 from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
+from maxmars.checkpoint.writer import Retention
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig
 from maxmars.distributed.files import is_remote, resolve, write_text
 from maxmars.train.loop import train
@@ -115,10 +116,17 @@ def audit(
     chain, problems = _chain(newest, receipts)
     by_hash = {receipt["hash"]: receipt for receipt in chain}
     problems += _check_links(chain)
+    kept = _kept(found[0], steps, newest)
     for step in steps:
         log(f"checkpoint {step}: comparing the arrays with their digests")
         is_older = not chain or step <= chain[0]["step"]
-        problems += _check_checkpoint(found[0], step, by_hash, is_older=is_older)
+        try:
+            problems += _check_checkpoint(found[0], step, by_hash, is_older=is_older)
+        except (ValueError, DamagedError) as error:
+            if step in kept:
+                problems.append(f"the checkpoint of step {step} is damaged: {error}")
+            else:
+                log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
     rows = read_metrics(directory)
     last = chain[-1]["step"] if chain else newest.step
     problems += _check_metrics(rows, chain, receipts)
@@ -175,17 +183,26 @@ def _check_links(chain: Sequence[Receipt]) -> list[str]:
     return problems
 
 
+def _kept(directory: Any, steps: Sequence[int], newest: Checkpoint) -> set[int]:
+    """The steps that the run keeps; a kill may have come while another one was being deleted."""
+    retention = Retention(newest.run_config().checkpoint)
+    for step in steps:
+        with contextlib.suppress(ValueError):  # damaged: it is none of the best
+            retention.record(step, read(directory, step).metrics)
+    return retention.kept(steps)
+
+
 def _check_checkpoint(
     directory: Any, step: int, chain: dict[str, Receipt], *, is_older: bool
 ) -> list[str]:
     """A checkpoint is one that the chain names, and its arrays are those of its digests.
 
     One that is older than the chain may have no receipt.
+
+    Raises:
+      ValueError, DamagedError: it is damaged.
     """
-    try:
-        checkpoint = read(directory, step)
-    except ValueError as error:
-        return [f"the checkpoint of step {step} is damaged ({error})"]
+    checkpoint = read(directory, step)
     receipt = chain.get(checkpoint.receipt.get("hash", ""))
     if receipt is None and (checkpoint.receipt or not is_older):
         return [f"the checkpoint of step {step} is not of this run: {FILE} does not lead to it"]
@@ -194,10 +211,7 @@ def _check_checkpoint(
     if said != told or step != said[0]:
         return [f"the checkpoint of step {step} is not the one of its receipt"]
     for part in _parts(checkpoint):
-        try:
-            load_arrays(checkpoint, unflatten_dict(part))
-        except DamagedError as error:
-            return [f"the checkpoint of step {step} is damaged: {error}"]
+        load_arrays(checkpoint, unflatten_dict(part))
     return []
 
 

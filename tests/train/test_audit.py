@@ -232,6 +232,18 @@ def test_an_evaluation_that_a_later_session_makes_is_vouched_for(tmp_path, num_s
 
 
 @pytest.mark.slow
+def test_what_a_kill_leaves_of_a_deleted_checkpoint_is_no_lie(tmp_path):
+    config, run = config_of(tmp_path), tmp_path / "run"
+    train(config, run)
+    shutil.copytree(run / "checkpoints/4/meta", tmp_path / "meta")
+    train(dataclasses.replace(config, num_steps=8, checkpoint=CheckpointConfig(every=2)), run)
+    shutil.copytree(tmp_path / "meta", run / "checkpoints/4/meta")  # the run keeps two: 6 and 8
+    assert check(run).verdict == "one trajectory"
+    shutil.rmtree(run / "checkpoints/6/state")
+    assert [text.split(" is ")[0] for text in check(run).problems] == ["the checkpoint of step 6"]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_older_than_receipts_is_judged_from_the_first_one_on(copied):
     (copied / "receipts.jsonl").unlink()
     for path in copied.glob("checkpoints/*/meta/data.json"):
