@@ -19,8 +19,7 @@ alive() {
 }
 
 state() {
-  local tries
-  for tries in {1..20}; do  # the exit code comes a moment after the end
+  for _ in {1..20}; do  # the exit code comes a moment after the end
     if alive; then echo running && return; fi
     if [[ -f $home/exit_code ]]; then
       if [[ -f $home/stopped ]]; then printf 'stopped '; else printf 'exited '; fi

@@ -164,7 +164,7 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     return f"""\
 #!/usr/bin/env bash
 {newline.join(lines)}
-cd {shlex.quote(str(directory))}
+cd {shlex.quote(str(directory))} || exit
 {prolog}
 set -uo pipefail
 # srun does not take it from the job by itself.

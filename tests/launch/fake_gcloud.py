@@ -5,7 +5,8 @@ other (the last stays), while there is such a thing; `creations` what the next c
 `ssh_failures` how often ssh fails; `follow_lines` after how many lines the first connection that
 follows a log breaks; `hosts` their number in each slice; `nodes` the names of the
 slices, and a file of such a name the states of that one; `calls` every command line; `ssh_error`
-what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU.
+what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU;
+`describe_error` what every `describe` fails with.
 As gcloud does, several hosts are not reached at all while an ssh-agent has other keys only, IAP is
 known to `alpha` alone, and a queued resource of several slices names no `nodeId` at first.
 """
@@ -157,6 +158,8 @@ def main():
     names = [word for word in rest if not word.startswith("--")]
     assert options["zone"] == "us-east5-a"
     thing = "queued" if kind == "queued-resources" else "node"
+    if verb == "describe" and read("describe_error"):
+        fail(read("describe_error"))
     if verb == "describe":
         if thing == "node" and names[0] not in read("nodes", ["run1"]):
             fail(f"NOT_FOUND: Resource '{names[0]}' was not found")

@@ -141,6 +141,17 @@ def test_an_image_with_the_packages_needs_no_pip(capsys):
     subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
+def test_a_driver_that_is_too_old_for_cuda_ends_the_run(capsys, tmp_path):
+    _, _, container = pod_of(manifest(capsys, *START, "--topology", "h100:8"))
+    program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 550.90.07\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    script = container["command"][2].replace("$$(", "$(")
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1  # which fails the JobSet
+    assert "have NVIDIA's driver 550.90.07, and CUDA 13 needs 580" in done.stdout
+    assert done.stderr == ""
+
+
 def test_spot_xpk_claims_and_accounts(capsys):
     options = ["--spot", "--xpk", "--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
     jobset = manifest(capsys, *TPU, *options)

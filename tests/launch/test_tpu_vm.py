@@ -182,6 +182,13 @@ def test_errors_that_last_are_not_tried_again(cloud, capsys, says):
     assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 1, 0)
 
 
+def test_a_missing_permission_is_told_before_anything_is_created(cloud, capsys):
+    cloud.write("describe_error", "PERMISSION_DENIED: Permission 'tpu.nodes.get' denied")
+    assert launch(*START) == 1
+    assert "Permission 'tpu.nodes.get' denied" in capsys.readouterr().err
+    assert (cloud.count(" create "), len(cloud.calls())) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("agent", "created"), [("echo ssh-ed25519 AAother me", 0), ("exit 1", 1), (None, 1)]
 )
