@@ -25,7 +25,8 @@ may differ by `MAX_DRIFT`. `audit --replay` must come to the same digest, and `a
 of the lies of `soak_lies.py` in copies of both runs.
 
 There is a line for each life, a table with a line for each optimizer, and last the verdict. Exits
-with 1 at any fault. A life costs a start of Python and JAX, some 6 s on an idle machine.
+with 1 at any fault. A life costs a start of Python and JAX, some 10 s; 100 of them, with the rest,
+take 20 to 30 minutes on two cores.
 """
 
 from __future__ import annotations
