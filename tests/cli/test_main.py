@@ -208,6 +208,7 @@ def test_ctrl_c_is_one_line_and_says_whether_the_command_continues(words, messag
     assert error.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_libtpu_says_nothing_on_a_machine_without_a_tpu():
     pytest.importorskip("libtpu")
     env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}

@@ -136,5 +136,5 @@ def test_a_run_under_auto_continues_under_another_policy(tmp_path, capsys):
 )
 def test_a_state_that_no_memory_holds_is_refused(model):
     config = tiny_config(model=dataclasses.replace(MODEL, **model))
-    with pytest.raises(ValueError, match=r"optimizer state need \d+GB, and this machine has"):
+    with pytest.raises(ValueError, match=r"optimizer state need [\d.]+[EP]B, and this machine has"):
         check_memory(config, make_mesh(MeshConfig()))
