@@ -193,11 +193,14 @@ class Life(contextlib.AbstractContextManager["Life"]):
                 self._write(record)
             else:
                 self._remove(FILE)
-            if self._made:  # by this life: nothing is to be left of a run that was refused
+            for _ in range(3 if self._made else 0):
+                # This life made the directory, and nothing is to be left of a run that was refused.
+                # Another process that fails as well may write its error meanwhile.
                 self._remove(FAILED)
                 with contextlib.suppress(OSError):
                     for path in self._made:
                         path.rmdir()
+                    break
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and jax.distributed.is_initialized():

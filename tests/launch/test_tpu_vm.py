@@ -146,6 +146,7 @@ def test_starts_of_which_no_step_is_seen_have_an_end(cloud, capsys):
     assert cloud.count("tpu-vm ssh", "start") == 11
 
 
+@pytest.mark.slow
 def test_starts_that_make_steps_go_on(cloud, capsys):
     once = 'echo x >>"$FAKE_CLOUD/starts$FAKE_HOST"; n=$(wc -l <"$FAKE_CLOUD/starts$FAKE_HOST")'
     cloud.train(f'{once}; echo "05:00:00 step  $n/400  loss 3.1"; ((n > 12)) || exit 75')

@@ -34,6 +34,7 @@ def stopped(tmp_path_factory):
     return config, folder
 
 
+@pytest.mark.slow
 def test_no_damage_of_bookkeeping_stops_a_run_or_changes_it(stopped, tmp_path, caplog):
     config, folder = stopped
     run, sound = tmp_path / "run", folder / "sound"
