@@ -84,6 +84,7 @@ def run(argv: list[str]) -> int:
 def _train(arguments: TrainArguments, starting: Starting) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes
+    from maxmars.distributed.failures import ExitIfPeerIsLost
     from maxmars.distributed.files import resolve
     from maxmars.plan.trace import trace_tables
     from maxmars.train import InitFrom, train
@@ -109,7 +110,8 @@ def _train(arguments: TrainArguments, starting: Starting) -> int:
             arguments.process_id,
             timeout_s=arguments.start_timeout_s,
         )
-        life.met()
+        with ExitIfPeerIsLost(life.lost):
+            life.met()
         result = train(
             arguments.config,
             workdir,
