@@ -36,6 +36,7 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
         self._before_leaving = before_leaving
         self._requested = False
+        self._counted = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
@@ -56,7 +57,12 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
         Every process asks before each step. Whichever was signalled, all get the same answer.
         """
         if jax.distributed.is_initialized():
-            return bool(multihost_utils.reached_preemption_sync_point(step))
+            # After a signal JAX names the first number that no process has asked for, and is silent
+            # about all others: of a signal before the first question that is 1, wherever the run
+            # continues. So every number is asked for.
+            numbers = range(self._counted + 1, step + 1)
+            self._counted = step
+            return any(multihost_utils.reached_preemption_sync_point(n) for n in numbers)
         return self._requested
 
     def request(self) -> None:

@@ -114,6 +114,19 @@ def test_an_interrupt_of_one_process_stops_both_at_the_same_step(folder, undistu
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_first_step_of_two_that_continue(folder):
+    assert [finish(one)[0] for one in start_two(folder, "early", "--num-steps", "4")] == [0, 0]
+    longer = ("--schedule.decay-steps", "4", "--num-steps", "3000")
+    processes = start_two(folder, "early", *longer)
+    notes = folder / "early" / "lives.json"
+    wait_until(lambda: notes.exists() and '"met": true' in notes.read_text(), processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [EXIT_CODE] * 2, results
+    assert "stopped after 5 steps" in results[0][1]
+
+
+@pytest.mark.slow
 def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
     # A second or more for each evaluation: after the start, and after the last step, once saved.
     long = ("--num-steps", "2", "--eval.every", "1000", "--eval.num-windows", "8000")
