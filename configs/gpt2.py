@@ -205,7 +205,6 @@ def get_config(
         name=f"gpt2-{size}-{optimizer}" + ("" if data == "openwebtext" else f"-{data}"),
         num_steps=NUM_STEPS,
         global_batch_size=480,
-        num_microbatches=recipe.microbatches,
         gradient_multiplier=1.0 if optimizer == "sophia" else float(recipe.microbatches),
         model=dataclasses.replace(
             recipe.model,

@@ -33,7 +33,12 @@ class MaxmarsSteps:
         from maxmars.config.mesh import check_mesh
         from maxmars.data.batches import TrainBatches, open_data
         from maxmars.distributed import sharding
-        from maxmars.train.auto import choose_precision, choose_remat
+        from maxmars.train.auto import (
+            choose_microbatches,
+            choose_precision,
+            choose_remat,
+            memory_bytes_of,
+        )
         from maxmars.train.step import init_train_state, make_train_step
 
         # What compiles twice here, once to run and once to be read, must be the same program.
@@ -41,9 +46,13 @@ class MaxmarsSteps:
         self.num_compiles, self.compile_seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self.scratch = scratch
-        self.mesh = sharding.make_mesh(config.mesh)
+        self.mesh = sharding.training_mesh(config)
         check_mesh(config, self.mesh.shape)
         config = choose_precision(config, self.mesh, lambda text: print(text, file=sys.stderr))
+        memory = memory_bytes_of(self.mesh)
+        config = choose_microbatches(
+            config, self.mesh, memory, lambda text: print(text, file=sys.stderr)
+        )
         config = choose_remat(config, self.mesh, lambda text: print(text, file=sys.stderr))
         self.config = config
         tokens = open_data(config.data, "train", model=config.model)

@@ -112,7 +112,7 @@ def run_leg(workdir: Path, config: TrainConfig, processes: int) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mesh = config.mesh
-    devices = (mesh.data or 1) * mesh.fsdp * mesh.tensor // processes
+    devices = (mesh.data or 1) * (mesh.fsdp or 1) * mesh.tensor // processes
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     log = workdir / "log.txt"

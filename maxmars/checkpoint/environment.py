@@ -27,11 +27,15 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         **package_versions(),
         "system": platform.platform(),
         "platform": devices[0].platform,
-        "device_kinds": sorted({device.device_kind for device in devices}),
+        "device_kinds": device_kinds(mesh),
         "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
     }
+
+
+def device_kinds(mesh: jax.sharding.Mesh) -> list[str]:
+    return sorted({device.device_kind for device in mesh.devices.flat})
 
 
 def package_versions() -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from maxmars.cli.train import TrainArguments
 from maxmars.config.command_line import UsageError, load_config, parse_arguments, parse_options
-from maxmars.config.mesh import check_mesh, mesh_shape
+from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.gke import GkeOptions, JobSet
@@ -92,6 +92,7 @@ def _job(
     *,
     chips: int,
     slices: int = 1,
+    network_size: int = 1,
     prolog: Path | None = None,
 ) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
@@ -110,7 +111,8 @@ def _job(
             f"{options.config} names, whose files go along; name them in the config file."
         )
     if chips:
-        check_mesh(parsed.config, mesh_shape(parsed.config.mesh, chips, slices))
+        mesh = choose_mesh(parsed.config.mesh, parsed.config.model, network_size)
+        check_mesh(parsed.config, mesh_shape(mesh, chips, slices))
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts={options.max_restarts} must be at least 0.")
     return Job(
@@ -125,7 +127,8 @@ def _job(
 def _start_tpu(options: TpuOptions, train: tuple[str, ...]) -> int:
     options.check()
     workdir = check_shared_workdir(options.workdir)
-    job = _job(options, train, workdir, chips=options.num_chips, slices=options.num_slices)
+    chips, slices = options.num_chips, options.num_slices
+    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=chips // slices)
     if options.dry_run:
         print(tpu_vm.describe(options, job), end="")
         return 0
@@ -177,8 +180,9 @@ def _tpu_delete(tpu: TpuVm) -> None:
 def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
     options.check()
     workdir = check_shared_workdir(options.workdir)
-    chips = options.num_slices * options.slice.num_devices
-    job = _job(options, train, workdir, chips=chips, slices=options.num_slices)
+    slices, shape = options.num_slices, options.slice
+    chips, size = slices * shape.num_devices, shape.network_size
+    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=size)
     if options.dry_run:
         print(gke.describe(options, job), end="")
     else:
@@ -188,8 +192,9 @@ def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
 def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
     options.check()
     workdir = options.absolute_workdir()
-    chips = options.nodes * options.gpus_per_node
-    job = _job(options, train, workdir, chips=chips, prolog=options.prolog)
+    size = options.gpus_per_node
+    chips, prolog = options.nodes * size, options.prolog
+    job = _job(options, train, workdir, chips=chips, network_size=size, prolog=prolog)
     if options.dry_run:
         print(slurm.script(options, job, directory=Path.cwd()), end="")
     else:

@@ -44,7 +44,7 @@ from maxmars.distributed.files import write_json
 from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import train
-from maxmars.train.auto import choose_precision
+from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics
 from maxmars.train.reporter import DivergedError
 from maxmars.train.runtime import keep_compiled_programs
@@ -119,7 +119,7 @@ def _with_precision(comparison: Comparison) -> Comparison:
     """The comparison with `model.compute_dtype` `auto` replaced, so that all cells share one type,
     also those that run after the comparison moved to another machine."""
     contenders = tuple(
-        dataclasses.replace(c, config=choose_precision(c.config, sharding.make_mesh(c.config.mesh)))
+        dataclasses.replace(c, config=choose_precision(c.config, sharding.training_mesh(c.config)))
         for c in comparison.contenders
     )
     return dataclasses.replace(comparison, contenders=contenders)
@@ -128,7 +128,7 @@ def _with_precision(comparison: Comparison) -> Comparison:
 def _find_start(config: TrainConfig) -> Digests:
     """What a run starts from and reads: every batch between the first and the last step follows
     from the same data and seed, by the same rule."""
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.training_mesh(config)
     check_mesh(config, mesh.shape)
     data = open_data(config.data, "train", model=config.model)
     sha = hashlib.sha256()
@@ -214,7 +214,8 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
 
     Compiles the step where there are several devices: its collectives are read from the program.
     """
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.training_mesh(config)
+    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), lambda _: None)
     step = make_train_step(config, mesh)
     state = step.abstract_state
     moved = 0

@@ -114,6 +114,11 @@ class Shape:
     def num_hosts(self) -> int:
         return self.num_chips // self.chips_per_host
 
+    @property
+    def network_size(self) -> int:
+        """JAX devices that one fast network joins: of a slice, or of a host with GPUs."""
+        return self.num_devices if self.chip.topology_axes else self.chips_per_host
+
     def check_slices(self, num_slices: int) -> None:
         """Check that so many of these can train as one.
 
@@ -175,6 +180,11 @@ def parse_shape(text: str) -> Shape:
         names = ", ".join(f"{kind}:{'x'.join(map(str, sizes))}" for sizes in near)
         raise ValueError(f"--topology {text}: there is no such slice; the nearest are {names}.")
     return Shape(kind, sizes)
+
+
+def chip_name(device_kind: str) -> str | None:
+    """The key in `CHIPS` of a device (`jax.Device.device_kind`); None where it is unknown."""
+    return next((key for key, c in CHIPS.items() if re.search(c.device_kind, device_kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -1,7 +1,13 @@
-"""Whether a mesh fits the devices, the model and the batch; without JAX, as a launch asks too."""
+"""Which mesh a run takes, and whether it fits the devices, the model and the batch; without JAX, as
+a launch asks too.
+
+A fast network joins the devices of one TPU slice, or the GPUs of one host by NVLink. Between these
+lies a slower one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -11,6 +17,23 @@ Shape = Mapping[str, int]
 """Sizes of the axes `data`, `fsdp` and `tensor`."""
 
 
+def choose_mesh(mesh: MeshConfig, model: ModelConfig, network_size: int) -> MeshConfig:
+    """The mesh with `fsdp` chosen, if neither it nor `data` is set: the devices of a fast network.
+
+    Of these it takes as many as divide GPT-2's `embed_dim`; `data` gets the others.
+
+    Args:
+      mesh: of the config.
+      model: whose parameters `fsdp` splits.
+      network_size: devices that a fast network joins; 1 where there is nothing to gain, as on CPUs.
+    """
+    if mesh.data is not None or mesh.fsdp is not None:
+        return mesh
+    inside = network_size // mesh.tensor if network_size % mesh.tensor == 0 else 1
+    fsdp = inside if isinstance(model, ModuleConfig) else math.gcd(inside, model.embed_dim)
+    return dataclasses.replace(mesh, fsdp=fsdp)
+
+
 def mesh_shape(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
     """Sizes of the axes over so many devices.
 
@@ -18,13 +41,14 @@ def mesh_shape(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dic
       ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
         of the number of slices.
     """
-    rest = config.fsdp * config.tensor
+    fsdp = config.fsdp or 1
+    rest = fsdp * config.tensor
     data = config.data if config.data is not None else num_devices // rest
     if data * rest != num_devices:
         sizes = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
         wanted = f"a multiple of {rest}" if config.data is None else str(data * rest)
         raise ValueError(
-            f"the mesh data={config.data or '(rest)'} fsdp={config.fsdp} tensor={config.tensor} "
+            f"the mesh data={config.data or '(rest)'} fsdp={fsdp} tensor={config.tensor} "
             f"needs {wanted} devices, but there are {num_devices}. Each of mesh.data, mesh.fsdp "
             f"and mesh.tensor must be one of {sizes}, and their product must be {num_devices}."
         )
@@ -34,7 +58,7 @@ def mesh_shape(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dic
             f"{num_devices} devices lie in: only `data` may cross the network between slices. With "
             f"mesh.data={num_slices}, mesh.fsdp x mesh.tensor is {num_devices // num_slices}."
         )
-    return {"data": data, "fsdp": config.fsdp, "tensor": config.tensor}
+    return {"data": data, "fsdp": fsdp, "tensor": config.tensor}
 
 
 def check_mesh(config: TrainConfig, shape: Shape) -> None:
@@ -44,13 +68,27 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
       ValueError: it does not; the message names the sizes that work.
     """
     check_mesh_divides_model(config.model, shape)
-    shards = shape["data"] * shape["fsdp"]
-    if config.microbatch_size % shards:
+    shards, batch = shape["data"] * shape["fsdp"], config.global_batch_size
+    counts = possible_microbatches(batch, shards)
+    if config.num_microbatches is None and not counts:
         raise ValueError(
-            f"a microbatch of {config.microbatch_size} sequences (global_batch_size="
-            f"{config.global_batch_size} / num_microbatches={config.num_microbatches}) does not "
-            f"divide over {shards} devices (mesh data x fsdp); make it a multiple of {shards}."
+            f"global_batch_size={batch} does not divide over {shards} devices (mesh data x fsdp); "
+            f"make it a multiple of {shards}."
         )
+    if config.num_microbatches is not None and config.num_microbatches not in counts:
+        fits = ", ".join(map(str, counts))
+        way_out = f"num_microbatches may be {fits}, or None, which takes one of them"
+        raise ValueError(
+            f"a microbatch of {config.microbatch_size} sequences (global_batch_size={batch} / "
+            f"num_microbatches={config.num_microbatches}) does not divide over {shards} devices "
+            f"(mesh data x fsdp); {way_out if counts else f'make it a multiple of {shards}'}."
+        )
+
+
+def possible_microbatches(global_batch_size: int, shards: int) -> list[int]:
+    """The numbers of microbatches that divide over so many devices, ascending; maybe none."""
+    rows, rest = divmod(global_batch_size, shards)
+    return [] if rest else [n for n in range(1, rows + 1) if rows % n == 0]
 
 
 def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:

@@ -58,8 +58,10 @@ class MeshConfig(CheckedConfig):
     data: Positive[int] | None = None
     """Replicas of the parameters, which share the batch; None takes all devices that fsdp and
     tensor leave."""
-    fsdp: Positive[int] = 1
-    """Parts into which parameters, optimizer state and batch are split."""
+    fsdp: Positive[int] | None = None
+    """Parts into which parameters, optimizer state and batch are split. None is 1 where data is
+    set; else training takes the devices of one fast network, a host of GPUs or a TPU slice, so that
+    only data crosses the slower one between them."""
     tensor: Positive[int] = 1
     """Parts into which each layer's heads and MLP are split; must divide the heads."""
 
@@ -166,9 +168,10 @@ class TrainConfig(CheckedConfig):
     """Number of optimizer steps."""
     global_batch_size: Positive[int]
     """Sequences a step, over all devices and microbatches."""
-    num_microbatches: Positive[int] = 1
+    num_microbatches: Positive[int] | None = None
     """Parts of the batch that go through the model one after the other; saves memory, and changes
-    neither the tokens of a step nor, rounding aside, its gradient."""
+    neither the tokens of a step nor, rounding aside, its gradient. None takes the fewest that
+    divide over the mesh and fit in memory by an estimate."""
     gradient_clip_norm: Positive[float] | None = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
     gradient_multiplier: Positive[float] = 1.0
@@ -193,7 +196,7 @@ class TrainConfig(CheckedConfig):
         require(bool(self.name), "name must not be empty: it names the working directory.")
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
         require(
-            self.global_batch_size % self.num_microbatches == 0,
+            self.num_microbatches is None or self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "
             f"num_microbatches={self.num_microbatches}.",
         )
@@ -209,9 +212,14 @@ class TrainConfig(CheckedConfig):
         return self.num_steps if self.schedule.decay_steps is None else self.schedule.decay_steps
 
     @property
+    def microbatches(self) -> int:
+        """Number of microbatches; 1 until it is chosen."""
+        return self.num_microbatches or 1
+
+    @property
     def microbatch_size(self) -> int:
         """Sequences in one microbatch, over all devices."""
-        return self.global_batch_size // self.num_microbatches
+        return self.global_batch_size // self.microbatches
 
     @property
     def eval_batch_size(self) -> int:

@@ -302,7 +302,7 @@ class TrainBatches:
             changes=tokens.changes,
         )
         self._batch_size = config.global_batch_size
-        rows = local_rows(mesh, (config.num_microbatches, config.microbatch_size))
+        rows = local_rows(mesh, (config.microbatches, config.microbatch_size))
         self._batches: grain.DatasetIterator[DeviceBatch] | None = _iterate(
             process_batches(self._examples, rows, self._batch_size, position, tokens.types),
             mesh,

@@ -9,6 +9,7 @@ they go.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxmars.config import MeshConfig
-from maxmars.config.mesh import mesh_shape
+from maxmars.config import MeshConfig, TrainConfig
+from maxmars.config.mesh import choose_mesh, mesh_shape
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -48,20 +49,36 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig,
+    devices: Sequence[jax.Device] | None = None,
+    networks: Sequence[int] | None = None,
+) -> Mesh:
     """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
 
     On several TPU slices only `data` crosses the network between them: its first factor is the
-    slices, so that everything over `fsdp` and `tensor` stays within one.
+    slices, so that everything over `fsdp` and `tensor` stays within one. GPUs lie in the order of
+    their hosts.
+
+    Args:
+      config: an `fsdp` of None is 1; see `training_mesh`.
+      devices: of TPUs, GPUs or CPUs.
+      networks: the number of the fast network of each device; by default see `fast_networks`.
 
     Raises:
       ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
         of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    slices = num_slices(devices)
+    networks = fast_networks(devices) if networks is None else networks
+    is_tpu = devices[0].platform == "tpu"
+    slices = len(set(networks)) if is_tpu else 1
     data, *inner = shape = tuple(mesh_shape(config, len(devices), slices).values())
     types = (AxisType.Auto,) * len(AXES)
+    if not is_tpu:
+        # `jax.make_mesh` refuses GPUs of several hosts. By JAX's ids near hosts follow each other.
+        order = sorted(range(len(devices)), key=lambda i: (networks[i], devices[i].id))
+        return Mesh(np.array(devices)[order].reshape(shape), AXES, axis_types=types)
     # JAX lays the axes of a mesh along whole axes of a TPU's torus first. Where no product of these
     # is the size of an axis of the mesh, it raises, and parts of the torus's axes are taken.
     if slices > 1:
@@ -79,11 +96,46 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         return Mesh(grid, AXES, axis_types=types)
 
 
-def num_slices(devices: Sequence[jax.Device]) -> int:
-    """Number of TPU slices that devices lie in; 1 on platforms without slices."""
-    if devices[0].platform != "tpu":
-        return 1  # GPUs number their hosts so, over which `fsdp` may well go
-    return len({getattr(device, "slice_index", None) for device in devices})
+def training_mesh(
+    config: TrainConfig,
+    devices: Sequence[jax.Device] | None = None,
+    networks: Sequence[int] | None = None,
+) -> Mesh:
+    """The mesh that a run trains on: that of its config, with `fsdp` chosen where it is not set.
+
+    Raises:
+      ValueError: see `make_mesh`, whose arguments these are.
+    """
+    devices = jax.devices() if devices is None else devices
+    networks = fast_networks(devices) if networks is None else networks
+    size = math.gcd(*Counter(networks).values())
+    return make_mesh(choose_mesh(config.mesh, config.model, size), devices, networks)
+
+
+def fast_networks(devices: Sequence[jax.Device]) -> list[int]:
+    """The number of the fast network that each device lies in: of its TPU slice, or of the GPUs
+    that NVLink joins.
+
+    JAX numbers both: GPUs by what NVLink joins where the driver tells, else by the host, also where
+    each GPU has a process of its own. JAX_PARTITION_INDEX, set for every process, replaces its
+    numbers. Each CPU device counts alone: they share a memory, so nothing is gained by `fsdp`.
+    """
+    if devices[0].platform == "cpu":
+        return list(range(len(devices)))
+    return [getattr(device, "slice_index", None) or 0 for device in devices]
+
+
+def crosses(mesh: Mesh, axis: str, networks: Sequence[int]) -> bool:
+    """Whether devices along an axis of the mesh lie in several networks.
+
+    Args:
+      mesh: any.
+      axis: its name.
+      networks: the number of each device's network, in the order of `mesh.devices.flat`.
+    """
+    grid = np.reshape(networks, mesh.devices.shape)
+    first = grid.take([0], axis=mesh.axis_names.index(axis))
+    return bool(np.any(grid != first))
 
 
 def tree_shardings(mesh: Mesh, logical_axes: Any) -> Any:

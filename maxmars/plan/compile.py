@@ -153,10 +153,10 @@ def compile_chosen(
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses even the last policy.
     """
-    chip, steps = topology.chip, dict[Remat, CompiledTrainStep]()
-    if config.model.remat == "auto" and chip is None:
+    limit, steps = topology.memory_bytes, dict[Remat, CompiledTrainStep]()
+    if config.model.remat == "auto" and limit is None:
         config = with_remat(config, None)
-    if config.model.remat != "auto" or chip is None:
+    if config.model.remat != "auto" or limit is None:
         return config, compile_train_step(config, mesh, topology)
 
     def fits(remat: Remat) -> bool:
@@ -166,7 +166,7 @@ def compile_chosen(
             if remat == POLICIES[-1]:
                 raise
             return False
-        return steps[remat].peak_bytes <= USABLE * chip.memory_bytes
+        return steps[remat].peak_bytes <= USABLE * limit
 
     remat, _ = first_that_fits(fits)
     return with_remat(config, remat), steps[remat]
@@ -192,7 +192,7 @@ def find_fit(
     Raises:
       ValueError: nothing fits, or no number of microbatches divides the batch over the mesh.
     """
-    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    mesh = topology.mesh(config)
     config = choose_precision(config, mesh)
     shards, batch = sharding.batch_shards(mesh), config.global_batch_size
     counts = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n % shards == 0]

@@ -19,6 +19,7 @@ from rich.table import Column, Table
 
 from maxmars import __version__
 from maxmars.config import MarsConfig, ModuleConfig, MuonConfig, TrainConfig, to_dict
+from maxmars.config.mesh import check_mesh
 from maxmars.distributed import sharding
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import flops_per_token, num_parameters
@@ -40,7 +41,7 @@ from maxmars.plan.roofline import (
     traffic,
 )
 from maxmars.plan.topology import Topology
-from maxmars.train.auto import choose_precision
+from maxmars.train.auto import choose_microbatches, choose_precision, slow_network_warning
 from maxmars.train.optimizer import matrix_specs, parameter_groups, summarize_rules
 
 
@@ -49,7 +50,7 @@ class Plan:
     """What a run needs on a topology."""
 
     config: TrainConfig
-    """Where it had `auto`, with the `remat` and `compute_dtype` that `train` chooses."""
+    """With the `num_microbatches`, `remat` and `compute_dtype` that `train` chooses."""
     topology: Topology
     mesh: Mesh
     num_parameters: int
@@ -66,6 +67,8 @@ class Plan:
     train_step: Compiled
     eval_step: Compiled | None
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
+    messages: tuple[str, ...] = ()
+    """Lines about what was chosen, and a warning of a slow mesh."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; bytes are per chip, and those of one step."""
@@ -132,13 +135,25 @@ def make_plan(
       ValueError: the mesh fits neither the devices nor the model and its batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
-    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    mesh, messages = topology.mesh(config), list[str]()
     config, step = choose_precision(config, mesh), train_step
     if step is None:
+        check_mesh(config, mesh.shape)
+        config = choose_microbatches(config, mesh, topology.memory_bytes, messages.append)
         config, step = compile_chosen(config, mesh, topology)
     chip, params = topology.chip, step.state.params
     rows = traffic(step.collectives, mesh, topology)
-    tokens = config.num_microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
+    if chip is not None and chip.network == "NVLink":
+        across = sum(
+            row.wire_bytes
+            for row in rows
+            if row.network == "DCN" and (row.axes is None or {"fsdp", "tensor"} & {*row.axes})
+        )
+        sent = f"{across / 1e9:.1f} GB a GPU and step"
+        networks = topology.networks(list(mesh.devices.flat))
+        warning = slow_network_warning(config, mesh, networks, topology.name, sent)
+        messages += [] if warning is None else [warning]
+    tokens = config.microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
     memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
     parameters = num_parameters(config.model)
     flops = Flops(
@@ -163,6 +178,7 @@ def make_plan(
         else estimate(config, flops, memory, rows, chip, mesh.size, price),
         train_step=step,
         eval_step=compile_eval_step(config, params, mesh, topology) if asked else None,
+        messages=tuple(messages),
     )
 
 
@@ -200,10 +216,12 @@ def print_plan(plan: Plan) -> None:
     print(
         f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {topology.name}"
         f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
-        f"{config.tokens_per_step:,} tokens a step in {config.num_microbatches} microbatches of "
+        f"{config.tokens_per_step:,} tokens a step, microbatches: {config.microbatches} of "
         f"{config.microbatch_size} sequences, {model}\n"
         f"{summarize_rules(config.optimizer, config.model)}"
     )
+    for message in plan.messages:
+        print(message)
     if reason is not None:
         print(f"attention is plain and slower: {reason}")
     memory = _table("Memory of one chip", "train step", _right("MB"))

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip, Network, Shape, parse_shape
+from maxmars.distributed import sharding
 from maxmars.plan.collectives import Collective
 
 # XLA's GPU compiler asks for the device's limits, which are NVIDIA's for the compute capability.
@@ -63,6 +64,25 @@ class Topology:
     chip: Chip | None
     """None for fake CPU devices, whose memory and speed mean nothing."""
 
+    def networks(self, devices: Sequence[jax.Device]) -> list[int]:
+        """The number of the fast network that each of these devices lies in."""
+        if self.chip is not None and self.chip.network == "NVLink":
+            # Of GPUs that are not there JAX numbers hosts as processes, and no fast networks.
+            return [device.process_index for device in devices]
+        return sharding.fast_networks(devices)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of a chip that JAX gives to programs, on GPUs three quarters by default; None for
+        fake devices."""
+        if self.chip is None:
+            return None
+        return int(self.chip.memory_bytes * (0.75 if self.chip.network == "NVLink" else 1))
+
+    def mesh(self, config: TrainConfig) -> Mesh:
+        """The mesh that `train` takes on these devices."""
+        return sharding.training_mesh(config, self.devices, self.networks(self.devices))
+
     def network(self, collective: Collective, mesh: Mesh) -> Network:
         """The network that a collective of a program for `mesh` uses: the slowest on its way."""
         if self.chip is None:
@@ -70,10 +90,10 @@ class Topology:
         if collective.between_slices:
             return "DCN"
         if self.chip.network == "NVLink":
-            hosts = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-            for index, axis in enumerate(mesh.axis_names):
-                apart = bool(np.any(hosts != hosts.take([0], axis=index)))
-                if apart and (collective.axes is None or axis in collective.axes):
+            networks = self.networks(list(mesh.devices.flat))
+            for axis in mesh.axis_names:
+                may_use = collective.axes is None or axis in collective.axes
+                if may_use and sharding.crosses(mesh, axis, networks):
                     return "DCN"
         return self.chip.network
 

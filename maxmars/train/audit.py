@@ -300,8 +300,10 @@ def _changes(began: Sequence[Receipt]) -> list[str]:
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
-        if before["batch_size"] != after["batch_size"]:
-            found.append(f"global_batch_size {before['batch_size']} -> {after['batch_size']}")
+        fields = {"batch_size": "global_batch_size", "microbatches": "num_microbatches"}
+        for name, field in fields.items():
+            if name in before and before[name] != after.get(name):  # older ones lack the second
+                found.append(f"{field} {before[name]} -> {after.get(name)}")
         changes += [f"at step {after['step']}: {', '.join(found)}"] if found else []
     return changes
 
@@ -331,6 +333,7 @@ def _replay(
     config = dataclasses.replace(
         config,
         num_steps=last,
+        num_microbatches=None,  # those of before on the same mesh
         schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
         eval=EvalConfig(every=None),
         checkpoint=CheckpointConfig(every=None),

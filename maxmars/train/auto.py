@@ -1,8 +1,12 @@
-"""What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`.
+"""What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`, and
+`num_microbatches`, where it is None; and a warning of a mesh that slows the run down.
 
 The type of matrix products follows from a rule and not from a measurement: two runs of one config
 on one machine, and a run and its resume, must compute in the same type. A run keeps the type that
 it began with, wherever it continues.
+
+The number of microbatches follows from an estimate of memory, without compiling: it must be known
+before the data are read. A run keeps it while it continues on the same mesh.
 
 The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
 fits is read from the compiled train step, so that a run neither recomputes what it has the memory
@@ -14,18 +18,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import Mesh
 
-from maxmars.config import GPT2Config, ModelConfig, TrainConfig
+from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
+from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.own_data import Types
-from maxmars.distributed import processes
+from maxmars.distributed import processes, sharding
+from maxmars.model.attention import choose_attention
+from maxmars.model.language_model import num_parameters
 from maxmars.train.step import abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
@@ -41,6 +50,10 @@ POLICIES: tuple[Remat, ...] = (None, "dots", "attention", "full")
 
 USABLE = 0.95
 """Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
+
+# Vectors of embed_dim numbers: that each layer keeps of a token, and that the layer at work takes.
+_VECTORS_KEPT = {"full": 1, "auto": 1, "attention": 9, "dots": 11, None: 36}
+_VECTORS_AT_WORK = 30
 
 
 def choose_precision(
@@ -126,6 +139,110 @@ def check_memory(config: TrainConfig, mesh: Mesh) -> None:
             "take a smaller model, or divide it over more devices with mesh.fsdp. `maxmars plan` "
             "says what fits."
         )
+
+
+def memory_bytes_of(mesh: Mesh) -> int | None:
+    """Memory of one device that a step may count on, the same in all processes; None where it is
+    not known. Devices of a CPU share half of the machine's."""
+    device, count = mesh.local_devices[0], len(mesh.local_devices)
+    limit = device_memory_bytes(device)
+    if device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // count
+    limits = [int(text) for text in processes.texts_of_all(str(limit or 0))]
+    return min(limits) or None
+
+
+def choose_microbatches(
+    config: TrainConfig, mesh: Mesh, memory_bytes: int | None, log: Callable[[str], None]
+) -> TrainConfig:
+    """The config with `num_microbatches` chosen, if it is None: the fewest that divide over the
+    mesh and fit in memory by `estimated_bytes`. Where that is not known, the fewest that divide.
+
+    Args:
+      config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
+      mesh: its devices.
+      memory_bytes: memory of a device; see `memory_bytes_of`.
+      log: gets the choice and its reason, in one line, where it is more than one microbatch.
+    """
+    if config.num_microbatches is not None:
+        return config
+    counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+    if memory_bytes is None or isinstance(config.model, ModuleConfig):
+        return dataclasses.replace(config, num_microbatches=counts[0])
+    usable, needed, chosen = USABLE * memory_bytes, 0, config
+    for count in counts:
+        chosen = dataclasses.replace(config, num_microbatches=count)
+        needed = estimated_bytes(chosen, mesh)
+        if needed <= usable:
+            break
+    if chosen.microbatches > 1:
+        verdict = "the fewest that fit" if needed <= usable else "of which not even the last fits"
+        log(
+            f"num_microbatches={chosen.microbatches}, {verdict}: a step needs about "
+            f"{needed / 1e9:.1f} of {usable / 1e9:.1f} GB a device"
+        )
+    return chosen
+
+
+def estimated_bytes(config: TrainConfig, mesh: Mesh) -> int:
+    """Memory that a step of a GPT-2 needs on one device, by arithmetic alone.
+
+    These are the state and the gradients, exactly; what each layer keeps of a token for the
+    backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
+    programs for TPUs (see plan/README.md). `remat=auto` counts as `full`, the least memory.
+    """
+    model = config.model
+    assert isinstance(model, GPT2Config)
+    state = abstract_train_state(config, mesh)
+    gradients = sharding.bytes_on_chip(state.params) * (2 if config.microbatches > 1 else 1)
+    itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
+    tokens = config.microbatch_size // sharding.batch_shards(mesh) * model.max_seq_len
+    vector = tokens * model.embed_dim * itemsize // mesh.shape["tensor"]
+    # Logits in float32 and probabilities of one layer, of each head with every earlier token.
+    plain = choose_attention(model, mesh.devices.flat[0].platform).implementation == "plain"
+    square = plain * tokens * model.max_seq_len * model.num_heads * (4 + itemsize)
+    square //= mesh.shape["tensor"]
+    keeps_all = model.remat is None
+    kept = model.num_layers * (_VECTORS_KEPT[model.remat] * vector + keeps_all * square)
+    table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
+    working = _VECTORS_AT_WORK * vector + 2 * square + table
+    return sharding.bytes_on_chip(state) + gradients + kept + working
+
+
+def slow_network_warning(
+    config: TrainConfig, mesh: Mesh, networks: Sequence[int], topology: str, sent: str
+) -> str | None:
+    """A line about a mesh whose `fsdp` or `tensor` goes over the network between hosts of GPUs;
+    None where only `data` does.
+
+    Args:
+      config: what to train.
+      mesh: its devices.
+      networks: the number of each device's fast network, in the order of `mesh.devices.flat`.
+      topology: the devices, as `maxmars plan` names them.
+      sent: what goes over that network, in words.
+    """
+    axes = [axis for axis in ("fsdp", "tensor") if sharding.crosses(mesh, axis, networks)]
+    if not axes:
+        return None
+    unset = MeshConfig(tensor=1 if "tensor" in axes else config.mesh.tensor)
+    better = choose_mesh(unset, config.model, math.gcd(*Counter(networks).values()))
+    sizes = mesh_shape(better, mesh.size)
+    flags = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
+    return (
+        f"warning: {' and '.join(f'mesh.{a}={mesh.shape[a]}' for a in axes)} goes over the slow "
+        f"network between {len(set(networks))} hosts: {sent}; compare with `maxmars plan CONFIG "
+        f"--topology {topology} {flags}`, or leave --mesh out"
+    )
+
+
+def gathered_bytes(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes that a device sends for `fsdp` in a step, about: each microbatch gathers the weights
+    twice, for the forward and the backward pass, and scatters their gradient."""
+    itemsize = jnp.dtype(config.model.compute_dtype or "float32").itemsize
+    parts = mesh.shape["fsdp"]
+    size = num_parameters(config.model) * itemsize // mesh.shape["tensor"]
+    return 3 * config.microbatches * size * (parts - 1) // parts
 
 
 def choose_remat(

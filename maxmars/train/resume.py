@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_types
-from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
+from maxmars.checkpoint.environment import device_kinds
+from maxmars.config import ModuleConfig, SophiaConfig, TrainConfig, differences, to_dict
 from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line
@@ -104,6 +105,8 @@ def continued_config(
     if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
         # A run keeps the type that it began with.
         config = with_compute_dtype(config, stored.model.compute_dtype)
+    if config.num_microbatches is None and is_same_place(saved, config, mesh):
+        config = dataclasses.replace(config, num_microbatches=stored.microbatches)
     rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
@@ -124,6 +127,31 @@ def continued_config(
         schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
         config = dataclasses.replace(config, schedule=schedule)
     return config
+
+
+def is_same_place(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> bool:
+    """Whether a run continues with its batch on the kind of devices and the mesh of before, where
+    the number of microbatches still fits."""
+    now = {"mesh": dict(mesh.shape), "device_kinds": device_kinds(mesh)}
+    same_devices = all(saved.environment.get(name) == value for name, value in now.items())
+    return same_devices and saved.run_config().global_batch_size == config.global_batch_size
+
+
+def mesh_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | None:
+    """How mesh and microbatches differ from those of before, in one line; None if they do not."""
+    before, after = saved.run_config().microbatches, config.microbatches
+    changes = []
+    if (old := saved.environment.get("mesh", {})) and old != dict(mesh.shape):
+        meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, mesh.shape))
+        changes.append("mesh {} -> {}".format(*meshes))
+    if before != after:
+        changes.append(f"num_microbatches {before} -> {after}")
+    if not changes:
+        return None
+    effect = "the loss goes on as before, up to rounding"
+    if isinstance(config.optimizer, SophiaConfig) and before != after:
+        effect = "Sophia draws other labels for its curvature"
+    return f"since step {saved.step}: {', '.join(changes)}; {effect}"
 
 
 def _without_same_source(

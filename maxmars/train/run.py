@@ -20,6 +20,7 @@ from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, ModuleConfig, TrainConfig, to_dict
+from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import split_source
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
@@ -35,7 +36,15 @@ from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
 from maxmars.train import runtime
 from maxmars.train.agreement import check_agreement
-from maxmars.train.auto import check_memory, choose_precision, choose_remat
+from maxmars.train.auto import (
+    check_memory,
+    choose_microbatches,
+    choose_precision,
+    choose_remat,
+    gathered_bytes,
+    memory_bytes_of,
+    slow_network_warning,
+)
 from maxmars.train.bookkeeping import clear
 from maxmars.train.init_from import (
     InitFrom,
@@ -48,7 +57,13 @@ from maxmars.train.init_from import (
 from maxmars.train.metrics import Goodput, MetricsWriter
 from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
 from maxmars.train.receipts import Receipts
-from maxmars.train.resume import check_data, continued_config, record_changes, saved_run
+from maxmars.train.resume import (
+    check_data,
+    continued_config,
+    mesh_change,
+    record_changes,
+    saved_run,
+)
 from maxmars.train.step import (
     TrainState,
     TrainStep,
@@ -166,6 +181,7 @@ def open_run(
         about={
             "session": goodput.start,
             "batch_size": config.global_batch_size,
+            "microbatches": config.microbatches,
             "data": checked.data_digest,
             "environment": environment(checked.mesh),
             "init_from": None if checked.initial is None else checked.initial.origin,
@@ -208,7 +224,7 @@ def check(
     check_agreement(config, init_from, resume_overrides)
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.training_mesh(config)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
     saved = saved_run(workdir / "checkpoints", resume_overrides)
@@ -226,6 +242,19 @@ def check(
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
     check_memory(config, mesh)
+    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), messages.append)
+    if saved is not None and (change := mesh_change(saved, config, mesh)):
+        messages.append(change)
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu":
+        warning = slow_network_warning(
+            config,
+            mesh,
+            sharding.fast_networks(list(mesh.devices.flat)),
+            topology=f"{chip_name(device.device_kind) or 'NAME'}:{mesh.size}",
+            sent=f"about {gathered_bytes(config, mesh) / 1e9:.1f} GB a GPU and step",
+        )
+        messages += [] if warning is None else [warning]
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:

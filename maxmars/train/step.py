@@ -253,7 +253,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
       ValueError: the mesh does not divide the model or the batch.
     """
     abstract_state = abstract_train_state(config, mesh)
-    shape = (config.num_microbatches, config.microbatch_size, config.model.max_seq_len + 1)
+    shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
@@ -428,7 +428,7 @@ def _sampled_gradients(
 
     def sampled(params: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        keys = jax.random.split(key, config.num_microbatches)
+        keys = jax.random.split(key, config.microbatches)
         _, grads = mean_loss_and_grads(loss, params, (batch, keys))
         clipped = Gradients(grads, optax.tree.norm(grads), 1.0, 1.0).clipped()
         if "mask" not in batch:

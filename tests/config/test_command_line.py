@@ -252,7 +252,7 @@ class OwnOptions:
         (["a", "--sed", "1"], "`maxmars x` has no option --sed (did you mean `--seed`?); see"),
         (["a", "--greedy", "--seed", "x"], "--seed x must be an integer."),
         (["a", "--greedy", "--seed"], "--seed needs a value: an integer."),
-        (["a", "--mesh.fsdp", "x"], "--mesh.fsdp x must be an integer."),
+        (["a", "--mesh.fsdp", "x"], "--mesh.fsdp x must be an integer or None."),
         (["a", "--mesh.fsdp", "0"], "MeshConfig.fsdp=0 must be greater than zero."),
         (["a", "b"], "`maxmars x` has no option b; see"),
         (

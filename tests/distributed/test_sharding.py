@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import tiny_config
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
@@ -11,6 +12,30 @@ from maxmars.distributed import sharding
 def test_a_mesh_takes_the_devices_left_over():
     assert dict(sharding.make_mesh(MeshConfig()).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert dict(sharding.make_mesh(MeshConfig(fsdp=4)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+
+
+def test_only_data_crosses_between_networks():
+    networks = [0, 1, 0, 1, 0, 1, 0, 1]  # of devices that are numbered across two hosts
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), networks=networks)
+    assert [[d.id % 2 for d in row.flat] for row in mesh.devices] == [[0] * 4, [1] * 4]
+    of_mesh = [networks[device.id] for device in mesh.devices.flat]
+    crossing = [axis for axis in mesh.axis_names if sharding.crosses(mesh, axis, of_mesh)]
+    assert crossing == ["data"]
+    wide = sharding.make_mesh(MeshConfig(fsdp=8), networks=networks)
+    assert sharding.crosses(wide, "fsdp", sorted(networks))
+
+
+def test_the_mesh_of_a_run_whose_config_sets_none():
+    config = tiny_config(num_microbatches=1)
+    shapes = {
+        (0,) * 8: (1, 8, 1),
+        (0, 0, 0, 0, 1, 1, 1, 1): (2, 4, 1),
+        (0, 0, 0, 0, 0, 0, 1, 1): (4, 2, 1),  # blocks of two lie in one network
+        None: (8, 1, 1),  # CPU devices
+    }
+    for networks, shape in shapes.items():
+        mesh = sharding.training_mesh(config, networks=networks)
+        assert tuple(mesh.shape.values()) == shape
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2), MeshConfig(tensor=8)])

@@ -440,7 +440,7 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
             "mesh.data=1 must be a multiple of the 2 slices",
         ),
         (["--", "--mesh.data", "3"], "the mesh data=3 fsdp=1 tensor=1 needs 3 devices, but there"),
-        (["--", "--global-batch-size", "12"], "12 / num_microbatches=1) does not divide over 8"),
+        (["--", "--global-batch-size", "12"], "global_batch_size=12 does not divide over 8"),
         (
             ["--accelerator", "v5p-15"],
             "there is no such slice; the nearest are v5p-16, v5p-8, v5p-32",

@@ -1,4 +1,4 @@
-"""What `auto` becomes: the type of matrix products, and rematerialisation."""
+"""What a run chooses: the type of matrix products, microbatches, and rematerialisation."""
 
 import dataclasses
 import json
@@ -18,11 +18,14 @@ from maxmars.train.auto import (
     POLICIES,
     USABLE,
     check_memory,
+    choose_microbatches,
     choose_precision,
     choose_remat,
+    estimated_bytes,
     fastest_dtype,
     first_that_fits,
     peak_bytes,
+    slow_network_warning,
     with_remat,
 )
 from maxmars.train.step import make_train_step
@@ -138,3 +141,60 @@ def test_a_state_that_no_memory_holds_is_refused(model):
     config = tiny_config(model=dataclasses.replace(MODEL, **model))
     with pytest.raises(ValueError, match=r"optimizer state need [\d.]+[EP]B, and this machine has"):
         check_memory(config, make_mesh(MeshConfig()))
+
+
+# --- the number of microbatches ------------------------------------------------------------------
+
+UNSET = tiny_config(num_microbatches=None, global_batch_size=480, mesh=MeshConfig(fsdp=8))
+
+
+def test_the_fewest_microbatches_that_fit():
+    mesh, logged = make_mesh(UNSET.mesh), []
+    needs = {
+        count: estimated_bytes(dataclasses.replace(UNSET, num_microbatches=count), mesh)
+        for count in (1, 2, 3, 60)
+    }
+    assert needs[1] > needs[2] > needs[3] > needs[60]
+    for count in (1, 3, 60):
+        memory = int(needs[count] / USABLE) + 1
+        chosen = choose_microbatches(UNSET, mesh, memory, logged.append)
+        assert chosen == dataclasses.replace(UNSET, num_microbatches=count)
+    assert [line.split(":")[0] for line in logged] == [
+        "num_microbatches=3, the fewest that fit",
+        "num_microbatches=60, the fewest that fit",
+    ]
+    assert choose_microbatches(UNSET, mesh, 1000, logged.append).num_microbatches == 60
+    assert "not even the last fits" in logged[-1]
+
+
+def test_where_no_estimate_can_be_made_the_fewest_that_divide():
+    mesh = make_mesh(UNSET.mesh)
+    assert choose_microbatches(UNSET, mesh, None, pytest.fail).num_microbatches == 1
+    given = dataclasses.replace(UNSET, num_microbatches=4)
+    assert choose_microbatches(given, mesh, 1000, pytest.fail) is given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", POLICIES)
+def test_the_estimate_follows_the_compiled_program(remat):
+    model = dataclasses.replace(MODEL, num_layers=12, embed_dim=128, max_seq_len=256)
+    config = with_remat(dataclasses.replace(UNSET, model=model, num_microbatches=2), remat)
+    mesh = make_mesh(config.mesh)
+    peak = peak_bytes(make_train_step(config, mesh).lower().compile(), tpu=False)
+    assert 0.4 < estimated_bytes(config, mesh) / peak < 2.5
+
+
+def test_a_slow_mesh_is_warned_of():
+    networks = [0, 0, 0, 0, 1, 1, 1, 1]
+
+    def warning(**sizes):
+        config = dataclasses.replace(UNSET, mesh=MeshConfig(**sizes))
+        mesh = make_mesh(config.mesh, networks=networks)
+        return slow_network_warning(config, mesh, networks, "h100:8", "9.9 GB a GPU and step")
+
+    assert warning(data=2, fsdp=4) is warning(data=8) is warning(fsdp=2, tensor=2) is None
+    assert warning(fsdp=8) == (
+        "warning: mesh.fsdp=8 goes over the slow network between 2 hosts: 9.9 GB a GPU and step; "
+        "compare with `maxmars plan CONFIG --topology h100:8 --mesh.data 2 --mesh.fsdp 4 "
+        "--mesh.tensor 1`, or leave --mesh out"
+    )

@@ -27,7 +27,7 @@ from maxmars.model import huggingface
 from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom, check_origin, load_initial, record_origin
-from maxmars.train.resume import continued_config
+from maxmars.train.resume import continued_config, mesh_change
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -111,6 +111,25 @@ def test_a_damaged_checkpoint_is_told_like_all_else(source, short_config, tmp_pa
         assert re.search(r"\n[\d: -]+ checkpoint \S*/run/checkpoints/2 skipped: ", f"\n{text}")
         assert re.search(r"\n[\d: -]+ damaged checkpoint 2 is now \S*/2\.damaged; delete", text)
     assert "continuing from step 1" in printed
+
+
+def test_microbatches_are_kept_on_the_same_mesh_and_chosen_anew_on_another(
+    continuing, short_config, source
+):
+    stored = short_config(num_microbatches=2)
+    unset = short_config(num_microbatches=None)
+    assert continuing(unset, stored=stored).num_microbatches == 2
+    assert continuing(short_config(), stored=stored).num_microbatches == 1  # what is given counts
+    other = dataclasses.replace(unset, mesh=MeshConfig(fsdp=8))
+    assert continuing(other, stored=stored).num_microbatches is None
+    saved = dataclasses.replace(read(source / "checkpoints"), config=stored)
+    mesh, config = sharding.make_mesh(other.mesh), short_config()
+    assert mesh_change(saved, config, mesh) == (
+        "since step 2: mesh data=8 fsdp=1 tensor=1 -> data=1 fsdp=8 tensor=1, num_microbatches "
+        "2 -> 1; the loss goes on as before, up to rounding"
+    )
+    same = sharding.make_mesh(config.mesh)
+    assert mesh_change(read(source / "checkpoints"), config, same) is None
 
 
 def test_only_what_is_named_changes(continuing, short_config):

@@ -197,10 +197,12 @@ def check_summary(workdir):
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_another_mesh(finished, tmp_path):
+def test_a_run_continues_on_another_mesh(finished, tmp_path, capsys):
     schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
     train(tiny_config(num_steps=4, schedule=schedule, mesh=MeshConfig(fsdp=4, tensor=2)), tmp_path)
-    train(tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8)), tmp_path)
+    other = tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8), num_microbatches=None)
+    train(other, tmp_path)
+    assert "fsdp=8 tensor=1, num_microbatches 2 -> 1; the loss" in capsys.readouterr().out
     ours, expected = series(tmp_path, "train/loss"), series(finished, "train/loss")
     for step in expected:
         assert ours[step] == pytest.approx(expected[step], abs=1e-5)
