@@ -28,7 +28,7 @@ def packed_batches():
 
 def run(microbatches, mesh, optimizer):
     config = tiny_config(num_microbatches=microbatches, mesh=mesh, optimizer=optimizer)
-    count = (mesh.data or 1) * mesh.fsdp * mesh.tensor
+    count = (mesh.data or 1) * (mesh.fsdp or 1) * mesh.tensor
     devices = sharding.make_mesh(mesh, jax.devices()[:count])
     step, state = make_train_step(config, devices), init_train_state(config, devices)
     history = []

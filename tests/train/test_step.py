@@ -34,7 +34,7 @@ ONE = MeshConfig()
 
 
 def mesh_of(config):
-    count = (config.data or 1) * config.fsdp * config.tensor
+    count = (config.data or 1) * (config.fsdp or 1) * config.tensor
     return sharding.make_mesh(config, jax.devices()[:count])
 
 
