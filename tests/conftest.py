@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def _compilation_cache() -> Path:
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compilation_cache())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Started in the background of a shell, this process ignores Ctrl-C, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps many small objects of its programs, and Python would go through all of them again and
 # again to find unused ones: that took a fifth of the tests' time.

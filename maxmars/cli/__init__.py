@@ -130,7 +130,7 @@ def _printing_warnings() -> Iterator[None]:
 
 
 def _keep_libtpu_quiet() -> None:
-    """Answer what libtpu asks on a machine without a TPU, where it else logs that it has to guess.
+    """Answer what libtpu (0.0.42) asks where there is no TPU; it else logs that it has to guess.
 
     JAX loads it wherever it is installed (extra `tpu`), to see whether there is a TPU.
     """

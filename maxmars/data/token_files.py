@@ -39,6 +39,8 @@ class TokenFile:
     """Bytes before the first token."""
     sha256: str | None = None
     """Checksum of the whole file, where one is recorded."""
+    split: str | None = None
+    """Which split's tokens it holds, where that is known."""
 
 
 @runtime_checkable
@@ -348,7 +350,12 @@ def shards_of(directory: Workdir, metadata: Metadata) -> dict[str, list[TokenFil
     itemsize = np.dtype(metadata.dtype).itemsize
     return {
         name: [
-            TokenFile(path=directory / s.file, num_bytes=s.num_tokens * itemsize, sha256=s.sha256)
+            TokenFile(
+                path=directory / s.file,
+                num_bytes=s.num_tokens * itemsize,
+                sha256=s.sha256,
+                split=name,
+            )
             for s in split.shards
         ]
         for name, split in metadata.splits.items()

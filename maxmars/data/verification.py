@@ -1,8 +1,9 @@
-"""Comparing the files of a run's data with their checksums while the run trains.
+"""Comparing the files of a run's data with their checksums.
 
 Token ids that are all zero, or those of another shard, train without an error. So each file on a
-disk is hashed once a working directory, in a thread, and again when its size or time has changed;
-the processes of a run divide the files. (Of files in a bucket, the bucket's own checksums are
+disk is hashed once a working directory, in a thread while the run trains, and again when its size
+or time has changed; the processes of a run divide the files. An evaluation hashes those that it
+reads. (Of files in a bucket, the bucket's own checksums are
 compared before the first step: see `formats.examine`.)
 """
 
@@ -17,12 +18,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from maxmars.data.sources import AGAIN
 from maxmars.data.token_files import TokenFile
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_lines, sha256_of
 
 _LOGGER = logging.getLogger(__name__)
 _FIELDS = {"file": str, "size": int, "mtime_ns": int, "sha256": str}
+
+
+def verify_split(files: Sequence[TokenFile], split: str) -> None:
+    """Compare the files on disks that hold a split's tokens with their checksums, now.
+
+    The processes divide the files; all must call.
+
+    Raises:
+      ValueError: a file does not match, or cannot be read; every process raises.
+    """
+    known = [f for f in files if f.split == split and f.sha256 and not is_remote(f.path)]
+    damage = ""
+    for file in known[jax.process_index() :: jax.process_count()]:
+        try:
+            found = sha256_of(file.path)
+        except OSError as error:
+            damage = f"the file of tokens {file.path} cannot be read: {error}."
+            continue
+        if found != file.sha256:
+            damage = f"{_mismatch(file, found, f'it was prepared with {file.sha256}')}; {AGAIN}."
+    for text in processes.texts_of_all(damage):
+        if text:
+            raise ValueError(text)
 
 
 class Verification(contextlib.AbstractContextManager["Verification"]):
@@ -124,12 +151,18 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
             raise ValueError(f"the file of tokens {file.path} cannot be read: {error}.") from error
         if expected is not None and found != expected:
             raise ValueError(
-                f"the file of tokens {file.path} does not match its checksum: its SHA-256 is "
-                f"{found}, but {says} {expected}. Training has stopped, and the checkpoints stay "
-                "as they are: copy the file anew or prepare the text again, then start the run "
-                "again."
+                f"{_mismatch(file, found, f'{says} {expected}')}. Training has stopped, and the "
+                "checkpoints stay as they are: copy the file anew or prepare the text again, then "
+                "start the run again."
             )
         return _sealed({**line, "sha256": found})
+
+
+def _mismatch(file: TokenFile, found: str, expected: str) -> str:
+    return (
+        f"the file of tokens {file.path} does not match its checksum: its SHA-256 is {found}, but "
+        f"{expected}"
+    )
 
 
 def _sealed(line: dict[str, Any]) -> dict[str, Any]:

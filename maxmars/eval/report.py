@@ -19,6 +19,7 @@ from maxmars.config import DataConfig, EvalConfig, ModelConfig, TokenShardsConfi
 from maxmars.config.checks import require
 from maxmars.data.batches import ValidationBatches, open_data
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
+from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import Workdir, write_json
 from maxmars.distributed.progress import Progress
@@ -254,6 +255,7 @@ def _open_windows(
             f"{error} The loss is measured there; name the directory by --data.path, or leave the "
             "loss out (--tasks hellaswag)."
         ) from error
+    verify_split(tokens.files, "val")
     length = min(config.max_seq_len for config in configs)
     stream = tokens.first
     batches = ValidationBatches(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -149,6 +150,18 @@ def test_a_loss_on_other_tokens(run, tokens, tmp_path):
     assert "hellaswag" not in one.fields
     few = score_models([run], mesh, tasks=tasks, num_windows=2)
     assert few.fields["loss_tokens"] == 32
+
+
+def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys):
+    directory = tmp_path / "copy"
+    shutil.copytree(tokens, directory)
+    shard = directory / "val_00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(SystemExit):
+        run_eval(run, "--tasks", "loss", "--data.path", directory)
+    error = capsys.readouterr().err
+    assert f"{shard} does not match its checksum" in error
+    assert "prepare it again" in error
 
 
 @pytest.mark.parametrize(
