@@ -34,7 +34,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compilation_cache())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Started in the background of a shell, this process ignores Ctrl-C, and so would all that it starts.
+# In the background of a shell Ctrl-C is ignored, and would be by every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps many small objects of its programs, and Python would go through all of them again and

@@ -26,7 +26,11 @@ def command_lines(text: str) -> list[list[str]]:
     return [words for line in script.splitlines() if (words := shlex.split(line, comments=True))]
 
 
-PYTHON = [(name, code) for name, text in TEXTS.items() for code in blocks(text, "python")]
+PYTHON = [
+    pytest.param(name, code, id=name, marks=() if name == "README.md" else pytest.mark.slow)
+    for name, text in TEXTS.items()
+    for code in blocks(text, "python")
+]
 LINES = {(name, *line): line for name, text in TEXTS.items() for line in command_lines(text)}
 SMALL = GPT2Config(num_layers=1, num_heads=2, embed_dim=32, max_seq_len=32, vocab_size=257)
 MAXMARS = {key: line[1:] for key, line in LINES.items() if line[0] == "maxmars"}
@@ -43,7 +47,7 @@ def place(finished_run, byte_tokens, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "code"), PYTHON, ids=[name for name, _ in PYTHON])
+@pytest.mark.parametrize(("name", "code"), PYTHON)
 def test_python_runs(name, code, place):
     code = re.sub(r"num_steps=\d+", "num_steps=2", code)
     if "model=" not in code:  # the quickstart's own takes long to compile

@@ -82,12 +82,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 for step in list_steps(self._directory):
                     with contextlib.suppress(ValueError):  # damaged: it is none of the best
                         self._retention.record(step, read(self._directory, step).metrics)
-            with reporting(self._directory):
-                self._orbax = v1.training.Checkpointer(
-                    str(self._directory),
-                    preservation_policy=self._retention,
-                    lightweight_initialize=True,
-                )
+            self._orbax = self._open_orbax()
         except BaseException:
             self._release()
             raise
@@ -215,7 +210,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 for damaged, _ in skipped:
                     self._set_aside(damaged)
             processes.barrier("maxmars: set aside damaged checkpoints")
-            self._orbax.reload()
+            self._orbax.close()
+            self._orbax = self._open_orbax()
         self._on_disk = {found.step: found.digest}
         # A run that goes on from here writes the newer steps anew; until then retention must not
         # count them, or it would delete the new checkpoints in favour of them.
@@ -239,6 +235,28 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+
+    def _open_orbax(self) -> v1.training.Checkpointer:
+        """Orbax's part, which knows the complete checkpoints; all processes must call.
+
+        When a save at a preemption ends, process 0 subtracts the times of the last two checkpoints,
+        and Orbax (0.12.8) fails there if it has not read both. So process 0 reads what each says of
+        itself. Where one says nonsense, none are read, rather than that the run could not go on.
+        """
+
+        def open_manager(*, lightweight: bool) -> v1.training.Checkpointer:
+            with reporting(self._directory):
+                return v1.training.Checkpointer(
+                    str(self._directory),
+                    preservation_policy=self._retention,
+                    lightweight_initialize=lightweight,
+                )
+
+        opened = None
+        with contextlib.suppress(ValueError, OverflowError, RecursionError):
+            opened = open_manager(lightweight=not processes.is_primary())
+        is_open = processes.all_processes(opened is not None)
+        return opened if opened is not None and is_open else open_manager(lightweight=True)
 
     def _remove_unfinished(self) -> None:
         """Remove what the saves of killed runs left; Orbax ignores but keeps it."""

@@ -203,6 +203,7 @@ print(json.dumps([refused, list_steps(directory)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)")
 def test_buckets_through_the_real_client():
     """Every write names the generation that it replaces, and a step counts once it is committed.

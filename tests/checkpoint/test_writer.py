@@ -126,6 +126,22 @@ def test_damaged_checkpoints_are_set_aside_and_stay(tmp_path, caplog):
     assert len(list(tmp_path.glob("2.damaged*/state"))) == 3
 
 
+@pytest.mark.parametrize("says", ["", "[1]", "[" * 100_000, '{"commit_timestamp_nsecs": "soon"}'])
+def test_nonsense_in_orbaxs_own_file_stops_nothing(tmp_path, says):
+    states = {step: place(make_state(seed=step)) for step in (1, 2, 3)}
+    with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, states[step], data_position=8 * step)
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(says)
+    truncate(data_files(tmp_path / "2")[0])
+    with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
+        got = checkpointer.restore(abstract(states[1]))
+        assert got.checkpoint.step == 1
+        assert_same(got.state, states[1])
+        checkpointer.save(3, states[3], data_position=24)
+    assert list_steps(tmp_path) == [1, 3]
+
+
 def test_new_checkpoints_outlive_newer_ones_that_were_passed_over(tmp_path):
     state = place(make_state())
     with Checkpointer(tmp_path, config(keep_last=1, keep_every=1), mesh=MESH) as checkpointer:

@@ -42,6 +42,7 @@ def server(tmp_path):
         yield server
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     options = {"tokenizer": ByteTokenizer(), "task_bytes": 30_000}
     corpus = TextFiles([str(tmp_path / "texts" / "*")])

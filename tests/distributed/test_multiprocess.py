@@ -224,6 +224,7 @@ def found_by_one_process_and_by_two(program: Path, text: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_see_the_stream_of_one(tmp_path):
     """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
     for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches

@@ -127,6 +127,18 @@ def test_a_signal_before_the_first_step_of_two_that_continue(folder):
 
 
 @pytest.mark.slow
+def test_the_first_save_of_two_that_continue_is_that_at_a_signal(folder):
+    assert [finish(one)[0] for one in start_two(folder, "first", "--num-steps", "4")] == [0, 0]
+    longer = ("--schedule.decay-steps", "4", "--num-steps", "3000", "--checkpoint.every", "None")
+    processes = start_two(folder, "first", *longer)
+    wait_for_steps(folder / "first", 6, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [EXIT_CODE] * 2, results
+    assert max(list_steps(folder / "first" / "checkpoints")) > 4
+
+
+@pytest.mark.slow
 def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
     # A second or more for each evaluation: after the start, and after the last step, once saved.
     long = ("--num-steps", "2", "--eval.every", "1000", "--eval.num-windows", "8000")

@@ -97,7 +97,8 @@ exec -a maxmars sleep 60  # is killed with its host
     assert "costs until `maxmars launch tpu-vm delete --name run1 --zone us-east5-a`" in output
 
 
-@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
 def test_two_slices_train_as_one_until_one_is_preempted(cloud, capsys, named):
     cloud.write("names_slices", named)  # whether Google names each slice, or gives their number
     waiting = ["WAITING_FOR_RESOURCES", "ACTIVE"]

@@ -144,7 +144,8 @@ def test_targets_are_those_of_the_uniform_numbers_on_every_mesh(chunk_bytes):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 4])
 def test_targets_are_drawn_as_often_as_they_should_be(tensor):
     """Over 200,000 positions with the same logits, against the softmax."""
     logits = np.random.default_rng(0).normal(0, 2, PADDED).astype(np.float32)

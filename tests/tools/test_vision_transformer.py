@@ -25,7 +25,6 @@ def data(example):
     return example.split(*example.make_images())
 
 
-DEFAULT = ("adamw",)  # compiling takes seconds each
 ALL = [
     "adamw",
     "lion",
@@ -40,10 +39,8 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in ALL],
-)
+@pytest.mark.slow  # compiling takes seconds each
+@pytest.mark.parametrize("name", ALL)
 def test_every_optimizer_learns(example, data, name):
     """Images made on the spot, of ten classes: chance is 2.30 nats."""
     assert list(example.OPTIMIZERS) == ALL
