@@ -1,0 +1,106 @@
+"""Whether a JobSet is one that Kubernetes takes: by the fields of `jobset_rules.yaml`, and by what
+the API server and JobSet's webhook check beyond the fields."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+RULES = yaml.safe_load(Path(__file__).with_name("jobset_rules.yaml").read_text())
+SCALARS = {"string": str, "boolean": bool, "integer": int}
+
+
+def problems(jobset):
+    """What is wrong with a JobSet, one line each; an empty list if nothing is."""
+    return [*wrong_fields(jobset, "JobSet", "jobset")] or [*wrong_together(jobset)]
+
+
+def wrong_fields(value, kind, path):
+    if isinstance(kind, dict):
+        yield from wrong_mapping(value, kind, path)
+    elif kind in RULES:
+        yield from wrong_fields(value, RULES[kind], path)
+    elif kind[0] in "[{":
+        container = {"[": list, "{": dict}[kind[0]]
+        if not isinstance(value, container):
+            yield f"{path}: {value!r} is no {container.__name__}"
+            return
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from wrong_fields(item, kind[1:-1], f"{path}.{key}")
+    elif not is_scalar(value, kind):
+        yield f"{path}: {value!r} is not {kind}"
+
+
+def wrong_mapping(value, fields, path):
+    if not isinstance(value, dict):
+        yield f"{path}: {value!r} is no mapping"
+        return
+    known = {name.rstrip("!"): kind for name, kind in fields.items()}
+    for name in value.keys() - known.keys():
+        yield f"{path}: there is no field {name}"
+    for name in fields:
+        if name.endswith("!") and name[:-1] not in value:
+            yield f"{path}: {name[:-1]} is missing"
+    for name in value.keys() & known.keys():
+        yield from wrong_fields(value[name], known[name], f"{path}.{name}")
+
+
+def is_scalar(value, kind):
+    if kind in SCALARS:
+        return type(value) is SCALARS[kind]
+    if found := re.fullmatch(r"(\d+)\.\.(\d+)", kind):
+        return type(value) is int and int(found[1]) <= value <= int(found[2])
+    if kind[0] == "/":
+        text = str(value) if type(value) is int and "[0-9]" in kind else value  # a quantity
+        return isinstance(text, str) and re.fullmatch(kind[1:-1], text) is not None
+    return value in filter(None, kind.split("|"))
+
+
+def wrong_together(jobset):
+    """What the API server and the webhook check of several fields."""
+    name = jobset["metadata"]["name"]
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        job = replicated["template"]["spec"]
+        pods, count = job["parallelism"], replicated["replicas"]
+        hostname = f"{name}-{replicated['name']}-{count - 1}-{pods - 1}-abcde"  # a random end
+        if len(hostname) > 63 or not re.fullmatch(r"[a-z][-a-z0-9]*", hostname):
+            yield f"a pod would be called {hostname}"
+        pod = job["template"]["spec"]
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+        if job.get("podFailurePolicy") and pod.get("restartPolicy") != "Never":
+            yield "podFailurePolicy needs restartPolicy Never"
+        for rule in job.get("podFailurePolicy", {}).get("rules", []):
+            codes = rule.get("onExitCodes", {})
+            if codes.get("containerName", containers[0]["name"]) not in names(containers):
+                yield f"no container is called {codes['containerName']}"
+            if codes.get("operator") == "In" and 0 in codes["values"]:
+                yield "exit code 0 is no failure"
+        if pod.get("hostNetwork") and pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
+            yield "a pod on the host's network does not find the others by name"
+        volumes = pod.get("volumes", [])
+        yield from doubles(names(containers), "container")
+        yield from doubles(names(volumes), "volume")
+        for volume in volumes:
+            if len(volume) != 2:
+                yield f"volume {volume['name']} must have one source"
+        for container in containers:
+            yield from doubles(names(container.get("env", [])), "variable")
+            mounts = container.get("volumeMounts", [])
+            yield from doubles([mount["mountPath"] for mount in mounts], "mountPath")
+            for mount in mounts:
+                if mount["name"] not in names(volumes):
+                    yield f"no volume is called {mount['name']}"
+            resources = container.get("resources", {})
+            for resource, limit in resources.get("limits", {}).items():
+                if "/" in resource and resources.get("requests", {}).get(resource, limit) != limit:
+                    yield f"{resource}: requests must be the limits"
+
+
+def names(items):
+    return [item["name"] for item in items]
+
+
+def doubles(values, what):
+    return [f"{what} {value} is there {n} times" for value, n in Counter(values).items() if n > 1]

