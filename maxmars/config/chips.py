@@ -120,7 +120,7 @@ class Shape:
         return self.num_devices if self.chip.topology_axes else self.chips_per_host
 
     def check_slices(self, num_slices: int) -> None:
-        """Check that so many of these can train as one.
+        """Check that Google Cloud can join so many of these to train as one.
 
         Raises:
           ValueError: they cannot; says why.
@@ -131,6 +131,11 @@ class Shape:
             raise ValueError(
                 f"--num-slices {num_slices} needs devices that come in slices, which {self.kind} "
                 "devices do not; leave it out, and name the number of all GPUs, such as h100:16."
+            )
+        if num_slices > 1 and self.num_hosts == 1:
+            raise ValueError(
+                f"--num-slices {num_slices}: Google Cloud joins only slices of several hosts, and "
+                f"{self.num_chips} chips of {self.kind} are one host; take larger slices."
             )
 
 

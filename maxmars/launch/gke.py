@@ -25,7 +25,6 @@ from maxmars.launch.job import (
     CONSTRAINTS,
     Job,
     RunOptions,
-    check_multislice,
     check_name,
     check_word,
     log,
@@ -191,7 +190,7 @@ class GkeOptions(RunOptions, JobSet):
             check_word(taint, "--toleration", pattern, "team=ml:NoSchedule, a taint of nodes")
         if self.patch is not None:
             _read_patch(self.patch)
-        check_multislice(self.slice, self.num_slices)
+        self.slice.check_slices(self.num_slices)
         if not self.has_tpu and self.slice.num_hosts > 1 and self.patch is None:
             raise ValueError(
                 f"--topology {self.topology} is {self.slice.num_hosts} nodes, whose GPUs reach "

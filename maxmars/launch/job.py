@@ -24,7 +24,6 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 import maxmars
-from maxmars.config.chips import Shape
 from maxmars.config.command_line import find_config
 from maxmars.config.user_code import split_source
 
@@ -237,20 +236,6 @@ def check_name(name: str) -> None:
     """The name of a run, which becomes that of machines: lower-case letters, digits and hyphens."""
     example = "run-1: a letter, then letters, digits and hyphens, all lower case, at most 40"
     check_word(name, "--name", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", example)
-
-
-def check_multislice(shape: Shape, num_slices: int) -> None:
-    """Check that Google Cloud can join so many of these slices.
-
-    Raises:
-      ValueError: it cannot; says why.
-    """
-    shape.check_slices(num_slices)
-    if num_slices > 1 and shape.num_hosts == 1:
-        raise ValueError(
-            f"--num-slices {num_slices}: Google Cloud joins only slices of several hosts, and "
-            f"{shape.num_chips} chips of {shape.kind} are one host; take larger slices."
-        )
 
 
 def check_shared_workdir(workdir: str) -> str:

@@ -36,7 +36,6 @@ from maxmars.launch.job import (
     CONSTRAINTS,
     Job,
     RunOptions,
-    check_multislice,
     check_name,
     check_word,
     log,
@@ -362,7 +361,7 @@ class TpuOptions(RunOptions, TpuVm):
         if self.runtime_version is not None:
             version = r"[a-z0-9][-a-z0-9._]*"
             check_word(self.runtime_version, "--runtime-version", version, "v2-alpha-tpuv5")
-        check_multislice(self.slice, self.num_slices)
+        self.slice.check_slices(self.num_slices)
         if self.num_slices > 1 and not self.queued:
             raise ValueError(
                 f"--num-slices={self.num_slices} needs --queued: only a queued resource joins "

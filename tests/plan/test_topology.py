@@ -36,6 +36,10 @@ def test_devices_without_slices():
         get_topology("cpu:8", num_slices=2)
     with pytest.raises(ValueError, match="needs devices that come in slices, which h100 devices"):
         get_topology("h100:8", num_slices=2)
+    with pytest.raises(
+        ValueError, match="Google Cloud joins only slices of several hosts, and 8 ch"
+    ):
+        get_topology("v5e:2x4", num_slices=2)
     with pytest.raises(ValueError, match="--num-slices 0 must be at least 1"):
         get_topology("v5e:4x4", num_slices=0)
     for name in ("cpu:0", "cpu:2x2"):

@@ -29,16 +29,15 @@ OPTIMIZERS = {
     "mars": MarsConfig(),
     "shampoo": MarsConfig(variant="shampoo"),
 }
-SLICES = {"v5e:2x2": 2, "v5p:2x2x1": 1}
+SLICES = {"v5p:2x2x2": 2, "v5p:2x2x1": 1}
 
 
 @pytest.fixture(scope="module")
 def plans():
     found = {}
     for topology, slices in SLICES.items():
-        mesh = MeshConfig(data=slices, fsdp=4)
         for name, optimizer in OPTIMIZERS.items():
-            config = tiny_config(optimizer=optimizer, mesh=mesh)
+            config = tiny_config(optimizer=optimizer, global_batch_size=32)
             found[f"{name} {topology} x {slices}"] = make_plan(
                 config, get_topology(topology, slices), evaluate=False
             )
@@ -46,11 +45,12 @@ def plans():
 
 
 def test_each_slice_is_one_place_of_data(plans):
-    plan = plans["mars v5e:2x2 x 2"]
+    plan = plans["mars v5p:2x2x2 x 2"]
     slices = [{d.slice_index for d in row.flat} for row in plan.mesh.devices]
     assert slices == [{0}, {1}]
+    assert plan.mesh.shape == {"data": 2, "fsdp": 8, "tensor": 1}
     with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of the 2 slices"):
-        make_plan(tiny_config(mesh=MeshConfig(data=1, fsdp=8)), plan.topology)
+        make_plan(tiny_config(mesh=MeshConfig(data=1, fsdp=16)), plan.topology)
 
 
 @pytest.mark.parametrize(("slices", "data"), [(1, 2), (2, 4)])
@@ -80,7 +80,11 @@ def test_optimizer_traffic(plans):
         assert plan.largest_mixed_bytes <= 10**6
         assert sum(row.bytes for row in rows) - exchanged < 20_000, name
         if "shampoo" in name:
-            assert 0 < exchanged <= 1.1 * 2 * 2 * plan.exchange.padded_elements / 4
+            assert (
+                0
+                < exchanged
+                <= 1.1 * 2 * 2 * plan.exchange.padded_elements / plan.mesh.shape["fsdp"]
+            )
         else:
             assert exchanged == 0
 
