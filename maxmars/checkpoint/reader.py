@@ -161,8 +161,7 @@ def newest_sound(
       ValueError: every one is damaged, or a newer version of maxmars wrote one.
     """
     root = resolve(directory)
-    # A network file system may show a new directory to one process and not yet to another.
-    steps = processes.from_primary(list_steps(root))
+    steps = steps_of_run(root)
     if not steps:
         raise FileNotFoundError(f"{root} holds no checkpoint; name a directory with one.")
     if step is not None and step not in steps:
@@ -223,8 +222,13 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         restore_args = ocp.checkpoint_utils.construct_restore_args(plain)
         # `load` of Orbax's v1 waits for the other processes, which may have failed, and reads in an
         # event loop of a thread of its own.
+        # By default each process would read a file of every process that wrote, for random keys.
+        arrays_alone = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
         handler = ocp.PyTreeCheckpointHandler(
-            restore_concurrent_gb=-(-bytes_in_flight(abstract) // 10**9)
+            restore_concurrent_gb=-(-bytes_in_flight(abstract) // 10**9),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, arrays_alone)
+            ),
         )
         with _tidy_event_loops():
             plain = handler.restore(
@@ -264,6 +268,16 @@ def list_steps(directory: Directory) -> list[int]:
         return sorted(
             int(path.name) for path in root.iterdir() if is_step(path) and is_committed(path)
         )
+
+
+def steps_of_run(directory: Directory) -> list[int]:
+    """`list_steps` as process 0 sees it; all processes of a run must call, and all get its answer.
+
+    Of a thousand processes one asks the file system, which may also show a new directory to one of
+    them and not yet to another.
+    """
+    text = processes.text_from_primary(lambda: json.dumps(list_steps(directory)))
+    return json.loads(text or "[]")
 
 
 def find(path: Directory) -> tuple[Any, int | None] | None:
@@ -339,7 +353,7 @@ def root_cause(error: Exception) -> str:
 
 
 def _read_checkpoint(path: Any) -> Checkpoint:
-    """Read `meta`, which Orbax wrote, but would need its own index to read.
+    """What process 0 reads of `meta`, which Orbax wrote, but would need its own index to read.
 
     Raises:
       DamagedError: it is missing or not what was written.
@@ -354,7 +368,13 @@ def _read_checkpoint(path: Any) -> Checkpoint:
             raise DamagedError("meta does not agree with its checksum")
         return meta
 
-    meta = _together("meta", read_meta)
+    def attempt() -> str:
+        meta, damage = _attempt("meta", read_meta)
+        return json.dumps([meta, None if damage is None else str(damage)])
+
+    meta, damage = json.loads(processes.text_from_primary(attempt) or "")
+    if damage is not None:
+        raise DamagedError(damage)
     version, config = meta["format_version"], meta["config"]
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -380,20 +400,8 @@ def _read_checkpoint(path: Any) -> Checkpoint:
 
 
 def _together(part: str, read_own: Callable[[], Any]) -> Any:
-    """What `read_own` returns; DamagedError in every process if it fails in one of them.
-
-    An error that may be none of the checkpoint is raised as it is.
-    """
-    result, damage = None, None
-    try:
-        result = read_own()
-    except DamagedError as error:
-        damage = error
-    except Exception as error:  # a damaged file comes up as nearly any type
-        cause = root_cause(error)
-        if any(text in cause for text in _NOT_DAMAGE):
-            raise
-        damage = DamagedError(f"{part} cannot be read ({cause})")
+    """What `read_own` returns; DamagedError in every process if it fails in one of them."""
+    result, damage = _attempt(part, read_own)
     if damage is not None:
         processes.all_processes(False)
         gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
@@ -401,6 +409,22 @@ def _together(part: str, read_own: Callable[[], Any]) -> Any:
     if not processes.all_processes(True):
         raise DamagedError("another process could not read its part of it")
     return result
+
+
+def _attempt(part: str, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
+    """What `read` returns, or the damage that it finds.
+
+    An error that may be none of the checkpoint is raised as it is.
+    """
+    try:
+        return read(), None
+    except DamagedError as error:
+        return None, error
+    except Exception as error:  # a damaged file comes up as nearly any type
+        cause = root_cause(error)
+        if any(text in cause for text in _NOT_DAMAGE):
+            raise
+        return None, DamagedError(f"{part} cannot be read ({cause})")
 
 
 class _TidyLoop(asyncio.SelectorEventLoop):

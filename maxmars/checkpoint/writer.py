@@ -24,12 +24,12 @@ from maxmars.checkpoint.reader import (
     checksum,
     is_committed,
     is_step,
-    list_steps,
     load_arrays,
     newest_sound,
     read,
     resolve,
     root_cause,
+    steps_of_run,
 )
 from maxmars.config import CheckpointConfig, ModelConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
@@ -79,7 +79,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._remove_unfinished()
             processes.barrier("maxmars: removed unfinished checkpoints")
             if config.checkpoint.keep_best is not None:
-                for step in list_steps(self._directory):
+                for step in steps_of_run(self._directory):
                     with contextlib.suppress(ValueError):  # damaged: it is none of the best
                         self._retention.record(step, read(self._directory, step).metrics)
             self._orbax = self._open_orbax()
@@ -94,7 +94,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Step of the newest checkpoint, sound or not, after the save under way; None if there is
         none."""
         self._finish()
-        return max(processes.from_primary(list_steps(self._directory)), default=None)
+        return max(steps_of_run(self._directory), default=None)
 
     def check_owner(self) -> None:
         """Raise OSError if another run took over the directory, which the primary process sees."""
@@ -165,7 +165,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             metrics=metrics,
         )
         known = self._on_disk.get(step) == meta["digest"]
-        if known and processes.all_processes(step in list_steps(self._directory)):
+        if known and step in steps_of_run(self._directory):
             return None
         meta = _sealed(meta | {"receipt": receipt(step, meta["digest"], data_position)})
         self._retention.record(step, meta["metrics"])
@@ -215,7 +215,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._on_disk = {found.step: found.digest}
         # A run that goes on from here writes the newer steps anew; until then retention must not
         # count them, or it would delete the new checkpoints in favour of them.
-        self._retention.outdated = {s for s in list_steps(self._directory) if s > found.step}
+        self._retention.outdated = {s for s in steps_of_run(self._directory) if s > found.step}
         return Loaded(state=state, checkpoint=found, skipped=skipped)
 
     def close(self) -> None:

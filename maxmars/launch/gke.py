@@ -38,6 +38,7 @@ _CONTAINER = "maxmars"
 _PORT = 8476
 _SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
+_MANY_PODS = 8
 
 # Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
 _ACCELERATORS = {
@@ -429,6 +430,12 @@ def launch(options: GkeOptions, job: Job) -> None:
     if job.environment:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)
+    pods = options.num_slices * options.slice.num_hosts
+    if options.install and pods >= _MANY_PODS:
+        log(
+            f"each of {pods} pods runs pip at each start; with an --image that has the packages, "
+            "and --no-install, they start faster and need no package index"
+        )
     _create(options, "JobSet", job.name, jobset(options, job))
     log(f"see `maxmars launch gke status|logs|delete {where}`")
 

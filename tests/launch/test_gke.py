@@ -189,6 +189,7 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "it's: $hush")
     assert launch(*TPU, "--env", "WANDB_API_KEY", "--namespace", "team") == 0
     output = capsys.readouterr().out
+    assert "each of 16 pods runs pip at each start; with an --image" in output
     assert re.search(r"created ConfigMap run1-source \(\d+ files of the checkout, \d+ kB\)", output)
     calls = (cloud / "calls").read_text()
     assert [line.split()[0] for line in calls.splitlines()] == ["get", "delete", *["create"] * 3]

@@ -1,0 +1,65 @@
+"""What a process asks of the file system that all processes share: process 0 asks for all."""
+
+import json
+from pathlib import Path
+
+import pytest
+from running import finish, start_two
+
+# Python tells the hook of every file and directory that it opens.
+CONFIG = """
+import atexit, json, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig
+from tiny import tiny_config
+
+FOLDER, OPENED = Path(__file__).parent, []
+
+def note(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], str):
+        OPENED.append(arguments[0])
+
+def write():
+    name = sys.argv[sys.argv.index("--process-id") + 1]
+    own = [path for path in OPENED if path.startswith(str(FOLDER / "run"))]
+    (FOLDER / f"opened_{{name}}.json").write_text(json.dumps(own))
+
+sys.addaudithook(note)
+atexit.register(write)
+
+def get_config():
+    return tiny_config(
+        num_microbatches=1,
+        mesh=MeshConfig(fsdp=2),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=1, keep_last=5, keep_best=None),
+    )
+"""
+
+
+def opened(folder, num_steps):
+    """What each of two processes opened in the working directory, relative to it."""
+    for process in start_two(folder, "run", "--num-steps", str(num_steps)):
+        code, output = finish(process)
+        assert code == 0, output
+    root = folder / "run"
+    return [
+        [str(Path(path).relative_to(root)) for path in json.loads(file.read_text())]
+        for file in (folder / f"opened_{i}.json" for i in range(2))
+    ]
+
+
+@pytest.mark.slow
+def test_the_second_process_reads_nothing_that_the_first_can_tell_it(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    opened(tmp_path, 3)
+    first, second = opened(tmp_path, 5)
+    meta = "checkpoints/3/meta/data.json"
+    assert meta in first
+    assert [path for path in second if path.startswith("checkpoints/") and "meta/" in path] == []
+    # Neither what the first process wrote of its own arrays, nor the older checkpoints.
+    assert not any(path.endswith("array_metadatas/process_0") for path in second)
+    assert not any(path.startswith(("checkpoints/1", "checkpoints/2")) for path in second)
+    assert second.count("checkpoints") <= 3 < first.count("checkpoints")  # Orbax lists it
+    assert {path for path in second if path.startswith("logs/")} == {"logs/host_001.log"}
