@@ -3,21 +3,24 @@
 The mesh has three axes. `data` replicates the parameters, `fsdp` splits parameters, gradients and
 optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and
 `fsdp`. Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where
-they go.
+they go. The train step makes `data` Manual where gradients of microbatches add up.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from maxmars.config import MeshConfig, TrainConfig
 from maxmars.config.mesh import choose_mesh, mesh_shape
@@ -42,11 +45,27 @@ class ShardingRules:
     norm: str | None = None  # a few thousand numbers: gathering them costs more than keeping them
 
     def spec(self, *logical_axes: str | None) -> PartitionSpec:
-        """PartitionSpec of an array whose axes have these logical names (None: not split)."""
-        return PartitionSpec(*(None if a is None else getattr(self, a) for a in logical_axes))
+        """PartitionSpec of an array whose axes have these logical names (None: not split).
+
+        Within a `jax.shard_map` it leaves out the axes that are Manual there.
+        """
+        spec = PartitionSpec(*(None if a is None else getattr(self, a) for a in logical_axes))
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return _without(spec, manual) if manual else spec
 
 
 RULES = ShardingRules()
+
+
+def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec that does not split over these axes of the mesh."""
+
+    def rest(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(axis for axis in entry if axis not in axes) or None
+        return None if entry in axes else entry
+
+    return PartitionSpec(*map(rest, spec))
 
 
 def make_mesh(
@@ -156,6 +175,76 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`jax.shard_map` over all axes of the ambient mesh that are not Manual yet."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )
+
+
+def gathered(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """A kernel with these logical axes, whole over `fsdp` on every device of the ambient mesh.
+
+    Its gradient goes straight back to the shards. A plain constraint would hold for the gradient as
+    well, which each device would then get whole; without any, XLA may send the kernel in pieces
+    among the products, several times over.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return kernel if mesh.empty or mesh.shape["fsdp"] == 1 else _gathered(kernel, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    return jax.lax.with_sharding_constraint(kernel, _without(RULES.spec(*axes), ("fsdp",)))
+
+
+_gathered.defvjp(
+    lambda kernel, axes: (_gathered(kernel, axes), None),
+    lambda axes, _, gradient: (constrain(gradient, *axes),),
+)
+
+
+def copies(table: Float[Array, "V D"]) -> Float[Array, "P V D"]:
+    """A table of the vocabulary, once for each part of the batch and on the devices of that part.
+
+    The gradients of all its uses add up on their devices and cross between them once.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    batch = [] if mesh.empty else [mesh.shape[axis] for axis in _mesh_axes(RULES.spec("batch"))]
+    parts = math.prod(batch)
+    return constrain(table, "vocab", None)[None] if parts == 1 else _copies(table, parts)
+
+
+def _mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    (axes,) = spec
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(table: jax.Array, parts: int) -> jax.Array:
+    whole = constrain(table, "vocab", None)
+    return constrain(jnp.broadcast_to(whole, (parts, *table.shape)), "batch", "vocab", None)
+
+
+def _copies_bwd(parts: int, _: None, gradients: jax.Array) -> tuple[jax.Array]:
+    batch, *others = RULES.spec("batch", "vocab", "embed")
+    if gradients.shape[-1] % jax.sharding.get_abstract_mesh().shape["fsdp"] == 0:
+        # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
+        # all-reduce, which sends twice as much.
+        spec = PartitionSpec(*_without(PartitionSpec(batch), ("fsdp",)), *others)
+        gradients = jax.lax.with_sharding_constraint(gradients, spec)
+    wide = jnp.promote_types(gradients.dtype, jnp.float32)
+    return (gradients.astype(wide).sum(0).astype(gradients.dtype),)
+
+
+_copies.defvjp(lambda table, parts: (_copies(table, parts), None), _copies_bwd)
 
 
 def ambient_platform() -> str | None:

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, ambient_platform
+from maxmars.distributed.sharding import RULES, ambient_platform, on_each_device
 
 Implementation = Literal["plain", "blocked", "splash", "cudnn"]
 Heads = Float[Array, "B T H K"]
@@ -137,12 +137,8 @@ def attention_on_mesh(
 ) -> Heads:
     """Attention by a kernel for one device, on each device's rows and heads of the ambient mesh."""
     heads, rows = RULES.spec("batch", "length", "heads", None), RULES.spec("batch", "length")
-    return jax.shard_map(
-        kernel,
-        in_specs=(heads, heads, heads, RULES.spec(), rows),
-        out_specs=heads,
-        check_vma=False,
-    )(q, k, v, scale, segment_ids)
+    mapped = on_each_device(kernel, (heads, heads, heads, RULES.spec(), rows), heads)
+    return mapped(q, k, v, scale, segment_ids)
 
 
 def causal_attention(

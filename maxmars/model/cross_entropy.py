@@ -4,8 +4,8 @@ The logits of a batch are its largest array by far: in float32, 6 GB a chip for 
 GPT-2. Here each device computes them chunk by chunk, for its own tokens and its own part of the
 vocabulary, and drops each chunk's logits before the next chunk.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary; N tokens of a device, C tokens of a
-chunk.
+Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch; N tokens of a
+device, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from maxmars.distributed.sharding import RULES, constrain
+from maxmars.distributed.sharding import RULES, constrain, on_each_device
 
 CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about."""
@@ -52,37 +51,37 @@ def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Fl
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(
     x: Float[Array, "B T D"],
-    output_embedding: Float[Array, "V D"],
+    tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Float[Array, "B T"]:
-    """`cross_entropy` of the logits x output_embeddingᵀ, in nats, in float32 at least.
+    """`cross_entropy` of the logits x tableᵀ, in nats, in float32 at least.
 
     Its gradient computes the logits a second time; the gradient of `mean_loss` does not.
 
     Args:
       x: the residual stream, in the type of the matrix products.
-      output_embedding: the output head in the same type, not split over `fsdp`.
+      tables: `sharding.copies` of the output head [V, D] in the same type.
       targets: the tokens to predict.
       vocab_size: the rows from here on are padding and have probability zero.
       chunk_bytes: size of a chunk's logits on each device, about.
     """
-    return _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes)[0]
+    return _over_chunks(x, tables, targets, vocab_size, chunk_bytes)[0]
 
 
 def _token_losses_fwd(
-    x: Any, output_embedding: Any, targets: Any, vocab_size: int, chunk_bytes: int
+    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int
 ) -> tuple[Any, Any]:
-    arrays = (x, output_embedding, targets)
+    arrays = (x, tables, targets)
     return token_losses(*arrays, vocab_size, chunk_bytes), arrays
 
 
 def _token_losses_bwd(
     vocab_size: int, chunk_bytes: int, arrays: Any, weights: Any
 ) -> tuple[Any, Any, None]:
-    x, output_embedding, targets = arrays
-    _, grads = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes, weights)
+    x, tables, targets = arrays
+    _, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, weights)
     return _sum_over_devices(1, grads)
 
 
@@ -92,7 +91,7 @@ token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def mean_loss(
     x: Float[Array, "B T D"],
-    output_embedding: Float[Array, "V D"],
+    tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
@@ -105,17 +104,17 @@ def mean_loss(
     same, because the gradient of the output embedding is the first of a backward pass anyway.
     `weights` has no gradient.
     """
-    losses, _ = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes)
+    losses, _ = _over_chunks(x, tables, targets, vocab_size, chunk_bytes)
     return (losses if weights is None else weights * losses).mean()
 
 
 def _mean_loss_fwd(
-    x: Any, output_embedding: Any, targets: Any, vocab_size: int, chunk_bytes: int, weights: Any
+    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int, weights: Any
 ) -> tuple[Any, Any]:
     slopes = weights
     if weights is None:
         slopes = jnp.ones(targets.shape, jnp.promote_types(x.dtype, jnp.float32))
-    losses, grads = _over_chunks(x, output_embedding, targets, vocab_size, chunk_bytes, slopes)
+    losses, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, slopes)
     return (losses if weights is None else weights * losses).mean(), grads
 
 
@@ -128,43 +127,39 @@ mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 def _over_chunks(
     x: Any,
-    output_embedding: Any,
+    tables: Any,
     targets: Any,
     vocab_size: int,
     chunk_bytes: int,
     weights: Any = None,
 ) -> tuple[Any, Any]:
-    """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and the embedding.
+    """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and the tables.
 
-    A new first axis of the gradients holds each device's term of the sum over devices.
+    A new first axis of the gradient to x holds the term of each part of the vocabulary.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rows, batch = RULES.spec("batch", None), RULES.batch
+    rows, parts = RULES.spec("batch", None), RULES.spec("batch", "vocab", None)
     on_device = functools.partial(_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
     if mesh.empty:
-        return on_device(x, output_embedding, targets, weights, parts=1)
-    terms = (PartitionSpec(_TENSOR, batch), PartitionSpec(batch, _TENSOR))
-    return jax.shard_map(
+        return on_device(x, tables, targets, weights, parts=1)
+    grads = None if weights is None else (RULES.spec("vocab", "batch"), parts)
+    mapped = on_each_device(
         functools.partial(on_device, parts=mesh.shape[_TENSOR]),
-        in_specs=(rows, RULES.spec("vocab", None), rows, rows),
-        out_specs=(rows, None if weights is None else terms),
-        check_vma=False,
-    )(x, output_embedding, targets, weights)
+        (rows, parts, rows, rows),
+        (rows, grads),
+    )
+    return mapped(x, tables, targets, weights)
 
 
 def _sum_over_devices(weight: Any, grads: tuple[Any, Any]) -> tuple[Any, Any, None]:
-    """The gradients to x, embedding and targets, from the devices' terms and a factor of the sum.
-
-    XLA inserts the sums, so it can join the sum of the embedding's gradient here with that of the
-    lookup, the embedding's other use, and write it straight to the shards.
-    """
-    x_grad, embedding_grad = ((weight * terms).astype(terms.dtype).sum(0) for terms in grads)
-    return x_grad, embedding_grad, None
+    """The gradients to x, tables and targets, from the devices' terms and a factor of the sum."""
+    x_terms, tables_grad = ((weight * terms).astype(terms.dtype) for terms in grads)
+    return x_terms.sum(0), tables_grad, None
 
 
 def _on_device(
     x: Float[Array, "B T D"],
-    output_embedding: Float[Array, "V D"],
+    tables: Float[Array, "1 V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"] | None,
     *,
@@ -174,8 +169,8 @@ def _on_device(
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
     """`_over_chunks` for one device's tokens and its part of the vocabulary, one of `parts`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    vocab = _vocabulary(output_embedding, vocab_size, parts)
-    size, count = _chunks(targets.size, len(output_embedding) * wide.itemsize, chunk_bytes)
+    vocab = _vocabulary(tables[0], vocab_size, parts)
+    size, count = _chunks(targets.size, tables.shape[1] * wide.itemsize, chunk_bytes)
 
     def add(total: Any, chunk: Any) -> tuple[Any, Any]:
         losses, grads = _chunk(vocab, *chunk)
@@ -185,23 +180,23 @@ def _on_device(
 
     # The tokens that pad the last chunk have weight zero.
     chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, targets, weights))
-    zeros: Any = None if weights is None else jnp.zeros(output_embedding.shape, wide)
+    zeros: Any = None if weights is None else jnp.zeros(tables.shape[1:], wide)
     embedding_grad, (losses, x_grad) = jax.lax.scan(add, zeros, chunks)
     losses = losses.reshape(-1)[: targets.size].reshape(targets.shape)
     if weights is None:
         return losses, None
     x_grad = x_grad.reshape(-1, x.shape[-1])[: targets.size].reshape(x.shape)
-    return losses, (x_grad[None], embedding_grad.astype(output_embedding.dtype)[None])
+    return losses, (x_grad[None], embedding_grad.astype(tables.dtype)[None])
 
 
 def draw_targets(
     x: Float[Array, "B T D"],
-    output_embedding: Float[Array, "V D"],
+    tables: Float[Array, "P V D"],
     uniforms: Float[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Int[Array, "B T"]:
-    """For each position, a token drawn from the softmax of the logits x output_embeddingᵀ.
+    """For each position, a token drawn from the softmax of the logits x tableᵀ.
 
     It draws by inverse transform sampling: [0, 1) is divided among the tokens in the order of the
     vocabulary, each with its probability, and the position's uniform number picks the token. But
@@ -209,7 +204,7 @@ def draw_targets(
 
     Args:
       x: as in `token_losses`.
-      output_embedding: as in `token_losses`.
+      tables: as in `token_losses`.
       uniforms: independent numbers from [0, 1), in float32 at least.
       vocab_size: the rows from here on are padding, which is never drawn.
       chunk_bytes: as in `token_losses`.
@@ -217,19 +212,16 @@ def draw_targets(
     mesh = jax.sharding.get_abstract_mesh()
     draw = functools.partial(_draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
     if mesh.empty:
-        return draw(x, output_embedding, uniforms, parts=1)
+        return draw(x, tables, uniforms, parts=1)
     rows = RULES.spec("batch", None)
-    return jax.shard_map(
-        functools.partial(draw, parts=mesh.shape[_TENSOR]),
-        in_specs=(rows, RULES.spec("vocab", None), rows),
-        out_specs=rows,
-        check_vma=False,
-    )(x, output_embedding, uniforms)
+    draw = functools.partial(draw, parts=mesh.shape[_TENSOR])
+    mapped = on_each_device(draw, (rows, RULES.spec("batch", "vocab", None), rows), rows)
+    return mapped(x, tables, uniforms)
 
 
 def _draw_on_device(
     x: Float[Array, "B T D"],
-    output_embedding: Float[Array, "V D"],
+    tables: Float[Array, "1 V D"],
     uniforms: Float[Array, "B T"],
     *,
     vocab_size: int,
@@ -237,8 +229,8 @@ def _draw_on_device(
     parts: int,
 ) -> Int[Array, "B T"]:
     """`draw_targets` for one device's tokens and its part of the vocabulary, one of `parts`."""
-    vocab = _vocabulary(output_embedding, vocab_size, parts)
-    row_bytes = len(output_embedding) * uniforms.dtype.itemsize
+    vocab = _vocabulary(tables[0], vocab_size, parts)
+    row_bytes = tables.shape[1] * uniforms.dtype.itemsize
     size, count = _chunks(uniforms.size, row_bytes, chunk_bytes)
     chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
     drawn = jax.lax.map(lambda chunk: _draw_chunk(vocab, *chunk), chunks)

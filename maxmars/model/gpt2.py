@@ -6,7 +6,7 @@ stored [L, D, 3, H, K] and `attn.c_proj` [L, H, K, D]: if the fused kernel [D, 3
 columns over `tensor`, every layer would move queries, keys and values between devices.
 
 Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
-L layers.
+L layers, P parts of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import constrain
+from maxmars.distributed.sharding import constrain, gathered
 from maxmars.model import cross_entropy
 from maxmars.model.attention import RESIDUALS, attention
 
@@ -83,16 +83,17 @@ class Linear(nnx.Module):
         """
         self.config = config
         self.num_inputs = len(inputs)
-        axes, shape = (*inputs, *outputs), (*inputs.values(), *outputs.values())
+        self.axes = (*inputs, *outputs)
+        shape = (*inputs.values(), *outputs.values())
         kernel = std * jax.random.normal(rngs.params(), shape, config.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=axes)
+        self.kernel = nnx.Param(kernel, axes=self.axes)
         if config.use_bias:
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
             self.bias = nnx.Param(zeros, axes=tuple(outputs))
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
-        kernel = self.kernel[...].astype(x.dtype)
+        kernel = gathered(self.kernel[...].astype(x.dtype), self.axes)
         leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
         # All tokens on one axis: where a kernel's gradient contracts B and T as two axes, XLA's CPU
         # backend writes the activations out transposed, element by element (0.4 times the rate).
@@ -222,6 +223,7 @@ class GPT2(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         continuation_ids: Int[Array, "B T"] | None = None,
+        tables: Float[Array, "P V D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The residual stream after the last LayerNorm.
 
@@ -233,6 +235,7 @@ class GPT2(nnx.Module):
             each row.
           continuation_ids: for rows that hold a context and several continuations of it; see
             `causal_attention`. None is one text a row.
+          tables: `sharding.copies` of `output_embedding`, if the output head uses them as well.
 
         Raises:
           ValueError: a row without `positions` is longer than `max_seq_len`, or
@@ -249,7 +252,7 @@ class GPT2(nnx.Module):
                 "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
                 "float32 or bfloat16."
             )
-        x = self.embed(tokens, positions)
+        x = self.embed(tokens, positions, tables)
         segment_ids = document_segments(tokens, config.document_end_id, segment_ids)
 
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
@@ -264,13 +267,22 @@ class GPT2(nnx.Module):
         return self.ln_f(constrain(x, "batch", "length", None))
 
     def embed(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        tables: Float[Array, "P V D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The sum of token and position embeddings; see `hidden` for the arguments."""
         dtype = self.config.compute_dtype
         # Gathered over fsdp before the lookup: a lookup in an array split by columns would leave
         # the activations split the same way, and they would have to move between devices.
-        x = constrain(self.output_embedding(dtype)[tokens], "batch", "length", None)
+        if tables is None:
+            x = self.output_embedding(dtype)[tokens]
+        else:
+            parts = tokens.reshape(len(tables), -1, tokens.shape[1])
+            x = jax.vmap(lambda table, tokens: table[tokens])(tables, parts)
+            x = x.reshape(*tokens.shape, -1)
+        x = constrain(x, "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:
             places = places[: tokens.shape[1]]

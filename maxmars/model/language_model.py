@@ -4,7 +4,7 @@ A model is `GPT2`, or a module of the user's own inside an `OwnModel`. Both have
 `output_embedding` and `logits`, and a `config` with `vocab_size` and `max_seq_len`. Parameters are
 nested dicts of arrays.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary.
+Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Shaped
 
 from maxmars.config import GPT2Config, ModelConfig
-from maxmars.distributed.sharding import RULES, batch_shards
+from maxmars.distributed.sharding import RULES, batch_shards, copies
 from maxmars.model import cross_entropy
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.own_model import OwnModel, make_module
@@ -184,10 +184,8 @@ def token_losses(
     positions: Window | None = None,
 ) -> Float[Array, "B window-1"]:
     """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
-    x = _hidden(model, tokens, segment_ids, positions)
-    return cross_entropy.token_losses(
-        x, model.output_embedding(x.dtype), tokens[:, 1:], model.config.vocab_size
-    )
+    x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
+    return cross_entropy.token_losses(x, tables, tokens[:, 1:], model.config.vocab_size)
 
 
 def mean_loss(
@@ -214,21 +212,28 @@ def mean_loss(
         which count as constants, and are not `tokens`. Sophia estimates the diagonal of the
         Gauss-Newton matrix with that.
     """
-    x = _hidden(model, tokens, segment_ids, positions)
-    embedding, size = model.output_embedding(x.dtype), model.config.vocab_size
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
+    size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
     targets = tokens[:, 1:]
     if draw_key is not None:
         uniforms = jax.random.uniform(draw_key, x.shape[:2], wide)
-        constants = jax.lax.stop_gradient((x, embedding))
+        constants = jax.lax.stop_gradient((x, tables))
         targets = cross_entropy.draw_targets(*constants, uniforms, size)
     weights = None if mask is None else mask[:, 1:].astype(wide)
-    return cross_entropy.mean_loss(x, embedding, targets, size, weights=weights)
+    return cross_entropy.mean_loss(x, tables, targets, size, weights=weights)
 
 
-def _hidden(
+def _hidden_and_tables(
     model: LanguageModel, tokens: Window, segment_ids: Window | None, positions: Window | None
-) -> Float[Array, "B window-1 D"]:
-    """The hidden states of all tokens but the last of a row, which predicts nothing."""
+) -> tuple[Float[Array, "B window-1 D"], Float[Array, "P V D"]]:
+    """The hidden states of all tokens but the last of a row, which predicts nothing, and the output
+    head for each part of the batch."""
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
-    return model.hidden(tokens[:, :-1], segment_ids=segment_ids, positions=positions)
+    rows: Any = {"segment_ids": segment_ids, "positions": positions}
+    if isinstance(model, OwnModel):
+        x = model.hidden(tokens[:, :-1], **rows)
+        return x, copies(model.output_embedding(x.dtype))
+    tables = copies(model.output_embedding(model.config.compute_dtype))
+    # GPT-2's lookup uses the copies, too, so that one gradient of its table crosses devices.
+    shared = tables if len(tables) > 1 else None
+    return model.hidden(tokens[:, :-1], **rows, tables=shared), tables

@@ -396,8 +396,8 @@ def _repeats(eqn: Any) -> int:
     match eqn.primitive.name:
         case "scan":
             return eqn.params["length"]
-        case "shard_map":  # its shapes are one device's
-            return math.prod(eqn.params["mesh"].shape.values())
+        case "shard_map":  # its shapes are one device's along the axes that it splits
+            return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
         case "pallas_call":  # a kernel runs once for each place of its grid, skipped ones included
             return math.prod(eqn.params["grid_mapping"].grid)
     return 1

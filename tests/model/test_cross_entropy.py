@@ -52,14 +52,18 @@ def assert_same(found, expected, rtol=1e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
 
 
+def chunked_losses(x, embedding, targets, chunk_bytes, losses=cross_entropy.token_losses):
+    return losses(x, sharding.copies(embedding), targets, VOCAB, chunk_bytes)
+
+
 FUNCTIONS = {
     "mean_loss": (
-        lambda *arrays, chunk_bytes: cross_entropy.mean_loss(*arrays, VOCAB, chunk_bytes),
+        functools.partial(chunked_losses, losses=cross_entropy.mean_loss),
         lambda *arrays: plain(*arrays).mean(),
     ),
     "token_losses": (
         lambda *arrays, chunk_bytes: weighted(
-            lambda *arrays: cross_entropy.token_losses(*arrays, VOCAB, chunk_bytes), *arrays
+            functools.partial(chunked_losses, chunk_bytes=chunk_bytes), *arrays
         ),
         functools.partial(weighted, plain),
     ),
@@ -115,8 +119,10 @@ def test_the_logits_of_all_tokens_are_never_there(name):
 # --- drawn targets -------------------------------------------------------------------------------
 
 
-def draw(*arrays, chunk_bytes=2**29):
-    return jax.jit(lambda *arrays: cross_entropy.draw_targets(*arrays, VOCAB, chunk_bytes))(*arrays)
+@functools.partial(jax.jit, static_argnames="chunk_bytes")
+def draw(x, embedding, uniforms, chunk_bytes=2**29):
+    tables = sharding.copies(embedding)
+    return cross_entropy.draw_targets(x, tables, uniforms, VOCAB, chunk_bytes)
 
 
 def uniforms(rows=8, length=12, seed=1):
@@ -172,7 +178,5 @@ def test_nothing_without_probability_is_drawn():
 
 def test_the_logits_of_all_tokens_are_not_there_when_targets_are_drawn():
     arrays = (*inputs(**LARGE)[:2], uniforms(8, 128))
-    draw_in_chunks = functools.partial(
-        cross_entropy.draw_targets, vocab_size=VOCAB, chunk_bytes=2**20
-    )
+    draw_in_chunks = functools.partial(draw, chunk_bytes=2**20)
     assert temporaries(draw_in_chunks, *arrays) < 4 * 8 * 128 * 8192 / 4
