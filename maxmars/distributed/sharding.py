@@ -177,14 +177,19 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(*logical_axes))
 
 
-def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """`jax.shard_map` over all axes of the ambient mesh that are not Manual yet."""
-    mesh = jax.sharding.get_abstract_mesh()
+def on_devices(
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    axes: Collection[str] | None = AXES,
+) -> Callable[..., Any]:
+    """`jax.shard_map` over those of `axes` of the ambient mesh that are not Manual yet."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     return jax.shard_map(
         function,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        axis_names=set(axes or ()) - set(manual),
         check_vma=False,
     )
 
@@ -217,14 +222,9 @@ def copies(table: Float[Array, "V D"]) -> Float[Array, "P V D"]:
     The gradients of all its uses add up on their devices and cross between them once.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    batch = [] if mesh.empty else [mesh.shape[axis] for axis in _mesh_axes(RULES.spec("batch"))]
-    parts = math.prod(batch)
+    axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
+    parts = math.prod(mesh.shape[axis] for axis in axes)
     return constrain(table, "vocab", None)[None] if parts == 1 else _copies(table, parts)
-
-
-def _mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    (axes,) = spec
-    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -234,11 +234,11 @@ def _copies(table: jax.Array, parts: int) -> jax.Array:
 
 
 def _copies_bwd(parts: int, _: None, gradients: jax.Array) -> tuple[jax.Array]:
-    batch, *others = RULES.spec("batch", "vocab", "embed")
     if gradients.shape[-1] % jax.sharding.get_abstract_mesh().shape["fsdp"] == 0:
         # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
         # all-reduce, which sends twice as much.
-        spec = PartitionSpec(*_without(PartitionSpec(batch), ("fsdp",)), *others)
+        data = _without(RULES.spec("batch"), ("fsdp",))
+        spec = PartitionSpec(*data, *RULES.spec("vocab", "embed"))
         gradients = jax.lax.with_sharding_constraint(gradients, spec)
     wide = jnp.promote_types(gradients.dtype, jnp.float32)
     return (gradients.astype(wide).sum(0).astype(gradients.dtype),)

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, ambient_platform, on_each_device
+from maxmars.distributed.sharding import RULES, ambient_platform, on_devices
 
 Implementation = Literal["plain", "blocked", "splash", "cudnn"]
 Heads = Float[Array, "B T H K"]
@@ -137,7 +137,7 @@ def attention_on_mesh(
 ) -> Heads:
     """Attention by a kernel for one device, on each device's rows and heads of the ambient mesh."""
     heads, rows = RULES.spec("batch", "length", "heads", None), RULES.spec("batch", "length")
-    mapped = on_each_device(kernel, (heads, heads, heads, RULES.spec(), rows), heads)
+    mapped = on_devices(kernel, (heads, heads, heads, RULES.spec(), rows), heads)
     return mapped(q, k, v, scale, segment_ids)
 
 

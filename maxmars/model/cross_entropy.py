@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxmars.distributed.sharding import RULES, constrain, on_each_device
+from maxmars.distributed.sharding import RULES, constrain, on_devices
 
 CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about."""
@@ -143,7 +143,7 @@ def _over_chunks(
     if mesh.empty:
         return on_device(x, tables, targets, weights, parts=1)
     grads = None if weights is None else (RULES.spec("vocab", "batch"), parts)
-    mapped = on_each_device(
+    mapped = on_devices(
         functools.partial(on_device, parts=mesh.shape[_TENSOR]),
         (rows, parts, rows, rows),
         (rows, grads),
@@ -215,7 +215,7 @@ def draw_targets(
         return draw(x, tables, uniforms, parts=1)
     rows = RULES.spec("batch", None)
     draw = functools.partial(draw, parts=mesh.shape[_TENSOR])
-    mapped = on_each_device(draw, (rows, RULES.spec("batch", "vocab", None), rows), rows)
+    mapped = on_devices(draw, (rows, RULES.spec("batch", "vocab", None), rows), rows)
     return mapped(x, tables, uniforms)
 
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import constrain, gathered
+from maxmars.distributed.sharding import RULES, constrain, gathered, on_devices
 from maxmars.model import cross_entropy
 from maxmars.model.attention import RESIDUALS, attention
 
@@ -279,9 +279,9 @@ class GPT2(nnx.Module):
         if tables is None:
             x = self.output_embedding(dtype)[tokens]
         else:
-            parts = tokens.reshape(len(tables), -1, tokens.shape[1])
-            x = jax.vmap(lambda table, tokens: table[tokens])(tables, parts)
-            x = x.reshape(*tokens.shape, -1)
+            parts = RULES.spec("batch")
+            look_up = on_devices(lambda t, ids: t[0][ids], (parts, parts), parts, axes=RULES.batch)
+            x = look_up(tables, tokens)
         x = constrain(x, "batch", "length", None)
         places = self.wpe.embedding[...]
         if positions is None:

@@ -195,7 +195,7 @@ def mean_loss(
     mask: Shaped[Array, "B window"] | None = None,
     segment_ids: Window | None = None,
     positions: Window | None = None,
-    draw_key: Any = None,
+    uniforms: Float[Array, "B window-1"] | None = None,
 ) -> Float[Array, ""]:
     """Mean of `token_losses` times `mask`, with a cheaper gradient.
 
@@ -208,15 +208,14 @@ def mean_loss(
       segment_ids: see `GPT2.hidden`. They do not change the mask: the first token of a segment is
         predicted from the segment before it, and counts unless the mask says otherwise.
       positions: see `GPT2.hidden`.
-      draw_key: key of random numbers; the targets are then drawn from the model's own predictions,
-        which count as constants, and are not `tokens`. Sophia estimates the diagonal of the
-        Gauss-Newton matrix with that.
+      uniforms: random numbers from [0, 1), by which the targets are then drawn from the model's own
+        predictions, which count as constants, and are not `tokens`. Sophia estimates the diagonal
+        of the Gauss-Newton matrix with that.
     """
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
     targets = tokens[:, 1:]
-    if draw_key is not None:
-        uniforms = jax.random.uniform(draw_key, x.shape[:2], wide)
+    if uniforms is not None:
         constants = jax.lax.stop_gradient((x, tables))
         targets = cross_entropy.draw_targets(*constants, uniforms, size)
     weights = None if mask is None else mask[:, 1:].astype(wide)

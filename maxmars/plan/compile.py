@@ -397,7 +397,8 @@ def _repeats(eqn: Any) -> int:
         case "scan":
             return eqn.params["length"]
         case "shard_map":  # its shapes are one device's along the axes that it splits
-            return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
+            sizes = eqn.params["mesh"].shape
+            return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
         case "pallas_call":  # a kernel runs once for each place of its grid, skipped ones included
             return math.prod(eqn.params["grid_mapping"].grid)
     return 1

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import GuardConfig, MarsConfig, SophiaConfig, TrainConfig
@@ -294,9 +294,7 @@ def _step(
 
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
         with jax.named_scope("model"):
-            loss, grads = mean_loss_and_grads(loss_of, params, batch)
-            # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, param_shardings)
+            loss, grads = mean_loss_and_grads(loss_of, params, batch, param_shardings)
         with jax.named_scope("clip"):
             norm = config.gradient_multiplier * optax.tree.norm(grads)
         return loss, Gradients(grads, norm, config.gradient_multiplier, config.gradient_clip_norm)
@@ -307,7 +305,9 @@ def _step(
         _, given["prev_grads"] = gradients_at(state.prev_params)
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
-        sampled["sampled_grads"] = _sampled_gradients(config, config.optimizer, state, batch)
+        sampled["sampled_grads"] = _sampled_gradients(
+            config, config.optimizer, param_shardings, state, batch
+        )
     apply, guard = check_step(config.guard, state.guard, loss, [g.norm for g in given.values()])
     of_gradients = {
         part: config.gradient_multiplier**2 * square
@@ -396,25 +396,63 @@ class Gradients(NamedTuple):
 
 
 def mean_loss_and_grads(
-    loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any
+    loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any, shardings: Any
 ) -> tuple[jax.Array, Any]:
-    """Loss and gradient, averaged over the microbatches on the first axis of `batch`'s arrays."""
-    value_and_grad = jax.value_and_grad(loss)
+    """Loss and gradient, averaged over the microbatches on the first axis of `batch`'s arrays.
+
+    Gradients of several microbatches are summed on the devices that computed them, and cross `data`
+    once.
+
+    Args:
+      loss: of parameters and a microbatch; a mean over its rows.
+      params: the parameters.
+      batch: a tree of arrays [microbatches, rows, ...].
+      shardings: NamedShardings of the gradients.
+    """
     count = jax.tree.leaves(batch)[0].shape[0]
-    first = jax.tree.map(lambda x: x[0], batch)
+    places = jax.sharding.get_abstract_mesh().shape["data"]
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    def value_and_grad(params: Any, microbatch: Any) -> tuple[jax.Array, Any]:
+        value, grads = jax.value_and_grad(loss)(params, microbatch)
+        # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
+        return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
+
+    def sum_over_data(x: jax.Array) -> jax.Array:
+        # In float32 at least, also because XLA's CPU backend knows no such sum in bfloat16.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jax.lax.psum(x.astype(wide), "data").astype(x.dtype)
+
+    def sum_over_microbatches(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        def add(total: Any, microbatch: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+
+        first = jax.tree.map(lambda x: x[0], batch)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, first))
+        total, _ = jax.lax.scan(add, zeros, batch)
+        return jax.tree.map(sum_over_data, total) if places > 1 else total
+
     if count == 1:
-        return value_and_grad(params, first)
-
-    def accumulate(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
-
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, first))
-    total, _ = jax.lax.scan(accumulate, zeros, batch)
-    return jax.tree.map(lambda x: x / count, total)
+        return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+    if places > 1:
+        # Where `data` is Manual, the partitioner cannot sum over it in each microbatch.
+        sum_over_microbatches = jax.shard_map(
+            sum_over_microbatches,
+            in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+            out_specs=PartitionSpec(),
+            axis_names={"data"},
+            check_vma=False,
+        )
+    total = sum_over_microbatches(params, batch)
+    return jax.tree.map(lambda x: x / (count * places), total)
 
 
 def _sampled_gradients(
-    config: TrainConfig, optimizer: SophiaConfig, state: TrainState, batch: dict[str, jax.Array]
+    config: TrainConfig,
+    optimizer: SophiaConfig,
+    param_shardings: Any,
+    state: TrainState,
+    batch: dict[str, jax.Array],
 ) -> Any:
     """Gradient of the loss on labels that the model itself draws, in the steps in which Sophia
     needs it; zeros in the others.
@@ -423,13 +461,16 @@ def _sampled_gradients(
     """
 
     def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
-        rows, key = microbatch
-        return mean_loss(make_model(config.model, params), **rows, draw_key=key)
+        rows, uniforms = microbatch
+        return mean_loss(make_model(config.model, params), **rows, uniforms=uniforms)
 
     def sampled(params: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         keys = jax.random.split(key, config.microbatches)
-        _, grads = mean_loss_and_grads(loss, params, (batch, keys))
+        shape = (config.microbatch_size, config.model.max_seq_len)
+        dtype = state.hyperparams["learning_rate"].dtype
+        uniforms = jax.vmap(lambda key: jax.random.uniform(key, shape, dtype))(keys)
+        _, grads = mean_loss_and_grads(loss, params, (batch, uniforms), param_shardings)
         clipped = Gradients(grads, optax.tree.norm(grads), 1.0, 1.0).clipped()
         if "mask" not in batch:
             return clipped
