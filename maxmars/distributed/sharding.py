@@ -217,31 +217,29 @@ _gathered.defvjp(
 
 
 def copies(table: Float[Array, "V D"]) -> Float[Array, "P V D"]:
-    """A table of the vocabulary, once for each part of the batch and on the devices of that part.
+    """An `output_embedding`, once for each part of the batch and on the devices of that part.
 
-    The gradients of all its uses add up on their devices and cross between them once.
+    The gradients of all its uses add up on each device, and cross between devices once.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    return constrain(table, "vocab", None)[None] if parts == 1 else _copies(table, parts)
+    return table[None] if parts == 1 else _copies(table, parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(table: jax.Array, parts: int) -> jax.Array:
-    whole = constrain(table, "vocab", None)
-    return constrain(jnp.broadcast_to(whole, (parts, *table.shape)), "batch", "vocab", None)
+    return constrain(jnp.broadcast_to(table, (parts, *table.shape)), "batch", "vocab", None)
 
 
 def _copies_bwd(parts: int, _: None, gradients: jax.Array) -> tuple[jax.Array]:
-    if gradients.shape[-1] % jax.sharding.get_abstract_mesh().shape["fsdp"] == 0:
-        # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
-        # all-reduce, which sends twice as much.
-        data = _without(RULES.spec("batch"), ("fsdp",))
-        spec = PartitionSpec(*data, *RULES.spec("vocab", "embed"))
-        gradients = jax.lax.with_sharding_constraint(gradients, spec)
+    # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
+    # all-reduce, which sends twice as much.
+    data = _without(RULES.spec("batch"), ("fsdp",))
+    spec = PartitionSpec(*data, *RULES.spec("vocab", "embed"))
+    shards = jax.lax.with_sharding_constraint(gradients, spec)
     wide = jnp.promote_types(gradients.dtype, jnp.float32)
-    return (gradients.astype(wide).sum(0).astype(gradients.dtype),)
+    return (shards.astype(wide).sum(0).astype(gradients.dtype),)
 
 
 _copies.defvjp(lambda table, parts: (_copies(table, parts), None), _copies_bwd)

@@ -299,7 +299,7 @@ class GPT2(nnx.Module):
 
         It is both the input embedding and the output head.
         """
-        return constrain(self.wte.embedding[...].astype(dtype), "vocab", None)
+        return gathered(self.wte.embedding[...].astype(dtype), ("vocab", "embed"))
 
 
 def document_segments(

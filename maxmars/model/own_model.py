@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import ModuleConfig
 from maxmars.config.user_code import load_function
-from maxmars.distributed.sharding import RULES, ShardingRules, constrain
+from maxmars.distributed.sharding import RULES, ShardingRules, constrain, gathered
 from maxmars.model import cross_entropy
 
 _NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
@@ -192,7 +192,7 @@ class OwnModel:
                 f"the output_embedding of the {type(module).__name__} is {_described(found)}; it "
                 f"must have the shape [model.vocab_size={self.config.vocab_size} or more, width]",
             )
-        return constrain(found.astype(dtype), "vocab", None)
+        return gathered(found.astype(dtype), ("vocab", "embed"))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Output head: hidden states times the transposed `output_embedding`, padding masked."""

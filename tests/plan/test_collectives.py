@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from tiny import MODEL, tiny_config
+from tiny import ADAMW, MODEL, tiny_config
 
-from maxmars.config import MeshConfig
+from maxmars.config import MeshConfig, SophiaConfig
 from maxmars.distributed import sharding
 from maxmars.plan.collectives import Collective, collectives, total_bytes, wire_bytes
 from maxmars.train.step import make_train_step
@@ -219,19 +219,45 @@ def test_collectives_of_the_train_step():
     assert (of_loss.count, of_loss.bytes) == (config.num_microbatches, 2 * numbers * 4)
     gathers = [c for c in model if c.op == "all-gather" and c != of_loss]
     assert {c.axes for c in gathers} == {("fsdp",)}
-    # Kernels are gathered forward and backward in every layer and microbatch, the tables once.
+    # Kernels are gathered in every layer and microbatch, and without rematerialisation stay until
+    # the backward pass; the tables are gathered once.
     assert sorted({c.count for c in gathers}) == [1, repeats]
-    assert total_bytes(c for c in gathers if c.count > 1) == repeats * (2 * kernels + biases)
+    assert total_bytes(c for c in gathers if c.count > 1) == repeats * (kernels + biases)
     assert total_bytes(c for c in gathers if c.count == 1) == tables
 
-    # Gradients are summed over fsdp, whole, and then each half over data.
-    of_model = functools.partial(total_bytes, model, op="all-reduce")
-    assert of_model(axes=("fsdp",)) == repeats * kernels
-    assert of_model(axes=("data",)) == repeats * kernels // 2
+    # Gradients of kernels and small parameters are summed over fsdp, which is a reduce-scatter on
+    # other chips than CPUs; those of the token table go to their shards, from lookup and head.
+    in_layers = kernels + (4 * d + 2 * d + 3 * d // 2 + 4 * d // 2) * 4  # norms, biases
+    outside = (2 * d + MODEL.max_seq_len * d + 1) * 4  # norm, positions, loss
+    of_model = functools.partial(total_bytes, model)
+    sums = repeats * in_layers + config.num_microbatches * outside
+    assert of_model(op="all-reduce", axes=("fsdp",)) == sums
+    table = MODEL.padded_vocab_size // 2 * d * 4
+    assert of_model(op="all-to-all", axes=("fsdp",)) == config.num_microbatches * table
     activations = rows * MODEL.max_seq_len * d * 4
     # Two in a block forward, two backward; one each at the token table and its output head.
     large = [c for c in model if c.axes == ("tensor",) and c.bytes // c.count == activations]
     assert sum(c.count for c in large) == 4 * repeats + 2 * config.num_microbatches
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(SophiaConfig(), marks=pytest.mark.slow)])
+def test_gradients_cross_data_once_a_step(optimizer):
+    def bytes_over_data(num_microbatches):
+        config = tiny_config(
+            mesh=MeshConfig(data=2, fsdp=2),
+            optimizer=optimizer,
+            global_batch_size=4 * num_microbatches,
+            num_microbatches=num_microbatches,
+        )
+        step = make_train_step(config, sharding.make_mesh(config.mesh, jax.devices()[:4]))
+        found = collectives(step.lower().compile(), step.mesh)
+        shards = sharding.bytes_on_chip(step.abstract_state.params)
+        return total_bytes(c for c in found if "data" in (c.axes or ())), shards
+
+    few, shards = bytes_over_data(2)
+    many, _ = bytes_over_data(5)
+    trees = 1 if optimizer is ADAMW else 2  # Sophia's of drawn labels
+    assert trees * shards <= few == many < trees * shards + 1000  # loss and norms
 
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"))

@@ -149,6 +149,15 @@ def test_a_plan_takes_for_auto_the_first_policy_that_fits():
     assert chosen.model.remat is None  # a fake device's memory means nothing
 
 
+def test_flops_of_a_step_are_the_same_on_every_mesh():
+    def flops(mesh):
+        config = tiny_config(mesh=mesh)
+        devices = jax.devices()[: (mesh.data or 1) * mesh.fsdp * mesh.tensor]
+        return matmul_flops(make_train_step(config, make_mesh(mesh, devices)).trace().jaxpr)
+
+    assert flops(MeshConfig(data=2, fsdp=2, tensor=2)) == flops(MeshConfig(data=1))
+
+
 def test_flops_of_loops_branches_and_devices():
     def program(x):
         x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=5)

@@ -200,6 +200,34 @@ def test_every_mesh_gives_the_losses_of_one_device(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_every_mesh_gives_the_losses_of_one_device_in_any_microbatches(mesh, dtype, microbatches):
+    config = tiny_config(
+        optimizer=ADAMW,
+        num_microbatches=microbatches,
+        global_batch_size=32,
+        model=dataclasses.replace(MODEL, compute_dtype=dtype),
+        mesh=MESHES[mesh],
+    )
+    tokens = batches(config, 6)
+    state, history = run(config, tokens)
+    one, one_history = run(dataclasses.replace(config, mesh=ONE), tokens)
+    atol = 1e-5 if dtype == "float32" else 5e-4
+    np.testing.assert_allclose(losses(history), losses(one_history), rtol=0, atol=atol)
+    for ours, theirs in zip(history, one_history, strict=True):
+        rtol = 1e-4 if dtype == "float32" else 1e-2
+        np.testing.assert_allclose(ours["train/norms"], theirs["train/norms"], rtol=rtol)
+    if dtype == "float32":
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-4),
+            jax.device_get(state.params),
+            jax.device_get(one.params),
+        )
+
+
+@pytest.mark.slow
 def test_soap_trains_on_a_mesh():
     # Bases of nearly equal eigenvalues turn by rounding, so later losses agree loosely only.
     optimizer = SoapConfig(learning_rate=3e-3, precondition_frequency=5)
