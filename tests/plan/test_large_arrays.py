@@ -123,8 +123,9 @@ def test_plain_attention_writes_them():
 @needs_libtpu
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), MarsConfig()], ids=["adamw", "mars"])
 def test_no_parameter_is_copied_on_tpus(optimizer):
-    """Neither transposed nor in another layout, with one microbatch of few tokens. Besides its
-    state a step holds one float32 tree of gradients, and gathered layers."""
+    """Neither transposed nor in another layout, with one microbatch of few tokens: only bfloat16
+    pieces of a layer or of the table are, on their way between chips. Besides its state a step
+    holds one float32 tree of gradients, and without rematerialisation the gathered layers."""
     model = dataclasses.replace(
         MODEL, num_layers=6, num_heads=8, embed_dim=1024, max_seq_len=128, vocab_size=1024
     )
@@ -141,8 +142,9 @@ def test_no_parameter_is_copied_on_tpus(optimizer):
         array
         for array in arrays(step)
         if re.match(r"(copy|transpose)(\.\d+)?$", array.instruction)
+        and array.dtype == "f32"
         and math.prod(array.dims) >= 256 * 1024  # a device's part of the smallest kernel of a layer
     ]
     assert copies == []
-    params_bytes = 4 * num_parameters(model) / 4
-    assert step.memory_analysis().temp_size_in_bytes < 1.5 * params_bytes
+    shards, gathered = 4 * num_parameters(model) / 4, 2 * num_parameters(model)
+    assert step.memory_analysis().temp_size_in_bytes < 1.5 * shards + gathered
