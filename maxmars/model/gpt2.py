@@ -247,11 +247,6 @@ class GPT2(nnx.Module):
                 f"a sequence of {length} tokens is longer than model.max_seq_len="
                 f"{config.max_seq_len}."
             )
-        if config.compute_dtype == "auto":
-            raise ValueError(
-                "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
-                "float32 or bfloat16."
-            )
         x = self.embed(tokens, positions, tables)
         segment_ids = document_segments(tokens, config.document_end_id, segment_ids)
 
@@ -298,7 +293,15 @@ class GPT2(nnx.Module):
         """The token embedding in the type of matrix products, gathered over `fsdp`.
 
         It is both the input embedding and the output head.
+
+        Raises:
+          ValueError: the type is still `auto`.
         """
+        if dtype == "auto":
+            raise ValueError(
+                "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
+                "float32 or bfloat16."
+            )
         return gathered(self.wte.embedding[...].astype(dtype), ("vocab", "embed"))
 
 

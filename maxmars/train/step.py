@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from maxmars.config import GuardConfig, MarsConfig, SophiaConfig, TrainConfig
+from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.data.own_data import TYPES, Types
 from maxmars.distributed import sharding
@@ -294,7 +294,9 @@ def _step(
 
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
         with jax.named_scope("model"):
-            loss, grads = mean_loss_and_grads(loss_of, params, batch, param_shardings)
+            loss, grads = mean_loss_and_grads(
+                loss_of, params, batch, param_shardings, rows_apart=_has_rows_apart(config)
+            )
         with jax.named_scope("clip"):
             norm = config.gradient_multiplier * optax.tree.norm(grads)
         return loss, Gradients(grads, norm, config.gradient_multiplier, config.gradient_clip_norm)
@@ -395,22 +397,33 @@ class Gradients(NamedTuple):
         return jax.tree.map(lambda g: g * jnp.asarray(scale, g.dtype), self.unscaled)
 
 
+def _has_rows_apart(config: TrainConfig) -> bool:
+    """A module of the user's own may join rows, or name the mesh axis `data`."""
+    return isinstance(config.model, GPT2Config)
+
+
 def mean_loss_and_grads(
-    loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any, shardings: Any
+    loss: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batch: Any,
+    shardings: Any,
+    *,
+    rows_apart: bool,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient, averaged over the microbatches on the first axis of `batch`'s arrays.
 
-    Gradients of several microbatches are summed on the devices that computed them, and cross `data`
-    once.
+    With `rows_apart`, gradients of several microbatches are summed on the devices that computed
+    them, and cross `data` once.
 
     Args:
       loss: of parameters and a microbatch; a mean over its rows.
       params: the parameters.
       batch: a tree of arrays [microbatches, rows, ...].
       shardings: NamedShardings of the gradients.
+      rows_apart: whether the loss computes each row by itself, and names no mesh axis `data`.
     """
     count = jax.tree.leaves(batch)[0].shape[0]
-    places = jax.sharding.get_abstract_mesh().shape["data"]
+    places = jax.sharding.get_abstract_mesh().shape["data"] if rows_apart else 1
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     def value_and_grad(params: Any, microbatch: Any) -> tuple[jax.Array, Any]:
@@ -470,7 +483,9 @@ def _sampled_gradients(
         shape = (config.microbatch_size, config.model.max_seq_len)
         dtype = state.hyperparams["learning_rate"].dtype
         uniforms = jax.vmap(lambda key: jax.random.uniform(key, shape, dtype))(keys)
-        _, grads = mean_loss_and_grads(loss, params, (batch, uniforms), param_shardings)
+        _, grads = mean_loss_and_grads(
+            loss, params, (batch, uniforms), param_shardings, rows_apart=_has_rows_apart(config)
+        )
         clipped = Gradients(grads, optax.tree.norm(grads), 1.0, 1.0).clipped()
         if "mask" not in batch:
             return clipped

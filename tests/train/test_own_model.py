@@ -380,6 +380,17 @@ class Plain(nnx.Module):
 def make(*, rngs, vocab_size, max_seq_len):
     return Plain(rngs, vocab_size)
 
+class Joined(Plain):
+    '''What it computes of a row depends on the other rows of the microbatch.'''
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        x = super().__call__(tokens)
+        x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(("data", "fsdp")))
+        return x - x.mean(0)
+
+def joined(*, rngs, vocab_size, max_seq_len):
+    return Joined(rngs, vocab_size)
+
 # Each of these is wrong in one way.
 
 def needs_more(*, rngs, vocab_size, max_seq_len, width):
@@ -483,6 +494,19 @@ def test_layers_in_a_list_are_trained_saved_and_read(tmp_path, plain, byte_token
     train(config, tmp_path / "run")
     model = load(tmp_path / "run").model
     assert model(np.zeros((1, 3), np.int32)).shape == (1, 3, 257)
+
+
+def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
+    shape = MeshConfig(data=2, fsdp=2)
+    sizes = {"global_batch_size": 16, "num_microbatches": 2}
+    config = own_config(tmp_path, model=plain("joined"), optimizer=ADAMW, mesh=shape, **sizes)
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 8, 17)).astype(np.int32)
+    losses = []
+    for mesh in (one_device(), sharding.make_mesh(shape, jax.devices()[:4])):
+        step = make_train_step(config, mesh)
+        state, _ = step(init_train_state(config, mesh), batch_of(step, tokens))
+        losses.append(float(step(state, batch_of(step, tokens))[1]["train/loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
 
 
 def test_a_parameter_may_say_itself_what_it_is(plain):
