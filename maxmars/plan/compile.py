@@ -20,6 +20,7 @@ from jax.tree_util import GetAttrKey
 
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip
+from maxmars.config.mesh import possible_microbatches
 from maxmars.data.batches import batch_types, validation_rows
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import bytes_on_chip
@@ -195,7 +196,7 @@ def find_fit(
     mesh = topology.mesh(config)
     config = choose_precision(config, mesh)
     shards, batch = sharding.batch_shards(mesh), config.global_batch_size
-    counts = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n % shards == 0]
+    counts = possible_microbatches(batch, shards)
     if not counts:
         raise ValueError(
             f"global_batch_size={batch} does not divide over {shards} devices (mesh data x fsdp); "
