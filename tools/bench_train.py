@@ -206,6 +206,8 @@ def contestants_of(args: argparse.Namespace, overrides: list[str]) -> list[tuple
     """Name, kind and config of each contestant; the first is what the others are compared with."""
     specs = [args.config, *args.against]
     configs = [parse_config(spec, overrides, "bench_train.py") for spec in specs]
+    if args.peer == "torch":  # which has no rule to choose it, and must compute in the same parts
+        configs = [dataclasses.replace(c, num_microbatches=c.microbatches) for c in configs]
     names = [
         c.name if len({c.name for c in configs}) == len(configs) else s
         for s, c in zip(specs, configs, strict=True)
@@ -259,7 +261,11 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="as for `maxmars train`")
-    parser.add_argument("--peer", choices=("torch",), help="also run a plain PyTorch GPT-2")
+    parser.add_argument(
+        "--peer",
+        choices=("torch",),
+        help="also run a plain PyTorch GPT-2; num_microbatches that is not set is then 1",
+    )
     parser.add_argument("--against", nargs="+", default=(), metavar="CONFIG", help="other configs")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")

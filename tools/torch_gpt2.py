@@ -93,7 +93,7 @@ class TorchSteps:
         # Fused: the update in one pass, as XLA's is.
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
         self.model = torch.compile(model) if compiled else model
-        count = config["num_microbatches"] or 1
+        count = config["num_microbatches"]
         rows, length = config["global_batch_size"] // count, config["model"]["max_seq_len"]
         shape = (count, rows, length + 1)
         self.tokens = torch.randint(config["model"]["vocab_size"], shape, device=self.device)
