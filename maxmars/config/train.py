@@ -115,7 +115,8 @@ class LogConfig(CheckedConfig):
     """Which metrics are printed and written to `<workdir>/metrics.jsonl`."""
 
     every: Positive[int] = 10
-    """Steps between metrics lines."""
+    """Steps between lines of metrics. The terminal keeps those of steps 1, 10, 20, 50, 100, 200,
+    500, ... and about a hundred others."""
     norms: bool = True
     """Also write the norms of gradients, parameters and updates, separately for embeddings,
     attention, MLP, and norms and biases. The compiled step computes them."""

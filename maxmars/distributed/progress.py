@@ -24,7 +24,7 @@ import rich.text
 from maxmars.config.numbers import duration
 from maxmars.distributed.files import LineFile, Workdir
 
-_PLAIN_EVERY_S = 10.0
+_PLAIN_EVERY_S = 10.0, 60.0  # at first, and after an hour and a half
 _BAR_WIDTH = 20
 _DELAY_S = 2.0
 _LOGGER = logging.getLogger("maxmars")
@@ -45,7 +45,8 @@ class _Warnings(logging.Handler):
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress of one task after another.
 
-    On a terminal it is one live line with a bar, elsewhere a line with the time now and then.
+    On a terminal it is one live line with a bar, above which the lines to keep stay. Elsewhere it
+    is a line with the time every 10 seconds, in a long run every minute, besides the lines to keep.
     Notebooks are no terminals. Within its `with` block the warnings that maxmars logs, such as of a
     damaged checkpoint, are lines like the others.
     """
@@ -78,6 +79,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._pace: tuple[int | None, int, float] = (None, 0, 0.0)  # total, first done, its time
         self._last_done = 0
         self._last_line: float | None = None
+        self._is_kept = False  # whether the live line also stays above it
         jax = sys.modules.get("jax")  # asking it more would start its devices, or load it
         self._is_primary = (
             jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
@@ -109,6 +111,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         total: int | None = None,
         *,
         seconds_left: float | None = None,
+        keep: bool = False,
     ) -> None:
         """Show how far the task is.
 
@@ -118,8 +121,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             `total`, begins another task.
           total: number of all parts.
           seconds_left: an estimate to show as long as the pace is not known.
+          keep: print this line also where the next one would soon take its place.
         """
         now = self._clock()
+        first_every, last_every = _PLAIN_EVERY_S
+        every = min(max(first_every, (now - self._start) / 100), last_every)
         if done is not None and total is not None:
             if self._pace[0] != total or done < self._last_done:
                 self._pace = (total, done, now)
@@ -131,11 +137,12 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
                 text = f"{text}  ETA {duration(seconds_left)}"
         if self._stderr and self.elapsed_s < _DELAY_S:
             return
-        due = self._last_line is None or now - self._last_line >= _PLAIN_EVERY_S
-        if due or (done is not None and done == total):
+        due = self._last_line is None or now - self._last_line >= every
+        self._is_kept = keep
+        if due or keep or (done is not None and done == total):
             self._last_line = now
             self._copy(text)
-            if not self._is_live:
+            if keep or not self._is_live:
                 self._print(text)
         if self._is_live:
             if self._live is None:
@@ -151,8 +158,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._print(text)
 
     def close(self) -> None:
-        """End the live line, which stays on the screen as it is."""
+        """End the live line, which stays on the screen as it is unless it does above."""
         if self._live is not None:
+            self._live.transient |= self._is_kept
             self._live.stop()
             self._live = None
 

@@ -118,7 +118,8 @@ class StepReporter:
             line += f"  MFU {values['perf/mfu']:.1%}"
         step_time = values.get("perf/step_time")
         seconds_left = None if step_time is None else (num_steps - step) * step_time
-        run.progress.update(line, step, num_steps, seconds_left=seconds_left)
+        keep = _is_kept(step, num_steps, run.config.log.every)
+        run.progress.update(line, step, num_steps, seconds_left=seconds_left, keep=keep)
 
     def _numbers(self, metrics: dict[str, Any]) -> dict[str, float]:
         """What a step measured, and what follows from it, as numbers."""
@@ -224,3 +225,9 @@ class StepReporter:
             return load_saved_tokenizer(self._run.workdir / "tokenizer")
         except (ValueError, ImportError, OSError):
             return None
+
+
+def _is_kept(step: int, num_steps: int, every: int) -> bool:
+    """Whether the line of a step stays in the terminal: about 100 of a run, more at its start."""
+    stride = every * math.ceil(num_steps / (100 * every))
+    return step % stride == 0 or step == num_steps or str(step).rstrip("0") in ("1", "2", "5")

@@ -109,6 +109,17 @@ def test_the_live_line_fits_80_columns_and_messages_stay_above_it():
     assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h") == 1  # the cursor comes back
 
 
+def test_kept_lines_stay_on_a_terminal_and_in_a_file():
+    for make in (lambda: on_file(Clock()), lambda: on_terminal(80)):
+        progress, output = make()
+        for step in (1, 2, 3, 4):
+            progress.update(f"step {step}/4", step, 4, keep=step != 3)
+        progress.close()
+        printed = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "\n", output.getvalue())
+        kept = re.findall(r"^(?:[\d:]+ )?(step [\d/]+).*\n", printed, re.MULTILINE)
+        assert kept == ["step 1/4", "step 2/4", "step 4/4"]
+
+
 def test_on_a_terminal_long_messages_break_between_words_and_the_end_stays_last():
     progress, output = on_terminal(40)
     progress.message(
