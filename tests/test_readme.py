@@ -1,10 +1,15 @@
-"""Every README: its Python runs, its commands have the flags that it names, its links exist."""
+"""Every README: its Python runs, its commands have the flags that it names, its links exist.
+
+So do the links of the pages in tools/examples, whose code `tests/tools/test_pages.py` runs, and the
+flags of the commands there that need what is not at hand.
+"""
 
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from markdown_pages import anchors_of, blocks_of, is_run, links_of
 
 from maxmars.cli import COMMANDS, main
 from maxmars.cli.train import TrainArguments
@@ -14,24 +19,28 @@ from maxmars.config.command_line import parse_arguments, split_positionals
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = sorted((ROOT / "maxmars").glob("*/README.md"))
 READMES = [ROOT / "README.md", ROOT / "tools" / "README.md", *ROOMS]
-TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in READMES}
+EXAMPLES = sorted((ROOT / "tools" / "examples").glob("*.md"))
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*READMES, *EXAMPLES]}
 
 
-def blocks(text, language):
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def command_lines(text: str) -> list[list[str]]:
-    script = "".join(blocks(text, "(?:ba)?sh")).replace("\\\n", " ")
+def command_lines(name: str, text: str) -> list[list[str]]:
+    """The commands that nothing runs."""
+    script = "".join(
+        block.code
+        for block in blocks_of(text)
+        if block.language == "sh" and not (ROOT / name in EXAMPLES and is_run(block))
+    ).replace("\\\n", " ")
     return [words for line in script.splitlines() if (words := shlex.split(line, comments=True))]
 
 
 PYTHON = [
-    pytest.param(name, code, id=name, marks=() if name == "README.md" else pytest.mark.slow)
+    pytest.param(name, block.code, id=name, marks=() if name == "README.md" else pytest.mark.slow)
     for name, text in TEXTS.items()
-    for code in blocks(text, "python")
+    if ROOT / name in READMES
+    for block in blocks_of(text)
+    if block.language == "python"
 ]
-LINES = {(name, *line): line for name, text in TEXTS.items() for line in command_lines(text)}
+LINES = {(name, *line): line for name, text in TEXTS.items() for line in command_lines(name, text)}
 SMALL = GPT2Config(num_layers=1, num_heads=2, embed_dim=32, max_seq_len=32, vocab_size=257)
 MAXMARS = {key: line[1:] for key, line in LINES.items() if line[0] == "maxmars"}
 
@@ -89,9 +98,11 @@ def test_commands_have_these_flags(words, place, capsys):
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_that_are_named_exist(name):
     text, here = TEXTS[name], (ROOT / name).parent
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'src="([^"]+)"', text)
-    for link in links:
-        assert link.startswith("http") or (here / link).exists(), link
+    for link in links_of(text):
+        path, _, anchor = link.partition("#")
+        target = here / path if path else ROOT / name
+        assert link.startswith("http") or target.exists(), link
+        assert not anchor or link.startswith("http") or anchor in anchors_of(target.read_text())
     in_text = re.findall(r"`((?:tests|tools|configs|maxmars|\.github|\.ci)/[\w/.]*\w)`", text)
     in_commands = [w for key, line in LINES.items() if key[0] == name for w in line]
     in_commands = [w for w in in_commands if re.match(r"(tests|tools|configs|\.ci)/", w)]
