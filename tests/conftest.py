@@ -1,14 +1,18 @@
 """Eight fake CPU devices, and fixtures that tests share."""
 
+import atexit
 import gc
 import hashlib
 import importlib.metadata
 import os
 import random
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
+from fake_model_hub import ENDPOINT
 from xla_flags import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -33,6 +37,13 @@ def _compilation_cache() -> Path:
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compilation_cache())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# huggingface_hub reads these when it is imported. Its transfers by xet cannot be imitated.
+os.environ["HF_ENDPOINT"], os.environ["HF_HUB_DISABLE_XET"] = ENDPOINT, "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="maxmars-hub-")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+    os.environ.pop(name, None)
 
 # In the background of a shell Ctrl-C is ignored, and would be by every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,10 +19,10 @@ def environment(cache, devices=1):
     }
 
 
-def start_python(folder, *arguments, devices=1):
+def start_python(folder, *arguments, devices=1, variables=None):
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        env=environment(folder / "cache", devices),
+        env=environment(folder / "cache", devices) | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,14 +1,16 @@
-"""`maxmars export` and `maxmars import`: models to and from Hugging Face directories."""
+"""`maxmars export` and `maxmars import`: models to and from Hugging Face, on a disk or the hub."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from maxmars.config.command_line import parse_options
+from maxmars.config.command_line import UsageError, parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,29 +18,35 @@ class ExportArguments:
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
-    in memory at once.
+    in memory at once. With --push, the directory is then uploaded to the Hugging Face hub.
     """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, or
-    a Hugging Face directory."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Directory to make."""
+    """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, a
+    Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    out: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
+    """Directory to make. With --push it may be left out, if TARGET is a directory that was exported
+    before."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in it; float32 keeps every bit."""
+    push: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
+    """Upload the directory to this model of the Hugging Face hub, which is made if it is missing
+    (extra `hf`). Log in before by `hf auth login`, or set HF_TOKEN."""
+    private: bool = False
+    """With --push, make it private, if it is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportArguments:
     """Write a Hugging Face GPT-2 as a checkpoint, with digests, in a new directory.
 
-    Commands that take a run also take a Hugging Face directory as it is; import it where later
-    damage must be noticed, or the model must be in a bucket.
+    Commands that take a run also take a Hugging Face model as it is; import it where later damage
+    must be noticed, or the model must be in a bucket.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
-    """Directory with config.json, model.safetensors (or several such files and their index), and
-    tokenizer files."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
+    """hf:OWNER/NAME[@REVISION] on the hub, or a directory with config.json, model.safetensors (or
+    several such files and their index), and tokenizer files."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to make."""
 
@@ -46,18 +54,92 @@ class ImportArguments:
 def run_export(argv: list[str]) -> int:
     """Run `maxmars export`."""
     arguments = parse_options(ExportArguments, argv, prog="maxmars export")
+    if arguments.push is None:
+        if arguments.out is None:
+            raise UsageError("OUT is missing; name the directory to make.")
+        if arguments.private:
+            raise UsageError("--private belongs to --push OWNER/NAME; give both or none.")
+    elif arguments.out is None and arguments.dtype != "float32":
+        raise UsageError(
+            f"--dtype {arguments.dtype} needs OUT: without it, the directory {arguments.target} is "
+            "pushed as it is."
+        )
+    # Nobody shall wait for an export that cannot be pushed.
+    if arguments.push is not None:
+        _check_push(arguments)
+    directory = arguments.target
+    if arguments.out is not None:
+        directory = arguments.out
+        _export(arguments, directory)
+        # Other files of the directory, such as a model card, are written here, before it is pushed.
+    if arguments.push is not None:
+        return _push(directory, arguments.push, private=arguments.private)
+    print(f'load it by transformers.GPT2LMHeadModel.from_pretrained("{directory}")')
+    return 0
+
+
+def _check_push(arguments: ExportArguments) -> None:
+    from maxmars.model import hub, huggingface  # loads JAX
+
+    repository, out = arguments.push or "", arguments.out
+    try:
+        hub.check_name(repository)
+    except ValueError as error:
+        raise UsageError(f"--push {error}") from error
+    if out is None:
+        directory = Path(arguments.target).expanduser()
+        if not huggingface.is_hf_directory(directory):
+            raise UsageError(
+                f"OUT is missing, and {arguments.target} is no Hugging Face directory that could "
+                "be pushed as it is; name the directory to make."
+            )
+        huggingface.open_weights(directory, huggingface.read_config(directory))
+    elif Path(out).expanduser().exists():
+        raise FileExistsError(
+            f"{out} exists; push it as it is by `{_push_command(out, repository)}`, delete it, or "
+            "choose another name."
+        )
+    hub.check_push(repository, private=arguments.private)
+
+
+def _export(arguments: ExportArguments, out: str) -> None:
     from maxmars.eval.trained_model import export_model  # loads JAX
 
-    exported = export_model(arguments.target, arguments.out, dtype=arguments.dtype)
+    exported = export_model(arguments.target, out, dtype=arguments.dtype)
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     print(
-        f"{arguments.out}: {exported.name}, {exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} "
-        f"weights in {files}"
+        f"{out}: {exported.name}, {exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} weights "
+        f"in {files}"
     )
     for note in exported.notes:
         print(note)
-    print(f'load it by transformers.GPT2LMHeadModel.from_pretrained("{arguments.out}")')
+
+
+def _push(directory: str, repository: str, *, private: bool) -> int:
+    from maxmars.model import hub
+
+    again = _push_command(directory, repository) + (" --private" if private else "")
+    still_here = f"{directory} is whole; push it again by `{again}`"
+    try:
+        pushed = hub.push(Path(directory).expanduser(), repository, private=private)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {still_here}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        raise OSError(f"{error} {still_here}.") from error
+    kind = "private" if pushed.private else "public"
+    if not pushed.is_new:
+        print(f"{repository} ({kind}) has these files already; nothing changed: {pushed.url}")
+    else:
+        print(f"pushed to {repository} ({kind}): {pushed.url}")
+    if pushed.deleted:
+        print(f"deleted there, as of another model: {', '.join(pushed.deleted)}")
+    print(f'next: maxmars generate hf:{repository} --prompt "The "')
     return 0
+
+
+def _push_command(directory: str, repository: str) -> str:
+    return shlex.join(["maxmars", "export", directory, "--push", repository])
 
 
 def run_import(argv: list[str]) -> int:
@@ -66,7 +148,8 @@ def run_import(argv: list[str]) -> int:
     from maxmars.eval.trained_model import import_model  # loads JAX
     from maxmars.model.language_model import num_parameters
 
-    config = import_model(arguments.source, arguments.out)
-    print(f"{arguments.out}: {num_parameters(config) / 1e6:.2f}M parameters as checkpoint 0")
+    model = import_model(arguments.source, arguments.out)
+    count = num_parameters(model.config) / 1e6
+    print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")
     return 0

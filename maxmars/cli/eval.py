@@ -60,7 +60,8 @@ class LMEvalArguments:
 class EvalArguments:
     """Score a trained model, or two on the same data.
 
-    TARGET is the working directory of a run, one of its checkpoints, or a Hugging Face directory.
+    TARGET is the working directory of a run, one of its checkpoints, a Hugging Face directory, or
+    hf:OWNER/NAME[@REVISION] on the hub.
     """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]

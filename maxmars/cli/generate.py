@@ -19,8 +19,8 @@ class GenerateArguments:
     checkpoints, or a Hugging Face GPT-2 directory."""
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Working directory of a run, such as runs/quickstart, one of its checkpoints, or a Hugging
-    Face directory."""
+    """Working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging Face
+    directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     prompt: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
     ] = ()

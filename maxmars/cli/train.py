@@ -44,8 +44,9 @@ class TrainArguments(ConfigArguments):
     """Directory of the run's metrics and checkpoints, also on gs:// (extra `gcs`)."""
     init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
-    its checkpoints/STEP, also on gs://, or a directory with a Hugging Face GPT-2. Step, data,
-    schedule and optimizer start anew, and the optimizer may be another one."""
+    its checkpoints/STEP, also on gs://, a directory with a Hugging Face GPT-2, or
+    hf:OWNER/NAME[@REVISION]. Step, data, schedule and optimizer start anew, and the optimizer may
+    be another one."""
     init_optimizer_state: bool = False
     """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None

@@ -1,7 +1,7 @@
-"""A trained model, wherever it is: a run, one checkpoint, or a Hugging Face directory.
+"""A trained model, wherever it is: a run, one checkpoint, or a Hugging Face model.
 
 `load` reads it, `export_model` writes it as a Hugging Face directory, and `import_model` makes a
-checkpoint of a Hugging Face directory.
+checkpoint of a Hugging Face model.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from maxmars.distributed.files import (
     require_access,
     resolve,
     write_bytes,
+    write_json,
     write_text,
 )
 from maxmars.distributed.progress import Progress
-from maxmars.model import huggingface
+from maxmars.model import hub, huggingface
 from maxmars.model.language_model import (
     LanguageModel,
     graph_and_abstract_params,
@@ -72,9 +73,10 @@ class TrainedModel:
     tokenizer: Tokenizer
     mesh: Mesh
     name: str
-    """For people: `quickstart, step 500`, or the name of a Hugging Face directory."""
+    """For people: `quickstart, step 500`, the name of a Hugging Face directory, or OWNER/NAME@ and
+    the first digits of the commit of a model on the hub."""
     source: str = ""
-    """Path of the checkpoint or Hugging Face directory that was read."""
+    """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
 
     @property
     def model(self) -> LanguageModel:
@@ -82,13 +84,14 @@ class TrainedModel:
         return make_model(self.config, self.params)
 
 
-def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
+def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
 
     Args:
       path: working directory of a run (its newest sound checkpoint is read), its `checkpoints`
-        directory, one step in there, all of them also on `gs://`; or a Hugging Face GPT-2 directory
-        with safetensors.
+        directory, one step in there, all of them also on `gs://`; a Hugging Face GPT-2 directory
+        with safetensors; `hf:OWNER/NAME[@REVISION]` for one on the hub, which is fetched if need
+        be; or what `find_target` found.
       mesh: the parameters go here, in the shardings of training. It may be of any size and of any
         number of processes, all of which call. None is the first device of this process.
 
@@ -96,6 +99,7 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
       FileNotFoundError: there is no model at this path, or no tokenizer.
       ValueError: the model is damaged or no GPT-2, or the mesh does not divide it.
       ImportError: the tokenizer's library (extra `hf`) is not installed.
+      OSError: a model on the hub cannot be fetched; see `hub.fetch`.
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
 
@@ -104,7 +108,7 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
         shardings = param_shardings(config, mesh)
         return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
 
-    target = find_target(path)
+    target = path if isinstance(path, RunTarget | HFTarget) else find_target(path)
     if isinstance(target, HFTarget):
         directory = target.directory
         config = huggingface.read_config(directory)
@@ -112,7 +116,7 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> TrainedModel:
         multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
         config = dataclasses.replace(config, vocab_pad_multiple=multiple)
         huggingface.open_weights(directory, config)  # find errors before anything is loaded
-        tokenizer, name, source = target.tokenizer(config), directory.name, directory
+        tokenizer, name, source = target.tokenizer(config), target.name, target.source
         params = huggingface.load_params(directory, config, abstract_params(config))
     else:
         tokenizer = target.tokenizer()
@@ -222,9 +226,21 @@ def kept_sha256(kept: Workdir) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HFTarget:
-    """A Hugging Face directory."""
+    """A Hugging Face directory, or a model on the hub that was fetched."""
 
     directory: Path
+    snapshot: hub.Snapshot | None = None
+    """Where on the hub it is; None for a directory of the user's."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model, for people."""
+        return self.directory.name if self.snapshot is None else self.snapshot.name
+
+    @property
+    def source(self) -> str:
+        """The target that means the same files."""
+        return str(self.directory) if self.snapshot is None else self.snapshot.source
 
     def tokenizer(self, config: GPT2Config) -> Tokenizer:
         """The directory's own tokenizer.
@@ -238,7 +254,7 @@ class HFTarget:
         tokenizer, is_its_own = load_hf_tokenizer(self.directory, config.vocab_size)
         if not is_its_own and processes.is_primary():
             print(
-                f"{self.directory} has no tokenizer files; GPT-2's tokenizer is used, since the "
+                f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
                 "vocabulary has its size.",
                 file=sys.stderr,
             )
@@ -246,19 +262,24 @@ class HFTarget:
 
 
 def find_target(path: str | Path) -> RunTarget | HFTarget:
-    """Find out whether a path is a run, a checkpoint or a Hugging Face directory.
+    """Find out whether a path is a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
 
     Raises:
       FileNotFoundError: there is nothing, or a run that has not saved a checkpoint.
       ValueError: there is something else.
-      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+      ImportError, OSError: it is on `gs://`, see `files.require_access`; or on the hub, see
+        `hub.fetch`.
     """
+    if hub.is_on_hub(path):
+        snapshot = hub.fetch(path)
+        return HFTarget(directory=snapshot.directory, snapshot=snapshot)
     place = resolve(path)
     require_access(place)
     if not place.exists():
         raise FileNotFoundError(
             f"{path} does not exist; name the working directory of a run, such as "
-            "runs/quickstart, one of its checkpoints, or a Hugging Face directory."
+            "runs/quickstart, one of its checkpoints, a Hugging Face directory, or a model on the "
+            "hub (hf:OWNER/NAME)."
         )
     found = find(place)
     if found is not None:
@@ -375,7 +396,7 @@ def export_model(
         weights = huggingface.open_weights(target.directory, config)
         return write(
             config,
-            target.directory.name,
+            target.name,
             lambda: target.tokenizer(config),
             lambda layout: (weights[name].read() for name in layout.names),
         )
@@ -392,29 +413,32 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
     return array if layout.stacked else [array]
 
 
-def import_model(source: str | Path, out: str | Path) -> ModelConfig:
+def import_model(source: str | Path, out: str | Path) -> TrainedModel:
     """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
 
     `out` can be used wherever a run's directory can, but there is no training to continue. It
-    appears complete or not at all. `source` is a Hugging Face directory; see `load`.
+    appears complete or not at all, and its `imported_from.json` names the source. `source` is a
+    Hugging Face directory, or a model on the hub; see `load`.
 
     Returns:
-      The model's configuration.
+      The model.
 
     Raises:
       FileExistsError: `out` exists.
       FileNotFoundError, ImportError: the model has no weights, or no tokenizer.
       ValueError: it is no Hugging Face directory, or does not hold a sound GPT-2.
-      OSError: the disk is too small or cannot be written to.
+      OSError: the disk is too small or cannot be written to; or see `hub.fetch`.
     """
-    if isinstance(find_target(source), RunTarget):
+    target = find_target(source)
+    if isinstance(target, RunTarget):
         raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
     with _in_the_making(out) as directory:
-        model = load(source)
+        model = load(target)
         _check_space(out, directory, sharding.bytes_of(model.params))
         save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
         save_tokenizer(model.tokenizer, directory / TOKENIZER)
-    return model.config
+        write_json(directory / "imported_from.json", {"source": model.source})
+    return model
 
 
 @contextlib.contextmanager

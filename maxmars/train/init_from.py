@@ -27,7 +27,7 @@ from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, read_json, resolve, write_json
 from maxmars.eval.trained_model import HFTarget, find_target
-from maxmars.model import huggingface
+from maxmars.model import hub, huggingface
 from maxmars.train.receipts import chain_to, read_receipts
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, abstract_train_state, init_train_state
@@ -57,10 +57,12 @@ class InitFrom:
     """The weights that a new run starts from."""
 
     path: str
-    """A run's working directory, its directory of checkpoints or one of them, also on `gs://`; or a
-    local directory with a Hugging Face GPT-2."""
+    """A run's working directory, its directory of checkpoints or one of them, also on `gs://`; a
+    local directory with a Hugging Face GPT-2; or `hf:OWNER/NAME[@REVISION]`."""
     optimizer_state: bool = False
     """Also take the state of the optimizer, which must be of the same kind."""
+    commit: str | None = None
+    """`hf:OWNER/NAME@COMMIT`, what `path` means if it is on the hub; `fetch_source` fills it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,31 @@ class Initial:
 
     state: TrainState
     origin: dict[str, Any]
-    """JSON-ready: `path` as given, `weights` (the checkpoint or directory that was read),
-    `optimizer_state`, and `params_digest`."""
+    """JSON-ready: `path` as given, `weights` (the checkpoint or directory that was read, or
+    `hf:OWNER/NAME@COMMIT`), `optimizer_state`, and `params_digest`."""
+
+
+def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
+    """Fetch weights that are on the hub; every process calls.
+
+    A run that was killed before it saved anything begins again with the commit that it began with,
+    wherever the branch is by now.
+
+    Raises:
+      ValueError: it has no optimizer state; or see `hub.fetch`, as for the errors of other types.
+    """
+    if not hub.is_on_hub(source.path):
+        return source
+    if source.optimizer_state:
+        raise _no_optimizer_state(source.path)
+
+    def recorded() -> str:
+        origin, _ = _read_origin(workdir, None)
+        is_same = origin is not None and origin["path"] == source.path
+        return str(origin["weights"]) if origin and is_same and "weights" in origin else source.path
+
+    begun = processes.text_from_primary(recorded) or source.path
+    return dataclasses.replace(source, commit=hub.fetch(begun).source)
 
 
 def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
@@ -85,7 +110,8 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
       FileNotFoundError: there are no weights at the path.
       ValueError: they are damaged, or of another model or optimizer than `config` says.
     """
-    path, found = resolve(source.path), find(source.path)
+    path = _place(source)
+    found = None if hub.is_on_hub(path) else find(path)
     abstract = abstract_train_state(config, mesh)
     if found is not None:
         directory, step = found
@@ -100,18 +126,18 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
     elif is_remote(path):
         raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
     else:
-        target = find_target(source.path)
+        target = find_target(source.commit or source.path)
         assert isinstance(target, HFTarget), "a run would have been found before"
         if source.optimizer_state:
             raise _no_optimizer_state(path)
-        model, weights = huggingface.read_config(target.directory), path
+        model, weights = huggingface.read_config(target.directory), target.source
         _check_model(path, model, config.model)
         assert isinstance(config.model, GPT2Config)
         model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)
         parts = {"params": huggingface.load_params(target.directory, model, abstract.params)}
     parts["params"] = _padded(parts["params"], abstract.params, config.model)
     origin = {
-        "path": str(path),
+        "path": path,
         "weights": str(weights),
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
@@ -182,7 +208,7 @@ def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | N
     """Why a run may not continue with this source: it started from another one."""
     if origin is None:
         start = f"random weights, not from {source.path}"
-    elif origin["path"] != str(resolve(source.path)):
+    elif _place(source) not in (origin["path"], origin.get("weights")):
         start = f"{origin['path']}, not from {source.path}"
     elif origin["optimizer_state"] != source.optimizer_state:
         preposition = "with" if origin["optimizer_state"] else "without"
@@ -193,6 +219,11 @@ def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | N
         f"the run in {workdir} started from {start}. Leave --init-from and --init-optimizer-state "
         "out to continue it, or choose another --workdir."
     )
+
+
+def _place(source: InitFrom) -> str:
+    """The absolute path of a source, or its name on the hub."""
+    return source.path if hub.is_on_hub(source.path) else str(resolve(source.path))
 
 
 def record_origin(workdir: Workdir, initial: Initial) -> None:

@@ -50,6 +50,7 @@ from maxmars.train.init_from import (
     InitFrom,
     Initial,
     check_origin,
+    fetch_source,
     load_initial,
     rebuild_origin,
     record_origin,
@@ -273,6 +274,7 @@ def check(
     evaluations = list(make_evaluations(config, mesh, tokens, watchdog, log))
     initial = None
     if saved is None and init_from is not None:
+        init_from = fetch_source(workdir, init_from)
         with watchdog.watching("reading the weights to start from"):
             initial = load_initial(config, mesh, init_from)
     return Checked(

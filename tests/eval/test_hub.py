@@ -1,0 +1,398 @@
+"""Models of the Hugging Face hub, fetched and pushed, against a local imitation of the hub."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from fake_model_hub import ENDPOINT, FakeHub, serving
+from hf_models import BYTES, TOKENS, hf_arrays, hf_fields, make_run, random_params, write_hf
+from running import finish, free_port, start_python
+from tiny import MODEL, short_config
+
+from maxmars import cli
+from maxmars.data.tokenizer import ByteTokenizer, write_hf_tokenizer
+from maxmars.distributed import sharding
+from maxmars.eval import load
+from maxmars.eval.trained_model import export_model
+from maxmars.train import InitFrom, train
+from maxmars.train.init_from import fetch_source, load_initial, record_origin
+
+TOKEN = "hf_aSecretThatNobodyMaySee"
+
+
+@pytest.fixture
+def hub():
+    """The imitation, with the token of the user `me`, who has not logged in."""
+    hub = FakeHub(tokens={TOKEN: ("me", "write"), "hf_reader": ("me", "read")})
+    with serving(hub):
+        yield hub
+
+
+@pytest.fixture
+def logged_in(monkeypatch):
+    """With a token in the environment, which nothing may print."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    params = {1: random_params(BYTES, 1), 2: random_params(BYTES, 2)}
+    return make_run(tmp_path_factory.mktemp("runs") / "own", BYTES, params, ByteTokenizer())
+
+
+def model_files(folder, seed=0, **fields):
+    write_hf(folder, hf_fields(BYTES) | fields, hf_arrays(BYTES, seed))
+    write_hf_tokenizer(folder, ByteTokenizer(), BYTES.max_seq_len)
+    return folder
+
+
+@pytest.fixture
+def one(tmp_path):
+    return model_files(tmp_path / "one")
+
+
+def call(*argv):
+    """The exit code of a command."""
+    try:
+        cli.main([str(word) for word in argv])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def refusal(capsys, *argv, code=1):
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    assert call(*argv) == code
+    printed = capsys.readouterr().err
+    assert printed.count("maxmars: error: ") == 1
+    assert TOKEN not in printed
+    error = printed.splitlines(keepends=True)[-1]
+    assert error.startswith("maxmars: error: ")
+    return error
+
+
+def logits(model):
+    return np.asarray(model.model(TOKENS))
+
+
+def test_an_export_comes_back_from_the_hub_bit_by_bit(hub, logged_in, run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert call("export", run, out, "--push", "me/there-and-back", "--private") == 0
+    printed = capsys.readouterr().out
+    commit = hub.repositories["me/there-and-back"].refs["main"]
+    assert hub.repositories["me/there-and-back"].private
+    assert f"(private): {ENDPOINT}/me/there-and-back/commit/{commit}" in printed
+    assert "next: maxmars generate hf:me/there-and-back" in printed
+    theirs, ours = load("hf:me/there-and-back"), load(run)
+    assert theirs.source == f"hf:me/there-and-back@{commit}"
+    assert theirs.name == f"me/there-and-back@{commit[:7]}"
+    assert theirs.tokenizer.digest == ours.tokenizer.digest
+    np.testing.assert_array_equal(logits(theirs), logits(ours))
+    again = tmp_path / "again"
+    assert call("export", "hf:me/there-and-back", again) == 0
+    for file in out.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+    assert TOKEN not in printed
+    # Large files are in another place than the hub, which must not get to know the token.
+    assert {token for _, path, token in hub.requests if path.startswith("/store/")} == {None}
+
+
+def test_revisions_and_a_branch_that_moves(hub, one, tmp_path, capsys):
+    first = hub.add("some/revisions", one)
+    hub.repositories["some/revisions"].refs["v1"] = first
+    before = logits(load("hf:some/revisions"))
+    second = hub.add("some/revisions", model_files(tmp_path / "two", seed=1))
+    hub.requests.clear()
+    for revision in ("v1", first):
+        np.testing.assert_array_equal(logits(load(f"hf:some/revisions@{revision}")), before)
+    assert hub.fetched() == []  # they are in the cache
+    assert load("hf:some/revisions").source.endswith(second)
+    hub.requests.clear()
+    assert load(f"hf:some/revisions@{second}").source.endswith(second)
+    assert hub.requests == []
+    assert call("import", "hf:some/revisions@v1", tmp_path / "imported") == 0
+    assert f"of hf:some/revisions@{first} as checkpoint 0" in capsys.readouterr().out
+    record = json.loads((tmp_path / "imported" / "imported_from.json").read_text())
+    assert record == {"source": f"hf:some/revisions@{first}"}
+
+
+def test_only_what_is_needed_is_fetched(hub, run, one, tmp_path):
+    many = {"pytorch_model.bin": b"pickle", "onnx/model.safetensors": b"no", "README.md": b"words"}
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    hub.add("some/many", files | many)
+    load("hf:some/many")
+    assert set(hub.fetched()) == set(files)
+    export_model(run, tmp_path / "shards", max_file_bytes=20_000)
+    hub.requests.clear()
+    hub.add("some/shards", tmp_path / "shards")
+    np.testing.assert_array_equal(logits(load("hf:some/shards")), logits(load(run)))
+    names = {path.name for path in (tmp_path / "shards").iterdir()}
+    assert len(names) > 6
+    assert set(hub.fetched()) == names - {"generation_config.json"}
+
+
+def test_without_a_network_the_cache_is_used(one, tmp_path, capsys):
+    hub = FakeHub()
+    with serving(hub):
+        commit = hub.add("some/offline", one)
+        load("hf:some/offline")
+    assert call("export", "hf:some/offline", tmp_path / "out") == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith("maxmars: warning: the hub cannot be reached (ConnectError: ")
+    assert f"the cached copy of hf:some/offline, commit {commit}, is used\n" in warning
+    assert warning.count("\n") == 1
+    load(f"hf:some/offline@{commit}")
+    assert capsys.readouterr().err == ""
+    for target in ("hf:some/other", "hf:some/offline@v2"):
+        error = refusal(capsys, "export", target, tmp_path / "other")
+        assert "the hub cannot be reached (ConnectError" in error
+        assert "is not in the cache" in error
+        assert "run the command once with a network" in error
+
+
+def test_what_the_hub_does_not_have_or_give(hub, one, tmp_path, capsys, monkeypatch):
+    hub.add("some/open", one)
+    hub.add("some/gated", one, gated=True)
+    hub.add("some/private", one, private=True)
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    del files["model.safetensors"]
+    hub.add("some/pickle", files | {"pytorch_model.bin": b"pickle"})
+    hub.add("some/llama", model_files(tmp_path / "llama", model_type="llama"))
+
+    def error_of(target):
+        return refusal(capsys, "import", target, tmp_path / "out")
+
+    for target in ("hf:gpt2", "hf:a/b/c", "hf:a/b@", "hf://a/b", "hf:"):
+        assert f"{target} names no model of the Hugging Face hub; write hf:OWNER/NAME" in (
+            error_of(target)
+        )
+    assert "a/b--c cannot be a model of the hub" in error_of("hf:a/b--c")
+    for name in ("no/such", "some/private"):
+        assert f"there is no model {name} on the hub, or it is private" in error_of(f"hf:{name}")
+    error = error_of("hf:some/open@v9")
+    assert f"no branch, tag or commit v9; {ENDPOINT}/some/open/commits/main" in error
+    assert f"hf:some/gated is gated: accept its terms at {ENDPOINT}" in error_of("hf:some/gated")
+    error = error_of("hf:some/pickle")
+    assert "has no model.safetensors, only pytorch_model.bin: a pickle" in error
+    hub.requests.clear()
+    assert 'model_type is "llama", but maxmars reads' in error_of("hf:some/llama")
+    assert "model.safetensors" not in hub.fetched()
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    assert "the hub refuses to give hf:some/open (it answers 401 Invalid" in (
+        error_of("hf:some/open")
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_a\x01b")
+    error = error_of("hf:some/open")
+    assert "the token for the hub has characters that no token has" in error
+    assert "hf_a" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_extra(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for argv in (["import", "hf:a/b", tmp_path / "o"], ["export", "r", "o", "--push", "a/b"]):
+        assert "pip install 'maxmars[hf]'" in refusal(capsys, *argv)
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_in_the_middle(hub, one, tmp_path, capsys):
+    hub.add("some/broken", one)
+    hub.cut += [5000, 7000]
+    model = load("hf:some/broken")
+    np.testing.assert_array_equal(logits(model), logits(load(one)))
+    assert len([m for m, path, _ in hub.requests if path.startswith("/store/") and m == "GET"]) == 3
+    hub.add("some/lost", one)
+    hub.broken["/store/"] = 500
+    error = refusal(capsys, "export", "hf:some/lost", tmp_path / "out")
+    assert "hf:some/lost could not be fetched (it answers 500" in error
+    assert error.endswith("run the same command again.\n")
+    hub.broken.clear()
+    np.testing.assert_array_equal(logits(load("hf:some/lost")), logits(model))
+
+
+def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_path, capsys):
+    out, shards = tmp_path / "out", tmp_path / "shards"
+    assert call("export", run, out, "--push", "me/twice") == 0
+    (out / ".hidden").write_text("secret")
+    assert call("export", out, "--push", "me/twice") == 0
+    assert "me/twice (public) has these files already; nothing changed" in capsys.readouterr().out
+    repository = hub.repositories["me/twice"]
+    assert len(repository.commits) == 2  # an empty one, and that of the push
+    export_model(run, shards, max_file_bytes=20_000)
+    assert call("export", shards, "--push", "me/twice") == 0
+    assert "deleted there, as of another model: model.safetensors" in capsys.readouterr().out
+    names = set(repository.commits[repository.refs["main"]])
+    assert names == {path.name for path in shards.iterdir()} | {".gitattributes"}
+
+
+def test_a_push_that_cannot_work_is_refused_before_the_export(
+    hub, run, one, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+
+    def error_of(*options, code=1):
+        error = refusal(capsys, "export", run, out, *options, code=code)
+        assert not out.exists()
+        return error
+
+    assert "must be OWNER/NAME of a model" in error_of("--push", "hf:me/new", code=2)
+    assert "--push me/a..b cannot be a model of the hub" in error_of("--push", "me/a..b", code=2)
+    assert "--private belongs to --push" in error_of("--private", code=2)
+    assert "OUT is missing; name" in refusal(capsys, "export", run, code=2)
+    assert "no Hugging Face directory that could be pushed as it is" in (
+        refusal(capsys, "export", run, "--push", "me/new", code=2)
+    )
+    assert "--dtype bfloat16 needs OUT" in (
+        refusal(capsys, "export", one, "--push", "me/new", "--dtype", "bfloat16", code=2)
+    )
+    assert "--push me/new needs a token that may write: log in by" in error_of("--push", "me/new")
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    assert "the hub refuses to push to me/new (it answers 401" in error_of("--push", "me/new")
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert "the token may only read, and --push me/new writes" in error_of("--push", "me/new")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.add("me/public", one)
+    error = error_of("--push", "me/public", "--private")
+    assert "me/public is public, and the hub ignores --private for a repository" in error
+    (tmp_path / "exists").mkdir()
+    error = refusal(capsys, "export", run, tmp_path / "exists", "--push", "me/new")
+    assert f"push it as it is by `maxmars export {tmp_path / 'exists'} --push me/new`" in error
+    assert not any(method in ("POST", "PUT") for method, _, _ in hub.requests)
+
+
+def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsys):
+    out = tmp_path / "out"
+    hub.broken["/commit/"] = 500
+    error = refusal(capsys, "export", run, out, "--push", "me/fails")
+    assert "the push to me/fails failed (it answers 500 out of order). " in error
+    assert f"{out} is whole; push it again by `maxmars export {out} --push me/fails`.\n" in error
+    np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
+    error = refusal(capsys, "export", run, tmp_path / "other", "--push", "other/name")
+    assert "the hub refuses to push to other/name (it answers 403 You don't have the" in error
+    hub.broken.clear()
+    assert call("export", out, "--push", "me/fails") == 0
+    np.testing.assert_array_equal(logits(load("hf:me/fails")), logits(load(run)))
+
+
+@pytest.mark.slow
+def test_a_push_that_is_interrupted(hub, run, tmp_path):
+    hub.holding, out = threading.Event(), tmp_path / "out"
+    command = [sys.executable, "-m", "maxmars", "export", run, out, "--push", "me/interrupted"]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"HF_TOKEN": TOKEN},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert hub.waiting.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        hub.holding.set()
+    assert process.returncode == 130
+    again = f"maxmars export {out} --push me/interrupted"
+    assert error.endswith(f"\ninterrupted; {out} is whole; push it again by `{again}`\n")
+    assert TOKEN not in error
+    np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
+
+
+@pytest.mark.slow
+def test_gpt2_offline(hub, reference_dir, tmp_path):
+    """With the library's own variable, which is read when it is imported."""
+    commit = hub.add("openai/gpt2-tiny", reference_dir / "reference" / "hf_gpt2_tiny")
+    theirs = load("hf:openai/gpt2-tiny")
+    assert theirs.tokenizer.name == "gpt2"
+    np.testing.assert_array_equal(
+        logits(theirs), logits(load(reference_dir / "reference" / "hf_gpt2_tiny"))
+    )
+    program = "import sys; from maxmars.cli import main; [main(a.split()) for a in sys.argv[1:]]"
+    commands = [f"export hf:openai/{name} {tmp_path / name}" for name in ("gpt2-tiny", "other")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *commands],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith("maxmars: warning: the hub cannot be reached (HF_HUB_OFFLINE is set)")
+    assert f"hf:openai/gpt2-tiny, commit {commit}, is used" in warning
+    assert "(HF_HUB_OFFLINE is set), and hf:openai/other, revision main, is not in" in error
+    assert (tmp_path / "gpt2-tiny" / "model.safetensors").is_file()
+
+
+# --- starting to train from one -----------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    return short_config(tmp_path / "tokens")
+
+
+def start_of(workdir):
+    return json.loads((workdir / "init_from.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config, tmp_path, capsys):
+    def add(seed):
+        folder = write_hf(tmp_path / str(seed), hf_fields(MODEL), hf_arrays(MODEL, seed))
+        return hub.add("me/start", folder, private=True)
+
+    first, workdir = add(1), tmp_path / "run"
+    source = InitFrom(path="hf:me/start")
+    mesh = sharding.make_mesh(config.mesh)
+    # A run that is killed here has saved nothing yet.
+    record_origin(workdir, load_initial(config, mesh, fetch_source(workdir, source)))
+    second = add(2)
+    train(config, workdir, init_from=source)
+    assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out
+    assert (start_of(workdir)["path"], start_of(workdir)["weights"]) == (
+        "hf:me/start",
+        f"hf:me/start@{first}",
+    )
+    hub.requests.clear()
+    for path in ("hf:me/start", f"hf:me/start@{first}"):
+        train(config, workdir, init_from=InitFrom(path=path))
+        assert "continuing from step 2" in capsys.readouterr().out
+    assert hub.requests == []  # its weights are in its checkpoints
+    with pytest.raises(ValueError, match=rf"from hf:me/start, not from hf:me/start@{second}"):
+        train(config, workdir, init_from=InitFrom(path=f"hf:me/start@{second}"))
+    with pytest.raises(ValueError, match="hf:me/start has weights alone and no optimizer state"):
+        fetch_source(tmp_path, InitFrom(path="hf:me/start", optimizer_state=True))
+    files = [path for path in workdir.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_take_the_same_commit(hub, one, byte_tokens, tmp_path):
+    """Each has a cache of its own, as on two hosts."""
+    hub.add("some/shared", one)
+    port = free_port()
+    processes = [
+        start_python(
+            tmp_path,
+            *("-m", "maxmars", "eval", "hf:some/shared", "--against", "hf:some/shared@main"),
+            *("--tasks", "loss", "--data.path", byte_tokens, "--data.num-windows", "8"),
+            *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
+            *("--process-id", str(i), "--mesh.data", "2"),
+            variables={"HF_HOME": str(tmp_path / f"home{i}")},
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        code, output = finish(process)
+        assert code == 0, output
+    assert hub.fetched().count("model.safetensors") == 2

@@ -1,0 +1,289 @@
+"""A local imitation of the Hugging Face hub, as far as models are fetched from it and pushed to it.
+
+`huggingface_hub` reads HF_ENDPOINT, HF_HOME and the like when it is imported, so `conftest.py` sets
+them for all tests, with the address of `PORT`; `FakeHub` listens there while a test needs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+PORT = 20_000 + os.getpid() % 10_000  # below the ports that systems give away
+ENDPOINT = f"http://127.0.0.1:{PORT}"
+STORE = f"http://localhost:{PORT}"  # large files are elsewhere than the hub itself
+_LARGE = (".safetensors", ".bin", ".png")
+
+
+@dataclass
+class Repository:
+    """A model; each commit holds all of its files."""
+
+    private: bool = False
+    gated: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
+        self.commits[sha], self.refs[branch] = dict(files), sha
+        return sha
+
+    def find(self, revision: str) -> str | None:
+        return self.refs.get(revision, revision if revision in self.commits else None)
+
+
+@dataclass
+class FakeHub:
+    """What the hub has, what it was asked, and how it fails."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    tokens: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Owner and role (read or write) of each token."""
+    stored: dict[str, bytes] = field(default_factory=dict)
+    """Large files that were uploaded, by SHA-256."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of large files that were asked for, by path."""
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """Method, path, and token of each request."""
+    broken: dict[str, int] = field(default_factory=dict)
+    """Statuses to answer, instead of the right answer, to paths that contain a text."""
+    cut: list[int] = field(default_factory=list)
+    """Large files are cut off after this many bytes, one after the other."""
+    holding: threading.Event | None = None
+    """Uploads wait for it."""
+    waiting: threading.Event = field(default_factory=threading.Event)
+    """Set when an upload waits."""
+
+    def add(self, name: str, files: dict[str, bytes] | Path, **options: bool) -> str:
+        """A new commit of a repository, which is made if it is missing; its SHA-1."""
+        if isinstance(files, Path):
+            files = {path.name: path.read_bytes() for path in files.iterdir()}
+        repository = self.repositories.setdefault(name, Repository(**options))
+        return repository.commit(files)
+
+    def fetched(self) -> list[str]:
+        """Names of the files that were downloaded."""
+        paths = [path for method, path, _ in self.requests if method == "GET"]
+        names = [path.partition("/resolve/")[2] or self.names.get(path, "") for path in paths]
+        return [name.partition("/")[2] or name for name in names if name]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+
+    def _answer(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(length)
+        path = urlsplit(self.path).path
+        self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        self.hub.requests.append((self.command, unquote(path), self.token))
+        for part, status in self.hub.broken.items():
+            if part in path:
+                self._json({"error": "out of order"}, status)
+                return
+        if path.startswith("/store/"):
+            self._store(path.removeprefix("/store/"))
+            return
+        if self.token is not None and self.token not in self.hub.tokens:
+            self._refuse(401, "Invalid credentials in Authorization header")
+            return
+        parts = [unquote(part) for part in path.strip("/").split("/")]
+        match parts:
+            case ["api", "whoami-v2"]:
+                owner, role = self.hub.tokens[self.token or ""]
+                auth = {"accessToken": {"role": role, "displayName": "test"}}
+                self._json({"type": "user", "name": owner, "orgs": [], "auth": auth})
+            case ["api", "validate-yaml"]:
+                self._json({"errors": [], "warnings": []})
+            case ["api", "repos", "create"]:
+                self._create(json.loads(self.body))
+            case ["api", "models", owner, name, *rest]:
+                self._of_repository(f"{owner}/{name}", rest)
+            case [owner, name, "resolve", revision, *file]:
+                self._of_repository(f"{owner}/{name}", ["resolve", revision, *file])
+            case [owner, name, "info", "lfs", "objects", "batch"]:
+                self._of_repository(f"{owner}/{name.removesuffix('.git')}", ["batch"])
+            case _:
+                self._refuse(404, "not found")
+
+    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815
+
+    def _of_repository(self, name: str, rest: list[str]) -> None:
+        repository = self.hub.repositories.get(name)
+        owner, role = self.hub.tokens.get(self.token or "", ("", ""))
+        is_owner = owner == name.partition("/")[0]
+        if repository is None or (repository.private and not is_owner):
+            known = self.token is not None
+            self._refuse(404 if known else 401, "Repository not found", "RepoNotFound")
+            return
+        action = rest[0] if rest else "revision"
+        if action in ("preupload", "batch", "commit") and not (is_owner and role == "write"):
+            self._refuse(403, "You do not have the required permissions")
+            return
+        if action == "batch":
+            self._batch()
+            return
+        sha = repository.find(rest[1] if len(rest) > 1 else "main")
+        if sha is None:
+            self._refuse(404, "Invalid rev id", "RevisionNotFound")
+            return
+        files = repository.commits[sha]
+        match action:
+            case "revision":
+                fields = {"private": repository.private, "gated": repository.gated, "tags": []}
+                siblings = [{"rfilename": file} for file in files]
+                self._json({"id": name, "sha": sha, "siblings": siblings, **fields})
+            case "tree":
+                self._json([_entry(file, content) for file, content in files.items()])
+            case "resolve" if repository.gated and not is_owner:
+                self._refuse(403, f"Access to model {name} is restricted", "GatedRepo")
+            case "resolve":
+                self._resolve(sha, "/".join(rest[2:]), files)
+            case "preupload":
+                self._preupload(files)
+            case "commit":
+                self._commit(name, repository, dict(files))
+            case _:
+                self._refuse(404, "not found")
+
+    def _resolve(self, sha: str, file: str, files: dict[str, bytes]) -> None:
+        if file not in files:
+            self._refuse(404, "Entry not found", "EntryNotFound")
+            return
+        content, headers = files[file], {"X-Repo-Commit": sha}
+        entry = _entry(file, content)
+        if "lfs" not in entry:
+            self._content(content, headers | {"ETag": f'"{entry["oid"]}"'})
+            return
+        digest = entry["lfs"]["oid"]
+        self.hub.stored[digest], self.hub.names[f"/store/{digest}"] = content, file
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+        self._send(b"", 302, headers | {"Location": f"{STORE}/store/{digest}"})
+
+    def _content(self, content: bytes, headers: dict[str, str]) -> None:
+        headers, status = headers | {"Accept-Ranges": "bytes"}, 200
+        if wanted := self.headers.get("Range"):
+            start = int(wanted.partition("=")[2].partition("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            content, status = content[start:], 206
+        self._send(content, status, headers)
+
+    def _store(self, digest: str) -> None:
+        if self.command == "PUT":
+            if self.hub.holding is not None:
+                self.hub.waiting.set()
+                self.hub.holding.wait(60)
+            self.hub.stored[digest] = self.body
+            self._send(b"", 200, {})
+            return
+        content = self.hub.stored[digest]
+        if self.command == "GET" and self.hub.cut:
+            length = {"Content-Length": str(len(content))}
+            if wanted := self.headers.get("Range"):
+                content = content[int(wanted.partition("=")[2].partition("-")[0]) :]
+                length = {"Content-Length": str(len(content))}
+            self._send(content[: self.hub.cut.pop(0)], 206 if wanted else 200, length)
+            return
+        self._content(content, {"ETag": f'"{digest}"'})
+
+    def _create(self, wanted: dict) -> None:
+        owner, role = self.hub.tokens.get(self.token or "", ("", ""))
+        name = f"{wanted.get('organization') or owner}/{wanted['name']}"
+        if wanted.get("organization") not in (None, owner) or role != "write":
+            self._refuse(403, "You don't have the rights to create a model under this namespace")
+            return
+        if name in self.hub.repositories:
+            self._json({"url": f"{ENDPOINT}/{name}", "error": "You already created it"}, 409)
+            return
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self.hub.add(name, {".gitattributes": b""}, private=private)
+        self._json({"url": f"{ENDPOINT}/{name}", "name": name})
+
+    def _preupload(self, files: dict[str, bytes]) -> None:
+        answers = []
+        for wanted in json.loads(self.body)["files"]:
+            file = wanted["path"]
+            entry = _entry(file, files[file]) if file in files else {}
+            mode = "lfs" if file.endswith(_LARGE) else "regular"
+            oid = entry.get("lfs", entry).get("oid")
+            answers.append({"path": file, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._json({"files": answers})
+
+    def _batch(self) -> None:
+        objects = json.loads(self.body)["objects"]
+        for wanted in objects:
+            if wanted["oid"] not in self.hub.stored:
+                wanted["actions"] = {"upload": {"href": f"{STORE}/store/{wanted['oid']}"}}
+        self._json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, name: str, repository: Repository, files: dict[str, bytes]) -> None:
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            match line["key"]:
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.hub.stored[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+        sha = repository.commit(files)
+        url = f"{ENDPOINT}/{name}/commit/{sha}"
+        self._json({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
+
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
+        headers = {"X-Error-Message": message} | ({} if code is None else {"X-Error-Code": code})
+        self._json({"error": message}, status, headers)
+
+    def _json(self, value: object, status: int = 200, headers: dict | None = None) -> None:
+        kind = {"Content-Type": "application/json"}
+        self._send(json.dumps(value).encode(), status, kind | (headers or {}))
+
+    def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+
+def _entry(file: str, content: bytes) -> dict:
+    header = f"blob {len(content)}\0".encode()
+    oid = hashlib.sha1(header + content).hexdigest()
+    entry = {"type": "file", "path": file, "size": len(content), "oid": oid}
+    if file.endswith(_LARGE):
+        digest = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
+    return entry
+
+
+@contextmanager
+def serving(hub: FakeHub) -> Iterator[None]:
+    """Let the hub answer at `ENDPOINT` within the block; outside of it, nobody does."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that was killed is no news."""
+
+    server = Server(("127.0.0.1", PORT), type("Handler", (_Handler,), {"hub": hub}))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
