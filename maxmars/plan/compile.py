@@ -373,6 +373,11 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
     return _count(jaxpr, "", 1)
 
 
+# Products of queries and keys, or of weights and values, in JAX's calls of cuDNN; like those of the
+# plain formula they count without the causal mask. The backward pass computes the logits again.
+_CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+
+
 def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -382,6 +387,10 @@ def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lengths = [eqn.invars[0].aval.shape[i] for i in contracted]
             found[scope] += times * 2 * math.prod((*eqn.outvars[0].aval.shape, *lengths))
+        elif eqn.primitive.name in _CUDNN_PRODUCTS:
+            (batch, length, heads, head_dim), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval
+            product = 2 * batch * heads * length * keys.shape[1] * head_dim
+            found[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
         elif eqn.primitive.name == "cond":
             branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
             found += max(branches, key=Counter.total)

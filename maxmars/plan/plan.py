@@ -7,7 +7,7 @@ need not be there, and reads memory and traffic from the compiled programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,12 @@ from maxmars.plan.compile import (
     compile_eval_step,
 )
 from maxmars.plan.roofline import (
-    ASSUMPTIONS,
+    CALIBRATIONS,
+    Calibration,
     Estimate,
     Flops,
     Traffic,
+    assumptions,
     estimate,
     traffic,
 )
@@ -96,7 +98,9 @@ class Plan:
             },
             "flops": dataclasses.asdict(self.flops),
             "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
-            "assumptions": list(ASSUMPTIONS),
+            "assumptions": []
+            if self.estimate is None
+            else list(assumptions(self.estimate.calibration)),
             "eval": None
             if step is None
             else {
@@ -121,6 +125,7 @@ def make_plan(
     price: float | None = None,
     evaluate: bool = True,
     train_step: CompiledTrainStep | None = None,
+    calibrations: Mapping[str, Calibration] = CALIBRATIONS,
 ) -> Plan:
     """Compile a run's programs for a topology and read from them what it needs.
 
@@ -130,6 +135,7 @@ def make_plan(
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
       train_step: of `config`, if it is compiled already, as by `find_fit`.
+      calibrations: what was measured, by the chip's name.
 
     Raises:
       ValueError: the mesh fits neither the devices nor the model and its batch.
@@ -175,7 +181,9 @@ def make_plan(
         flops=flops,
         estimate=None
         if chip is None
-        else estimate(config, flops, memory, rows, chip, mesh.size, price),
+        else estimate(
+            config, flops, memory, rows, chip, mesh.size, price, calibrations.get(chip.name)
+        ),
         train_step=step,
         eval_step=compile_eval_step(config, params, mesh, topology) if asked else None,
         messages=tuple(messages),
@@ -241,7 +249,8 @@ def print_plan(plan: Plan) -> None:
         numbers.add_row(*row)
     rich.print(numbers)
     if plan.estimate is not None:
-        print("The estimate assumes:", *(f"  - {line}" for line in ASSUMPTIONS), sep="\n")
+        lines = assumptions(plan.estimate.calibration)
+        print("The estimate assumes:", *(f"  - {line}" for line in lines), sep="\n")
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -289,9 +298,12 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "optimizer, s", f"{found.optimizer_s:.4f}"
         for network, seconds in found.communication_s.items():
             yield f"{network}, s", f"{seconds:.4f}"
-        yield "step time at best rates, s", f"{found.step_time_s:.4f}"
+        rates, bound = "at calibrated rates", ""
+        if found.calibration is None:
+            rates, bound = "at best rates (not calibrated)", ", at most"
+        yield f"step time {rates}, s", f"{found.step_time_s:.4f}"
         yield "with communication hidden, s", f"{found.overlapped_step_time_s:.4f}"
-        yield "MFU, at most", f"{found.mfu:.1%} to {found.overlapped_mfu:.1%}"
+        yield f"MFU{bound}", f"{found.mfu:.1%} to {found.overlapped_mfu:.1%}"
         yield "tokens a day, billions", f"{found.tokens_per_day / 1e9:,.2f}"
         yield f"days for {plan.config.num_steps:,} steps", f"{found.days:,.2f}"
         if found.cost is not None:

@@ -1,6 +1,7 @@
 """What a step costs on the networks and in time: traffic by network, and a roofline estimate.
 
-The estimate says how long a step takes if chips and networks run at their published rates.
+The estimate says how long a step takes if chips and networks run at their published rates, or at
+the share of them that was measured on a chip of this kind.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip, Network
+from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import Collective, Phase, wire_bytes
 from maxmars.plan.compile import ChipMemory
 from maxmars.plan.topology import Topology
@@ -67,6 +70,30 @@ class Flops:
     """The optimizer's share of `hardware`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What steps reached of a chip's published rates; `tools/gpu_acceptance.py --table` fits it."""
+
+    measured: str
+    """Date, hardware and versions."""
+    arithmetic: tuple[tuple[int, float], ...]
+    """(parameters of the model, share of the peak FLOP/s that its forward and backward pass reach,
+    elementwise work included), ascending."""
+    memory: float
+    """Share of the memory's rate that AdamW's update reaches."""
+    error: float
+    """Largest error of the estimated step time among the measured steps, where the share of each
+    size was taken from the other sizes."""
+
+    def share(self, num_parameters: int) -> float:
+        """Share of the peak FLOP/s; between the measured sizes by the logarithm of the size."""
+        sizes, shares = zip(*self.arithmetic, strict=True)
+        return float(np.interp(np.log(num_parameters), np.log(sizes), shares))
+
+
+CALIBRATIONS: dict[str, Calibration] = {}
+"""By `Chip.name`; a chip that is not here was never measured."""
+
 ASSUMPTIONS = (
     "matrix products run at the chip's published bfloat16 peak; real ones reach 40 to 80% of it",
     "the model is bound by arithmetic: its elementwise work and its memory traffic count nothing",
@@ -79,7 +106,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Times of one step in seconds, from published rates; see `ASSUMPTIONS`."""
+    """Times of one step in seconds, from published or calibrated rates; see `assumptions`."""
 
     model_compute_s: float
     optimizer_s: float
@@ -95,6 +122,20 @@ class Estimate:
     """For all steps of the config."""
     cost: float | None
     """Price of a chip and hour times chips times hours; None without a price."""
+    calibration: Calibration | None
+    """The measured shares of the rates; None where the published rates were taken."""
+
+
+def assumptions(found: Calibration | None) -> tuple[str, ...]:
+    """What an estimate assumes, in words; the first line says what it was calibrated with."""
+    if found is None:
+        line = "not calibrated: no step was measured on this chip; times are lower bounds"
+        return (line, *ASSUMPTIONS)
+    line = (
+        f"calibrated on {found.measured}; error of a step on one chip ±{found.error:.0%}; networks "
+        "are not calibrated"
+    )
+    return (line, *ASSUMPTIONS[2:])
 
 
 def estimate(
@@ -105,6 +146,7 @@ def estimate(
     chip: Chip,
     num_chips: int,
     price: float | None,
+    calibration: Calibration | None = None,
 ) -> Estimate:
     """How long a step takes at the rates of `chip`.
 
@@ -116,12 +158,18 @@ def estimate(
       chip: its rates.
       num_chips: how many JAX devices there are.
       price: of a chip for an hour, in any currency.
+      calibration: shares of these rates that were measured; None takes the rates themselves.
     """
     rate = num_chips * chip.peak_flops
+    arithmetic = memory_share = 1.0
+    if calibration is not None:
+        arithmetic = calibration.share(num_parameters(config.model))
+        memory_share = calibration.memory
     state = sum(memory.optimizer_state_bytes.values()) + memory.previous_parameters_bytes
     moved = 2 * (memory.parameters_bytes + state) + memory.parameters_bytes
-    model_s = (flops.hardware - flops.optimizer) / rate
-    optimizer_s = flops.optimizer / rate + moved / chip.memory_bandwidth
+    model_s = (flops.hardware - flops.optimizer) / (rate * arithmetic)
+    moved_s = moved / (chip.memory_bandwidth * memory_share)
+    optimizer_s = flops.optimizer / (rate * arithmetic) + moved_s
     communication: dict[str, float] = {}
     for row in rows:
         bandwidth = chip.dcn_bandwidth if row.network == "DCN" else chip.network_bandwidth
@@ -142,4 +190,5 @@ def estimate(
         tokens_per_day=config.tokens_per_step / step_s * 86400,
         days=days,
         cost=None if price is None else price * num_chips / chip.devices * days * 24,
+        calibration=calibration,
     )

@@ -9,7 +9,8 @@ import pytest
 
 from maxmars.config import EvalConfig
 from maxmars.config.chips import CHIPS
-from maxmars.plan.roofline import estimate
+from maxmars.plan.plan import print_plan
+from maxmars.plan.roofline import Calibration, estimate
 from maxmars.train import train
 
 BUDGETS = Path(__file__).with_name("traffic_cpu.json")
@@ -81,6 +82,51 @@ def test_estimate_adds_up(plan_of):
     assert found.tokens_per_day == pytest.approx(256 / found.step_time_s * 86400)
     hours = found.step_time_s * plan.config.num_steps / 3600
     assert found.cost == pytest.approx(2 * 8 * hours)
+
+
+CALIBRATION = Calibration(
+    measured="2026-12-01, NVIDIA H100",
+    arithmetic=((1_000, 0.25), (100_000, 0.5)),
+    memory=0.8,
+    error=0.07,
+)
+
+
+def test_a_calibration_scales_the_times(plan_of):
+    plan, chip = plan_of("shampoo"), CHIPS["h100"]
+    args = (plan.config, plan.flops, plan.memory, [], chip, 1, None)
+    best, found = estimate(*args), estimate(*args, CALIBRATION)
+    share = CALIBRATION.share(plan.num_parameters)
+    assert 0.25 < share < 0.5  # of a size between the measured ones
+    assert CALIBRATION.share(10) == 0.25
+    assert CALIBRATION.share(10**9) == 0.5
+    assert CALIBRATION.share(10_000) == pytest.approx(0.375)
+    assert found.model_compute_s == pytest.approx(best.model_compute_s / share)
+    products = plan.flops.optimizer / chip.peak_flops
+    moved = best.optimizer_s - products
+    assert found.optimizer_s == pytest.approx(products / share + moved / 0.8)
+    assert found.step_time_s == pytest.approx(found.model_compute_s + found.optimizer_s)
+    assert found.mfu < best.mfu
+
+
+@pytest.mark.parametrize(
+    ("calibration", "words"),
+    [
+        (None, ["not calibrated: no step was measured on this chip", "at best rates (not cal"]),
+        (CALIBRATION, ["calibrated on 2026-12-01, NVIDIA H100; error of a step on one chip ±7%"]),
+    ],
+)
+def test_a_plan_says_whether_it_is_calibrated(plan_of, capsys, calibration, words):
+    plan, chip = plan_of("shampoo"), CHIPS["h100"]
+    found = estimate(plan.config, plan.flops, plan.memory, [], chip, 8, None, calibration)
+    plan = dataclasses.replace(plan, estimate=found)
+    print_plan(plan)
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in words:
+        assert part in printed
+    assert ("MFU, at most" in printed) == (calibration is None)
+    assert plan.to_json()["assumptions"][0].startswith(words[0])
+    assert bool(plan.to_json()["estimate"]["calibration"]) == (calibration is not None)
 
 
 def normalized(text):
