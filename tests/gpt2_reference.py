@@ -24,6 +24,7 @@ class Reference:
         self.info = json.loads((directory / "reference" / "gpt2_reference.json").read_text())
 
     def model_config(self, dtype: str) -> GPT2Config:
+        """The model in `dtype`; in bfloat16 its parameters stay in float32, as in training."""
         model = self.info["model"]
         return GPT2Config(
             num_layers=model["n_layer"],
@@ -33,7 +34,7 @@ class Reference:
             vocab_size=model["vocab_size"],
             use_bias=model["bias"],
             scale_attn_by_inverse_layer_idx=model["scale_attn_by_inverse_layer_idx"],
-            param_dtype=dtype,
+            param_dtype="float32" if dtype == "bfloat16" else dtype,
             compute_dtype=dtype,
         )
 

@@ -85,6 +85,8 @@ def read_trace(directory: Path, program: str) -> StepTrace:
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
         events = [e for plane in planes for line in plane.lines for e in _events(plane, line)]
+    # Where devices have planes of their own, the host's only tell when their work was started.
+    events = [e for e in events if e.device[0].startswith("/device:")] or events
     # Other programs have operations of the same names, but fewer of them.
     programs: dict[Any, set[str]] = defaultdict(set)
     for event in events:
@@ -131,8 +133,8 @@ class Event:
 
 
 def _events(plane: Any, line: Any) -> Iterator[Event]:
-    """A TPU's operations have a line of their own. All CPU devices share a plane, and each event
-    says which device it is of."""
+    """A TPU's operations have a line of their own, a GPU's kernels one for each stream. All CPU
+    devices share a plane, and each event says which device it is of."""
     of_tpu = line.name == "XLA Ops"
     for event in line.events:
         stats = {} if event.name.startswith("end: ") else dict(event.stats)

@@ -72,6 +72,12 @@ def test_agrees_with_the_numpy_reference(dtype):
     assert digest(tree) == {k: reference(v) for k, v in tree.items()}
 
 
+@pytest.mark.gpu
+def test_an_accelerator_gives_the_digests_of_the_numpy_reference():
+    tree = {dtype: jnp.asarray(bits((3, 700, 50), jnp.dtype(dtype))) for dtype in DTYPES}
+    assert digest(tree) == {dtype: reference(x) for dtype, x in tree.items()}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64"])
 def test_64_bit_types_are_two_words(dtype):
     with jax.enable_x64(True):

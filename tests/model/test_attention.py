@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import MODEL
 
-from maxmars.config import MeshConfig
+from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model.attention import (
     Choice,
@@ -50,7 +50,8 @@ def result_and_gradients(function, q, k, v, segment_ids):
 
 
 def assert_close(found, expected, tolerance):
-    for name, a, b in zip(("result", "dq", "dk", "dv"), found, expected, strict=True):
+    names = ("result", "dq", "dk", "dv")[: len(found)]
+    for name, a, b in zip(names, found, expected, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
@@ -165,12 +166,45 @@ def test_a_kernel_of_other_devices():
         choose_attention(dataclasses.replace(MODEL, attention="cudnn"), "tpu")
 
 
+# --- on a GPU; a CPU, where these tests are rehearsed, has its own kernel -------------------------
+
+HERE = jax.devices()[0].platform
+KERNELS = {"gpu": ("cudnn", cudnn_attention), "cpu": ("blocked", blocked_attention)}
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_this_machine_is_taken_for_every_size():
+    for config in (GPT2Config.small(), GPT2Config.medium(), GPT2Config.large(), GPT2Config.xl()):
+        config = dataclasses.replace(config, compute_dtype="bfloat16")
+        assert choose_attention(config, HERE) == Choice(KERNELS[HERE][0])
+
+
+# On CPUs the largest error in bfloat16 is 0.007 of the largest number.
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [256, 200])
-def test_cudnn_equals_the_plain_formula(masked, length):
-    segment_ids = random_segments(2, length) if masked else None
-    shape = (2, length, 2, 64)
-    expected = result_and_gradients(causal_attention, *inputs("float32", shape), segment_ids)
-    found = result_and_gradients(cudnn_attention, *inputs("bfloat16", shape), segment_ids)
+@pytest.mark.parametrize("shape", [(2, 256, 2, 64), (2, 200, 2, 64), (2, 1024, 12, 64)])
+def test_the_kernel_of_this_machine_equals_the_plain_formula(masked, shape):
+    segment_ids = random_segments(*shape[:2]) if masked else None
+    with jax.default_matmul_precision("highest"):  # float32 is not TF32 here
+        expected = result_and_gradients(causal_attention, *inputs("float32", shape), segment_ids)
+    arrays = inputs("bfloat16", shape)
+    found = result_and_gradients(KERNELS[HERE][1], *arrays, segment_ids)
     assert_close(found, expected, TOLERANCE["bfloat16"])
+    plain = result_and_gradients(causal_attention, *arrays, segment_ids)
+    assert_close(plain, expected, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_plain_formula_in_float32_equals_numpy(masked):
+    q, k, v = inputs("float32")
+    segment_ids = random_segments(2, 256) if masked else None
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(causal_attention)(q, k, v, SCALE, segment_ids)
+    mask = np.tri(256, dtype=bool)
+    if masked:
+        mask = mask & (np.asarray(segment_ids)[:, None, :, None] == segment_ids[:, None, None, :])
+    logits = np.einsum("bthk,bshk->bhts", q.astype(float), k) * float(SCALE)
+    weights = np.where(mask, np.exp(logits), 0)
+    expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+    assert_close([found], [expected], TOLERANCE["float32"])

@@ -108,6 +108,22 @@ def test_relative_error_to_the_polar_factor(preset, expected):
     assert error(jnp.bfloat16) <= exact + 0.003
 
 
+# On CPUs, which round operands to bfloat16 and multiply in float32, bfloat16 is off by 0.031 of the
+# norm at most (of 64 x 256 numbers; 0.021 of the larger ones), float32 by 4e-6.
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 256), (768, 3072), (1024, 1024)])
+def test_bfloat16_on_an_accelerator_equals_the_plain_loop(shape):
+    x = random(*shape)
+    expected = plain(x)
+
+    def error(dtype):
+        ours = jax.jit(functools.partial(newton_schulz, dtype=dtype))(jnp.asarray(x, jnp.float32))
+        return np.linalg.norm(ours - expected) / np.linalg.norm(expected)
+
+    assert error(jnp.float32) < 2e-5
+    assert 1e-3 < error(jnp.bfloat16) < 0.04
+
+
 def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
     lowered = jax.jit(newton_schulz).trace(jnp.ones((4, 8))).lower(lowering_platforms=("tpu",))
     text = lowered.as_text()

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import pytest
 from tiny import short_config
 
@@ -50,6 +51,56 @@ def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
     counts = re.findall(r"│ +([\d.]+) │ +[\d.]+ │ +[\d.]+% │", text)
     assert counts
     assert all(float(count).is_integer() for count in counts)  # of whole steps and all devices
+
+
+@pytest.mark.gpu
+def test_a_trace_of_this_machine_names_the_operations_of_all_phases(tmp_path):
+    config = short_config(tmp_path / "tokens", num_steps=4)
+    train(config, tmp_path / "run", profile=(2, 3), trace_tables=trace_tables)
+    text = (tmp_path / "run" / "profile" / "host_000" / "operations.txt").read_text()
+    shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
+    assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 1
+
+
+PROGRAM = """HloModule step
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %mul.1 = f32[4]{0} multiply(%x, %x), metadata={op_name="jit(f)/model/jvp()/mul"}
+  ROOT %add.2 = f32[4]{0} add(%mul.1, %x), metadata={op_name="jit(f)/optimizer/add"}
+}
+"""
+
+
+def test_kernels_of_a_gpu_count_once_and_not_what_the_host_starts(tmp_path):
+    """As XLA writes them: kernels on streams, whose stats name the operation."""
+
+    def plane(number, name, events):
+        lines = "".join(
+            f"events {{ metadata_id: 1 offset_ps: {start} duration_ps: {duration} "
+            f'stats {{ metadata_id: 1 str_value: "{operation}" }} '
+            "stats { metadata_id: 2 uint64_value: 7 } } "
+            for start, duration, operation in events
+        )
+        return (
+            f'planes {{ id: {number} name: "{name}" '
+            f'lines {{ id: 1 name: "Stream #13(Compute)" {lines} }} '
+            'event_metadata { key: 1 value { id: 1 name: "wrapped_kernel" } } '
+            'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } '
+            'stat_metadata { key: 2 value { id: 2 name: "program_id" } } } '
+        )
+
+    kernels = [(0, 3_000_000, "mul.1"), (5_000_000, 1_000_000, "add.2")]
+    host = [(0, 90_000_000, "mul.1"), (95_000_000, 90_000_000, "add.2")]
+    text = plane(1, "/device:GPU:0", kernels) + plane(2, "/host:CPU", host)
+    trace_file = tmp_path / "host.xplane.pb"
+    trace_file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    trace = read_trace(tmp_path, PROGRAM)
+    assert [(op.name, op.phase, op.count) for op in trace.operations] == [
+        ("mul.1", "forward", 1),
+        ("add.2", "optimizer", 1),
+    ]
+    assert trace.busy_seconds == pytest.approx(4e-6)
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (3, 2), (2, 5)])

@@ -1,9 +1,11 @@
 """`verify-resume`, on real processes."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from tiny import tiny_config
 
@@ -44,6 +46,23 @@ def test_a_resume_is_verified_and_a_difference_is_named(tmp_path, monkeypatch, c
 
     with pytest.raises(FileExistsError, match="exists; delete it or choose another --out"):
         verify_resume(tiny_config(), out, steps=4, checkpoint_step=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["mars", "mars_shampoo"])
+def test_a_resume_is_identical_on_this_machine(
+    tmp_path, byte_tokens, monkeypatch, capsys, optimizer
+):
+    """In bfloat16 with the machine's attention kernel, whose backward pass may be in any order."""
+    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flag}")
+    steps = {"cpu": 12}.get(jax.devices()[0].platform, 2000)  # it is killed during the second half
+    options = f"""--data.path {byte_tokens} --global-batch-size 16 --num-microbatches 2
+        --model.vocab-size 257 --model.num-layers 2 --model.num-heads 2 --model.embed-dim 64
+        --model.max-seq-len 64 --model.compute-dtype bfloat16
+        --steps {steps} --out {tmp_path / "out"}"""
+    cli.main(["verify-resume", f"gpt2:size=tiny,optimizer={optimizer}", *options.split()])
+    assert "identical to the undisturbed run" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path):
