@@ -319,8 +319,8 @@ class Result:
     def of(run: Path) -> Result:
         from maxmars.checkpoint import read
 
-        names = ("config.json", "environment.json", "parameters.txt", "tokenizer/description.json")
-        names += ("tokenizer/tokenizer.json",)
+        names = ("config.json", "environment.json", "data.json", "parameters.txt")
+        names += ("tokenizer/description.json", "tokenizer/tokenizer.json")
         rebuilt: dict[str, Any] = {name: content(run / name) for name in names}
         with contextlib.suppress(ValueError, OSError):
             summary = json.loads((run / "summary.json").read_text())

@@ -17,6 +17,8 @@ from maxmars.config.command_line import UsageError, parse_options
 class ExportArguments:
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
+    Its README.md is a model card: what the run says about architecture, data, optimizer, losses
+    (drawn, with the extra `report`), scores, hardware and receipts. Read it before you publish it.
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
     in memory at once. With --push, the directory is then uploaded to the Hugging Face hub.
     """
@@ -34,6 +36,8 @@ class ExportArguments:
     (extra `hf`). Log in before by `hf auth login`, or set HF_TOKEN."""
     private: bool = False
     """With --push, make it private, if it is new."""
+    report: Annotated[str | None, tyro.conf.arg(metavar="FILE.json,...")] = None
+    """What `maxmars eval TARGET --output FILE.json` wrote: its scores are told in the card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,10 @@ def run_export(argv: list[str]) -> int:
             f"--dtype {arguments.dtype} needs OUT: without it, the directory {arguments.target} is "
             "pushed as it is."
         )
+    elif arguments.out is None and arguments.report is not None:
+        raise UsageError(
+            f"--report needs OUT: without it, the directory {arguments.target} is pushed as it is."
+        )
     # Nobody shall wait for an export that cannot be pushed.
     if arguments.push is not None:
         _check_push(arguments)
@@ -71,7 +79,6 @@ def run_export(argv: list[str]) -> int:
     if arguments.out is not None:
         directory = arguments.out
         _export(arguments, directory)
-        # Other files of the directory, such as a model card, are written here, before it is pushed.
     if arguments.push is not None:
         return _push(directory, arguments.push, private=arguments.private)
     print(f'load it by transformers.GPT2LMHeadModel.from_pretrained("{directory}")')
@@ -103,16 +110,25 @@ def _check_push(arguments: ExportArguments) -> None:
 
 
 def _export(arguments: ExportArguments, out: str) -> None:
-    from maxmars.eval.trained_model import export_model  # loads JAX
+    from maxmars.eval.trained_model import Exported, export_model  # loads JAX
+    from maxmars.train.model_card import CARD, read_report, write_card
 
-    exported = export_model(arguments.target, out, dtype=arguments.dtype)
+    reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
+    card_notes = []
+
+    def add_card(directory: Path, exported: Exported) -> None:
+        name, hub = Path(out).name, arguments.push
+        card_notes[:] = write_card(directory, exported, name=name, hub=hub, reports=reports)
+
+    exported = export_model(arguments.target, out, dtype=arguments.dtype, add_files=add_card)
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     print(
         f"{out}: {exported.name}, {exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} weights "
         f"in {files}"
     )
-    for note in exported.notes:
+    for note in [*exported.notes, *card_notes]:
         print(note)
+    print(f"{CARD} in it is the model card; choose a license there")
 
 
 def _push(directory: str, repository: str, *, private: bool) -> int:

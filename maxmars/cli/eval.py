@@ -188,5 +188,6 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         rich.get_console().print(harness_table(model.name, found), soft_wrap=True)
         print(f"{found['harness']}; ± is one standard error")
         if arguments.output is not None:
-            fields = {"target": arguments.target, "name": model.name, **found}
+            about = {"target": arguments.target, "name": model.name, "digest": model.digest}
+            fields = about | found
             write_json(arguments.output, fields | {"environment": environment(mesh)})

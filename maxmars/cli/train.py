@@ -11,7 +11,12 @@ from typing import Annotated
 
 import tyro
 
-from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
+from maxmars.config.command_line import (
+    ConfigArguments,
+    UsageError,
+    parse_arguments,
+    without_secrets,
+)
 from maxmars.distributed.exits import EXIT_CODE, Starting
 
 _TRAIN_USAGE = """\
@@ -68,10 +73,11 @@ class TrainArguments(ConfigArguments):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
+    command = without_secrets(["maxmars", "train", *argv])
     with Starting() as starting:
         arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_TRAIN_USAGE)
         try:
-            return _train(arguments, starting)
+            return _train(arguments, starting, command)
         except ValueError as error:
             # It advises another --workdir, and the user may not know of the one that was taken.
             if arguments.workdir is None and "--workdir" in str(error):
@@ -82,7 +88,7 @@ def run(argv: list[str]) -> int:
             raise
 
 
-def _train(arguments: TrainArguments, starting: Starting) -> int:
+def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes
     from maxmars.distributed.failures import ExitIfPeerIsLost
@@ -122,6 +128,7 @@ def _train(arguments: TrainArguments, starting: Starting) -> int:
             trace_tables=trace_tables,
             life=life,
             starting=starting,
+            command=command,
         )
         if not result.done:
             life.stopped()

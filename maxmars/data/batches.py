@@ -7,6 +7,7 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -47,7 +48,7 @@ from maxmars.data.sampling import (
     training_examples,
     validation_examples,
 )
-from maxmars.data.sources import metadata_text
+from maxmars.data.sources import METADATA, metadata_text, parse_metadata
 from maxmars.data.token_files import TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
 from maxmars.data.workers import end_with_parent
@@ -120,6 +121,30 @@ class SplitTokens:
             for s in self.streams
         )
         return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What each part is, JSON-ready: its `name` (of the directory, or of the user's function),
+        `weight`, `num_tokens` and `tokenizer`; of what `maxmars data prepare` wrote also
+        `num_documents` and `source`, which are None for others."""
+        found = []
+        for stream, weight in zip(self.streams, self.weights, strict=True):
+            documents = source = None
+            if not isinstance(stream, OwnData):
+                path = stream.directory / METADATA
+                with contextlib.suppress(OSError, ValueError):  # formats of others have none
+                    metadata = parse_metadata(metadata_text(path) or "", path, format=None)
+                    source, documents = metadata.source, metadata.splits[stream.split].num_documents
+            found.append(
+                {
+                    "name": stream.directory.name,
+                    "weight": weight,
+                    "num_tokens": stream.num_tokens,
+                    "tokenizer": stream.tokenizer,
+                    "num_documents": documents,
+                    "source": source,
+                }
+            )
+        return found
 
 
 def _union(found: Sequence[Types]) -> Types:

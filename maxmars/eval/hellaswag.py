@@ -477,8 +477,8 @@ class HellaSwagInLoop:
 
         Returns:
           The metrics `eval/hellaswag_acc` and `eval/hellaswag_acc_norm` (protocol `lm_eval`), the
-          same with `hellaswag_completion`, and `perf/hellaswag_time` in seconds; and a line about
-          them for people.
+          same with `hellaswag_completion`, `eval/hellaswag_questions` (how many were scored), and
+          `perf/hellaswag_time` in seconds; and a line about them for people.
         """
         started = time.monotonic()
         scores = self._score(params)
@@ -489,6 +489,7 @@ class HellaSwagInLoop:
             summary = summaries[protocol]
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summary[metric]
+            metrics["eval/hellaswag_questions"] = summary["num_questions"]
             parts.append(f"{summary['acc_norm']:.2%} ({protocol})")
         count = describe_count(summaries, self._num_left_out)
         return metrics, f"HellaSwag acc_norm {', '.join(parts)} of {count} in {seconds:.1f} s"

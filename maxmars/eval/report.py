@@ -47,10 +47,10 @@ class Report:
     """Scores of one model, or of two on the same data."""
 
     fields: dict[str, Any]
-    """For JSON: `target`, `name` and `source` (see `TrainedModel`); `loss` (nats a token),
-    `loss_tokens`, `hellaswag` (see `Scores.summary`, by protocol) and `hellaswag_left_out` (a
-    number of questions) if they were asked for; `environment`; and for two models `against`, with
-    the fields of the second, and `difference`, first minus second."""
+    """For JSON: `target`, `name`, `source` and `digest` (see `TrainedModel`); `loss` (nats a
+    token), `loss_tokens`, `hellaswag` (see `Scores.summary`, by protocol) and `hellaswag_left_out`
+    (a number of questions) if they were asked for; `environment`; and for two models `against`,
+    with the fields of the second, and `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
     """HellaSwag's, of each model."""
@@ -178,7 +178,8 @@ def score_models(
                 questions = fitting(questions, tokenizer, config.max_seq_len)
         for given, target in zip(targets, found, strict=True):
             model = load(target, mesh=mesh)
-            models.append({"target": str(given), "name": model.name, "source": model.source})
+            about = {"name": model.name, "source": model.source, "digest": model.digest}
+            models.append({"target": str(given)} | about)
             scores.append({})
             if windows is not None:
                 loss = _loss(model, windows, shows(f"loss of {model.name}"))

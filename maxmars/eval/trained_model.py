@@ -56,7 +56,7 @@ from maxmars.model.language_model import (
     param_shardings,
 )
 
-CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
+CHECKPOINTS, TOKENIZER, IMPORTED_FROM = "checkpoints", "tokenizer", "imported_from.json"
 MODEL_SOURCE = "sources/model"
 """Where a working directory keeps the file of a `ModuleConfig`."""
 
@@ -77,6 +77,8 @@ class TrainedModel:
     the first digits of the commit of a model on the hub."""
     source: str = ""
     """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
+    digest: str | None = None
+    """Of the whole state in the checkpoint; None for a Hugging Face directory."""
 
     @property
     def model(self) -> LanguageModel:
@@ -117,6 +119,7 @@ def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -
         config = dataclasses.replace(config, vocab_pad_multiple=multiple)
         huggingface.open_weights(directory, config)  # find errors before anything is loaded
         tokenizer, name, source = target.tokenizer(config), target.name, target.source
+        state_digest = None
         params = huggingface.load_params(directory, config, abstract_params(config))
     else:
         tokenizer = target.tokenizer()
@@ -127,14 +130,20 @@ def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -
 
         (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
         config = target.model_config(stored)
-        name, source = target.name(stored.step), stored.path
+        name, source, state_digest = target.name(stored.step), stored.path, stored.digest
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.vocab_size} "
                 f"tokens, but the model only {config.vocab_size}; it belongs to another run."
             )
     return TrainedModel(
-        config=config, params=params, tokenizer=tokenizer, mesh=mesh, name=name, source=str(source)
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        name=name,
+        source=str(source),
+        digest=state_digest,
     )
 
 
@@ -314,6 +323,12 @@ class Exported:
     """Number of files of weights."""
     notes: list[str]
     """Differences from the model, in sentences."""
+    config: GPT2Config
+    """Of the model."""
+    dtype: huggingface.Dtype
+    """Type of the weights."""
+    source: Checkpoint | HFTarget
+    """Where it was read from."""
 
 
 def export_model(
@@ -322,6 +337,7 @@ def export_model(
     *,
     dtype: huggingface.Dtype = "float32",
     max_file_bytes: int = huggingface.MAX_FILE_BYTES,
+    add_files: Callable[[Path, Exported], None] = lambda directory, exported: None,
 ) -> Exported:
     """Write a model as a Hugging Face directory, with the weights of one file in memory at once.
 
@@ -333,6 +349,8 @@ def export_model(
       out: directory to make.
       dtype: type of the weights in it.
       max_file_bytes: the weights are split into files of this size at most.
+      add_files: called with the complete directory before it gets the name `out`; may write more
+        files there, such as the model card of `maxmars.train.model_card`.
 
     Raises:
       FileExistsError: `out` exists.
@@ -346,6 +364,7 @@ def export_model(
         name: str,
         open_tokenizer: Callable[[], Tokenizer],
         read: Callable[[huggingface.HFLayout], Iterable[np.ndarray]],
+        source: Checkpoint | HFTarget,
     ) -> Exported:
         num_bytes, notes, tokenizer = huggingface.model_bytes(config, dtype), [], None
         _check_space(out, directory, num_bytes)
@@ -374,7 +393,15 @@ def export_model(
                 f"{config.document_end_id}), Hugging Face's does not: logits agree as long as a "
                 "text does not hold that token after its beginning."
             )
-        return Exported(name=name, num_bytes=num_bytes, num_files=len(files), notes=notes)
+        return Exported(
+            name=name,
+            num_bytes=num_bytes,
+            num_files=len(files),
+            notes=notes,
+            config=config,
+            dtype=dtype,
+            source=source,
+        )
 
     with _in_the_making(out) as directory, Progress(stderr=True) as status:
         if isinstance(target, RunTarget):
@@ -389,17 +416,22 @@ def export_model(
                         "Hugging Face's GPT-2, which cannot say it; `load(...).params` in Python "
                         "gives its arrays to write in another format."
                     )
-                return write(stored.model, target.name(stored.step), target.tokenizer, read)
+                return write(stored.model, target.name(stored.step), target.tokenizer, read, stored)
 
-            return newest_sound(target.checkpoints, use, target.step)[0]
-        config = huggingface.read_config(target.directory)
-        weights = huggingface.open_weights(target.directory, config)
-        return write(
-            config,
-            target.name,
-            lambda: target.tokenizer(config),
-            lambda layout: (weights[name].read() for name in layout.names),
-        )
+            exported = newest_sound(target.checkpoints, use, target.step)[0]
+        else:
+            config = huggingface.read_config(target.directory)
+            weights = huggingface.open_weights(target.directory, config)
+            exported = write(
+                config,
+                target.name,
+                lambda: target.tokenizer(config),
+                lambda layout: (weights[name].read() for name in layout.names),
+                target,
+            )
+        status.update("adding files")
+        add_files(directory, exported)
+        return exported
 
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
@@ -437,7 +469,7 @@ def import_model(source: str | Path, out: str | Path) -> TrainedModel:
         _check_space(out, directory, sharding.bytes_of(model.params))
         save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
         save_tokenizer(model.tokenizer, directory / TOKENIZER)
-        write_json(directory / "imported_from.json", {"source": model.source})
+        write_json(directory / IMPORTED_FROM, {"source": model.source})
     return model
 
 

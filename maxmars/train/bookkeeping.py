@@ -17,6 +17,7 @@ _LOGGER = logging.getLogger(__name__)
 _FILES = (
     "config.json",
     "config_changes.jsonl",
+    "data.json",
     "environment.json",
     "init_from.json",
     "metrics.jsonl",

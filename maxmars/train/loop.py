@@ -52,6 +52,7 @@ def train(
     trace_tables: TraceTables | None = None,
     life: Life | None = None,
     starting: Starting | None = None,
+    command: str | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -72,6 +73,7 @@ def train(
       trace_tables: makes tables of what took the time in these steps.
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
+      command: the command line, which `sessions.jsonl` records.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -82,7 +84,8 @@ def train(
       FileNotFoundError: there is no data, or nothing to start from.
       OSError, ImportError: `workdir` cannot be written to; see `files.require_access`.
     """
-    started, goodput, workdir = time.monotonic(), Goodput(), resolve(workdir)
+    started, goodput = time.monotonic(), Goodput(command=command)
+    workdir = resolve(workdir)
     if profile is not None:  # before anything is written
         check_profile(profile, workdir, 0, config.num_steps)
     with contextlib.ExitStack() as stack:

@@ -133,6 +133,8 @@ class Session:
     """Of each activity."""
     done: bool
     """Whether the run was complete: what comes later is no restart."""
+    command: str | None = None
+    """The command line that started it; None if there was none, as in Python."""
 
 
 def run_seconds(sessions: list[Session]) -> dict[str, float]:
@@ -172,7 +174,11 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        *,
+        command: str | None = None,
     ) -> None:
         self._clock = clock
         self._start, self._began = now(), clock()
@@ -181,6 +187,7 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
         self._earlier: list[Session] = []
         self._first_step = self._last_step = 0
         self._done = False
+        self._command = command
         self._lines: LineFile | None = None
         self._written = clock()
 
@@ -248,6 +255,7 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
             last_step=self._last_step,
             seconds=dict(self._seconds),
             done=self._done,
+            command=self._command,
         )
         return [*self._earlier, now]
 
@@ -279,11 +287,12 @@ def read_sessions(workdir: Workdir, *, repair: bool = False) -> list[Session]:
             and all(map(is_time, [line.get("start"), line.get("end"), *seconds.values()]))
             and all(type(line.get(name)) is int for name in ("first_step", "last_step"))
             and isinstance(line.get("done"), bool)
+            and isinstance(line.get("command"), str | None)
         )
 
     sessions = {}
     for line in read_json_lines(workdir / "sessions.jsonl", is_sound, repair=repair):
-        session = Session(**{name: line[name] for name in Session.__dataclass_fields__})
+        session = Session(**{n: line[n] for n in Session.__dataclass_fields__ if n in line})
         sessions[session.start] = session  # the last line of a session has all before it
     return sorted(sessions.values(), key=lambda session: session.start)
 

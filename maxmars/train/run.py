@@ -304,6 +304,7 @@ def lock(
         copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
         write_json(workdir / "config.json", to_dict(config))
         write_json(workdir / "environment.json", environment(mesh))
+        write_json(workdir / "data.json", {"parts": tokens.describe()})
         table = describe_parameters(config.optimizer, config.model)
         write_bytes(workdir / "parameters.txt", f"{table}\n".encode())
         if checked.saved is not None:

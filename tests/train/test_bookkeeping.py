@@ -60,7 +60,8 @@ def test_no_damage_of_bookkeeping_stops_a_run_or_changes_it(stopped, tmp_path, c
     train(config, run, init_from=start, quiet=True)
     assert first_difference(sound, run) is None
     assert read_metrics(run)[0]["step"] == read_metrics(sound)[0]["step"]
-    for name in ("config.json", "environment.json", "parameters.txt", "tokenizer/description.json"):
+    names = ("config.json", "environment.json", "data.json", "parameters.txt")
+    for name in (*names, "tokenizer/description.json"):
         assert (run / name).read_bytes() == (sound / name).read_bytes()
     origin = json.loads((run / "init_from.json").read_text())
     assert origin == json.loads((sound / "init_from.json").read_text())

@@ -76,6 +76,7 @@ def test_what_a_run_leaves_behind(finished):
     assert names == {
         "checkpoints",
         "config.json",
+        "data.json",
         "environment.json",
         "logs",
         "metrics.jsonl",

@@ -32,6 +32,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[2])
 from maxmars.distributed import sharding
 from maxmars.checkpoint import list_steps, read
+from maxmars.cli import main
 from maxmars.config import MeshConfig, ModuleConfig, ScheduleConfig
 from maxmars.train import train
 from maxmars.eval import load
@@ -53,6 +54,7 @@ own = ModuleConfig(make=f"{source}:make", options={"num_layers": 1}, vocab_size=
 train(dataclasses.replace(two, model=own), "gs://bucket/runs/own")
 source.unlink()  # the bucket has it
 width = load("gs://bucket/runs/own").model(np.zeros((1, 3), int)).shape[-1]
+main(["export", f"{bucket}/checkpoints/4", str(folder / "exported")])
 print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name, width]))
 """
 
@@ -108,6 +110,10 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
         {name for name in names if not name.startswith("checkpoints/")} for names in (local, remote)
     )
     assert remote == local | {"config_changes.jsonl"}
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "all 4 steps of the run `tiny`" in card
+    assert "**one trajectory**, steps 0 to 4 (sessions: 2, " in card
+    assert "gs://" not in card
     text = server.text("runs/tiny/metrics.jsonl")
     assert records(text) == records((tmp_path / "local" / "metrics.jsonl").read_text())
     assert server.text("runs/tiny/logs/host_000.log").count("done: ") == 2

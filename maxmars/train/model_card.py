@@ -1,0 +1,751 @@
+"""The model card of an export: `README.md` as the Hugging Face hub shows it, and the loss as a PNG.
+
+The card says what the run recorded: config and environment are those of the exported checkpoint,
+which has digests; losses are those of `metrics.jsonl` up to its step; what these files lack, the
+card calls unknown. Paths are shortened to their last name, so that the card tells nothing about
+directories and users of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from maxmars.checkpoint import Checkpoint
+from maxmars.checkpoint.reader import FORMAT_VERSION, DamagedError
+from maxmars.config import TrainConfig, to_dict
+from maxmars.config.numbers import duration, short
+from maxmars.data.open_corpus import PRESETS
+from maxmars.distributed.files import (
+    Workdir,
+    read_json,
+    read_json_object,
+    resolve,
+    write_text,
+)
+from maxmars.eval.hellaswag import describe_count
+from maxmars.eval.trained_model import IMPORTED_FROM, Exported, HFTarget
+from maxmars.model.language_model import num_parameters
+from maxmars.train.audit import Audit, audit
+from maxmars.train.metrics import Session, read_metrics, read_sessions, run_seconds, shares
+from maxmars.train.optimizer import describe_parameters, summarize_rules
+from maxmars.train.receipts import Receipt, chain_to, read_receipts
+
+CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
+
+_PATH = re.compile(
+    r"(?<![\w./:-])(?:gs:/|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"  # of a disk, gs://
+)
+_PROTOCOLS = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
+_MOST_DRAWN = 1e6  # nats a token; a larger one diverged, or is damaged
+_WARM_UP = 0.05  # losses in this first share of the steps may lie above the figure
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """An accuracy on HellaSwag."""
+
+    protocol: str
+    metric: str
+    share: float
+    num_questions: int | None
+    """None where it was not recorded."""
+
+    @property
+    def interval_95(self) -> tuple[float, float] | None:
+        """Wilson's 95 % interval of the share; None where the number of questions is unknown."""
+        if not self.num_questions:
+            return None
+        import scipy.stats  # takes a second
+
+        right = round(self.share * self.num_questions)
+        test = scipy.stats.binomtest(right, self.num_questions)
+        interval = test.proportion_ci(0.95, method="wilson")
+        return float(interval.low), float(interval.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What an evaluation of the exported model found."""
+
+    scores: Sequence[Score] = ()
+    remark: str = ""
+    """About questions that are longer than the model's context."""
+    loss: float | None = None
+    """Validation loss of `maxmars eval`, nats a token."""
+    loss_tokens: int = 0
+
+
+def read_report(path: str | Path) -> Fields:
+    """What `maxmars eval --output` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is another one.
+    """
+    file = Path(path).expanduser()
+    fields = read_json_object(file)
+    if not isinstance(fields.get("name"), str) or "environment" not in fields:
+        raise ValueError(f"{path} is no report of `maxmars eval TARGET --output FILE.json`.")
+    return fields
+
+
+def write_card(
+    directory: Path,
+    exported: Exported,
+    *,
+    name: str,
+    hub: str | None = None,
+    reports: Sequence[Fields] = (),
+) -> list[str]:
+    """Write the card, and the picture of the losses, into the directory of an export.
+
+    Args:
+      directory: it has the weights.
+      exported: what `export_model` says of them.
+      name: the name that the directory will have.
+      hub: OWNER/NAME of the model on the hub, if it will be there.
+      reports: see `read_report`. A report on another model is refused.
+
+    Returns:
+      Lines for people: what the card lacks, and how it can be had.
+
+    Raises:
+      ValueError: a report is on another model.
+      OSError: the disk is full.
+    """
+    measured = _reported(exported, reports)
+    source = exported.source
+    facts = _Facts(source) if isinstance(source, Checkpoint) else None
+    notes: list[str] = []
+    has_tokenizer = (directory / "tokenizer_config.json").is_file()
+    title = name if hub is None else hub.rpartition("/")[2]
+    target = name if hub is None else f"hf:{hub}"
+    body = [f"# {title}", "", *_introduction(exported, facts)]
+    body += _use(hub or name, target, title, has_tokenizer=has_tokenizer)
+    body += _architecture(exported, facts)
+    if facts is not None and facts.config is not None:
+        if not measured.scores:
+            found = facts.measured
+            measured = dataclasses.replace(measured, scores=found.scores, remark=found.remark)
+        drawn = draw_losses(facts.rows, directory / CURVE)
+        notes += [] if drawn is None else [f"{CURVE} was not drawn: {drawn}"]
+        body += _data(facts) + _training(facts) + _losses(facts, measured, drawn)
+    elif measured.loss is not None:
+        body += ["## Loss", "", _reported_loss(measured), ""]
+    body += _scores(exported, measured, target)
+    if not measured.scores:
+        notes.append(_how_to_measure(exported))
+    if facts is not None:
+        body += _hardware(facts) + _receipts(facts)
+    if facts is not None and facts.config is not None:
+        body += _commands(facts)
+    body += _limits(exported) + _license(directory, exported, facts)
+    front = yaml.safe_dump(
+        _front_matter(title, exported, facts, measured), sort_keys=False, allow_unicode=True
+    )
+    write_text(directory / CARD, f"---\n{front}---\n\n" + "\n".join(body).rstrip() + "\n")
+    return notes
+
+
+# --- what is known --------------------------------------------------------------------------------
+
+
+class _Facts:
+    """What a run recorded, up to the step of the exported checkpoint."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored = stored
+        self.config = stored.config if isinstance(stored.config, TrainConfig) else None
+        self.workdir: Workdir = resolve(stored.path).parent.parent
+        self.rows: list[dict[str, Any]] = []
+        self.sessions: list[Session] = []
+        self.chain: list[Receipt] = []
+        if self.config is None:
+            return
+        rows = read_metrics(self.workdir)
+        self.rows = [row for row in rows if 0 <= row["step"] <= stored.step]
+        self.sessions = read_sessions(self.workdir)
+        if stored.receipt:
+            self.chain, _ = chain_to(stored.receipt, read_receipts(self.workdir))
+
+    @property
+    def began(self) -> list[Receipt]:
+        """The receipts with which the sessions before the checkpoint began."""
+        return [receipt for receipt in self.chain if receipt["kind"] == "began"]
+
+    @cached_property
+    def data(self) -> list[dict[str, Any]]:
+        """The parts of the data; none where they were not recorded."""
+        found = None
+        with contextlib.suppress(OSError):
+            found = read_json(self.workdir / "data.json")
+        parts = found.get("parts") if isinstance(found, dict) else None
+        kinds = {"name": str, "weight": float | int, "num_tokens": int, "tokenizer": str}
+        kinds |= {"num_documents": int | None, "source": str | None}
+        if isinstance(parts, list) and all(
+            isinstance(part, dict)
+            and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
+            for part in parts
+        ):
+            return parts
+        return []
+
+    @property
+    def imported_from(self) -> str:
+        """The Hugging Face model of an import, in words; empty where that is unknown."""
+        with contextlib.suppress(OSError):
+            found = read_json(self.workdir / IMPORTED_FROM)
+            if isinstance(found, dict) and isinstance(found.get("source"), str):
+                return f" from `{_public(found['source'])}`"
+        return ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model was trained on, as `summary.json` counts them."""
+        return self.stored.data_position * self.stored.model.max_seq_len
+
+    def last(self, key: str) -> tuple[int, float] | None:
+        """Step and value of the last line that has a metric."""
+        return next(((r["step"], float(r[key])) for r in reversed(self.rows) if key in r), None)
+
+    @property
+    def measured(self) -> Measured:
+        """HellaSwag as the run measured it at the step of the checkpoint."""
+        assert self.config is not None
+        row: dict[str, Any] = {}
+        for line in self.rows:
+            if line["step"] == self.stored.step and "eval/hellaswag_acc" in line:
+                row = line
+        count = row.get("eval/hellaswag_questions")
+        count = count if type(count) is int else None
+        scores = [
+            Score(protocol=protocol, metric=metric, share=float(row[key]), num_questions=count)
+            for protocol, prefix in _PROTOCOLS.items()
+            for metric in ("acc", "acc_norm")
+            if 0 <= float(row.get(key := f"eval/{prefix}_{metric}", -1)) <= 1
+        ]
+        how = {"cut": "lost the beginning of their context", "leave_out": "were left out"}
+        told = how[self.config.eval.hellaswag_too_long]
+        remark = f"Questions longer than the model's context, if any, {told}."
+        return Measured(scores=scores, remark=remark)
+
+    @cached_property
+    def audited(self) -> Audit | str:
+        """The audit without its expensive part, or why there is none."""
+        try:
+            return audit(self.workdir, compare_arrays=False, log=lambda text: None)
+        except (ValueError, OSError, DamagedError) as error:
+            return str(error)
+
+    @property
+    def origin(self) -> str | None:
+        """What the first weights were; None where that is unknown."""
+        if not self.began or self.began[0]["step"] or "init_from" not in self.began[0]:
+            return None
+        start = self.began[0]["init_from"]
+        if start is None:
+            assert self.config is not None
+            return f"drawn at random (seed {self.config.seed})"
+        state = " with their optimizer's state" if start["optimizer_state"] else ""
+        place = "/".join(Path(start["weights"]).parts[-3:])
+        return f"those of `{place}`{state} (digest `{start['params_digest']}`)"
+
+
+def _reported(exported: Exported, reports: Sequence[Fields]) -> Measured:
+    """What reports on this model say; of two that say the same, the later one."""
+    measured = Measured()
+    digest = exported.source.digest if isinstance(exported.source, Checkpoint) else None
+    for report in reports:
+        models = [report, *filter(None, [report.get("against")])]
+        found = [
+            model
+            for model in models
+            if model.get("digest") == digest and (digest or model["name"] == exported.name)
+        ]
+        if not found:
+            raise ValueError(
+                f"--report: these are scores of {' and '.join(m['name'] for m in models)}, and "
+                f"not of {exported.name}, digest {digest}; `{_measure(exported)}` makes those."
+            )
+        try:
+            if "loss" in found[0]:
+                loss, count = float(found[0]["loss"]), int(found[0]["loss_tokens"])
+                measured = dataclasses.replace(measured, loss=loss, loss_tokens=count)
+            if "hellaswag" in found[0]:
+                summaries = found[0]["hellaswag"]
+                scores = [
+                    Score(
+                        protocol=protocol,
+                        metric=metric,
+                        share=float(summary[metric]),
+                        num_questions=int(summary["num_questions"]),
+                    )
+                    for protocol, summary in summaries.items()
+                    for metric in ("acc", "acc_norm")
+                ]
+                remark = f"Scored: {describe_count(summaries, report['hellaswag_left_out'])}."
+                measured = dataclasses.replace(measured, scores=scores, remark=remark)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"--report: the scores of {exported.name} are damaged ({error!r}); "
+                f"`{_measure(exported)}` makes them anew."
+            ) from error
+    return measured
+
+
+def draw_losses(rows: Iterable[Fields], path: Path) -> str | None:
+    """Draw the training and validation losses in lines of `metrics.jsonl` against the step.
+
+    Returns:
+      Why there is no picture; None if there is one.
+    """
+    lines = {}
+    for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
+        points = [(row["step"], float(row[key])) for row in rows if key in row]
+        points = [(step, loss) for step, loss in points if abs(loss) < _MOST_DRAWN]
+        if points:
+            lines[name] = np.array(points).T
+    if not lines:
+        return "metrics.jsonl of the run has no losses"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is not installed; `pip install 'maxmars[report]'`, and export again"
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    styles: dict[str, dict[str, Any]] = {
+        "training": {"color": "#56B4E9", "linewidth": 1.2},
+        "validation": {"color": "#000000", "linewidth": 1.6, "marker": "o", "markersize": 4},
+    }
+    for name, (steps, losses) in lines.items():
+        axes.plot(steps, losses, label=f"{name} loss", **styles[name])
+    last = max(steps[-1] for steps, _ in lines.values())
+    late = np.concatenate([losses[steps >= _WARM_UP * last] for steps, losses in lines.values()])
+    margin = 0.05 * float(np.ptp(late)) or 0.1
+    axes.set_ylim(late.min() - margin, late.max() + margin)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.legend(frameon=False)
+    # Without matplotlib's version, the same figure is the same file.
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return None
+
+
+# --- the parts of the card ------------------------------------------------------------------------
+
+
+def _front_matter(
+    title: str, exported: Exported, facts: _Facts | None, measured: Measured
+) -> dict[str, Any]:
+    """What the hub reads. A license is the user's choice, and left out."""
+    tags = ["gpt2", "maxmars", "jax"]
+    results = []
+    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if isinstance(exported.source, HFTarget):
+        found |= _source_license(exported.source.directory)
+    if facts is not None and facts.config is not None:
+        tags += ["pretraining", *_optimizer_tags(facts.config)]
+        named = (_hub_dataset(part["source"]) for part in facts.data)
+        if datasets := sorted({name for name in named if name}):
+            found["datasets"] = datasets
+        last = facts.last("eval/loss")
+        if last is not None and last[0] == facts.stored.step and np.isfinite(last[1]):
+            names = ", ".join(part["name"] for part in facts.data) or "validation windows"
+            metric = {"type": "loss", "name": "validation loss, nats a token", "value": last[1]}
+            results.append(_result(names, names, [metric]))
+    if measured.scores:
+        metrics = [
+            {
+                "type": score.metric,
+                "name": f"{score.metric} (protocol {score.protocol}{_questions(score)})",
+                "value": score.share,
+            }
+            for score in measured.scores
+        ]
+        results.append(_result("HellaSwag", "Rowan/hellaswag", metrics))
+    found["tags"] = tags
+    if results:
+        found["model-index"] = [{"name": title, "results": results}]
+    return found
+
+
+def _result(name: str, kind: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": name, "type": kind, "split": "validation"},
+        "metrics": metrics,
+    }
+
+
+def _optimizer_tags(config: TrainConfig) -> list[str]:
+    name = type(config.optimizer).__name__.removesuffix("Config").lower()
+    return [name] if name != "optax" else []
+
+
+def _hub_dataset(source: str | None) -> str | None:
+    """The name on the hub of what `maxmars data prepare` read; None if it was something else."""
+    if source in PRESETS:
+        return PRESETS[source].repository
+    kind, _, rest = (source or "").partition(":")
+    return rest.partition(":")[0] if kind == "hf" and "/" in rest else None
+
+
+def _introduction(exported: Exported, facts: _Facts | None) -> list[str]:
+    count = short(num_parameters(_unpadded(exported)))
+    text = f"A GPT-2 of {count} parameters"
+    if facts is None:
+        text += f", written by maxmars from the Hugging Face model `{exported.name}`."
+        text += " Of its training nothing is known here."
+    elif facts.config is None:
+        text += f", written by maxmars from the checkpoint `{exported.name}`, which was made by"
+        is_old = facts.stored.format_version < FORMAT_VERSION
+        text += " maxmars 0.1: its config is not read here." if is_old else " `maxmars import`"
+        text += "" if is_old else f"{facts.imported_from}."
+        text += " Of its training nothing is known here."
+    else:
+        step, total = facts.stored.step, facts.config.num_steps
+        which = f"step {step:,} of {total:,}" if step < total else f"all {step:,} steps"
+        text += f", pretrained by maxmars: {which} of the run"
+        text += f" `{facts.workdir.name}`, {short(facts.tokens)} tokens"
+        if (loss := facts.last("eval/loss")) is not None and loss[0] == step:
+            text += f", validation loss {loss[1]:.4f} nats a token"
+        text += "."
+    return [text, ""]
+
+
+def _unpadded(exported: Exported) -> Any:
+    return dataclasses.replace(exported.config, vocab_pad_multiple=1)
+
+
+def _use(address: str, target: str, title: str, *, has_tokenizer: bool) -> list[str]:
+    """How to load the model: by its address in transformers, and as a target of maxmars."""
+    names = "AutoTokenizer, GPT2LMHeadModel" if has_tokenizer else "GPT2LMHeadModel"
+    code = [f"from transformers import {names}", ""]
+    code.append(f'model = GPT2LMHeadModel.from_pretrained("{address}")')
+    commands = []
+    if has_tokenizer:
+        code += [
+            f'tokenizer = AutoTokenizer.from_pretrained("{address}")',
+            'inputs = tokenizer("Once", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
+        ]
+        commands = [
+            shlex.join(["maxmars", "generate", target, "--prompt", "Once"]),
+            shlex.join(["maxmars", "import", target, f"runs/{title}"]),
+        ]
+    lines = ["## Use", "", "```python", *code, "```", ""]
+    return [*lines, "```sh", *commands, "```", ""] if commands else lines
+
+
+def _architecture(exported: Exported, facts: _Facts | None) -> list[str]:
+    config = exported.config
+    rows = {
+        "layers": config.num_layers,
+        "width": config.embed_dim,
+        "attention heads": config.num_heads,
+        "context": f"{config.max_seq_len:,} tokens",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "parameters": f"{num_parameters(_unpadded(exported)):,}",
+        "biases": "yes" if config.use_bias else "none (written as zeros)",
+        "weights": f"{exported.dtype}, {short(exported.num_bytes)}B",
+    }
+    if config.scale_attn_by_inverse_layer_idx:
+        rows["attention logits"] = "of layer i divided by i + 1, too"
+    if facts is not None and facts.data:
+        rows["tokenizer"] = facts.data[0]["tokenizer"]
+    return ["## Architecture", "", *_table(rows)]
+
+
+def _data(facts: _Facts) -> list[str]:
+    digest = facts.stored.data_digest
+    lines = ["## Training data", ""]
+    if not facts.data:
+        lines += ["Name and counts of the data were not recorded (`data.json` of the run).", ""]
+    else:
+        lines += ["| name | source | share | training tokens | training documents |"]
+        lines += ["|---|---|---:|---:|---:|"]
+        total = sum(part["weight"] for part in facts.data) or 1.0
+        for part in facts.data:
+            documents = part["num_documents"]
+            cells = (
+                part["name"],
+                "unknown" if part["source"] is None else part["source"],
+                _percent(part["weight"] / total),
+                f"{part['num_tokens']:,}",
+                "unknown" if documents is None else f"{documents:,}",
+            )
+            lines.append(_row(*cells))
+        lines.append("")
+    text = f"Digest of the data, by which the run knows them: `{digest or 'none recorded'}`."
+    return [*lines, text, ""]
+
+
+def _training(facts: _Facts) -> list[str]:
+    config, stored = facts.config, facts.stored
+    assert config is not None
+    schedule = config.schedule
+    decay = f"{schedule.warmup_steps:,} steps of warm-up, then {schedule.decay} to"
+    decay += f" {schedule.final_fraction:.3g} of the peak at step {config.decay_steps:,}"
+    rows: dict[str, Any] = {
+        "steps": f"{stored.step:,} of {config.num_steps:,}",
+        "tokens": f"{facts.tokens:,}",
+    }
+    if len(facts.data) == 1 and facts.data[0]["num_tokens"]:
+        epochs = f"{facts.tokens / facts.data[0]['num_tokens']:.3g}"
+        if config.data.order == "random_windows":
+            epochs += " times the training tokens, drawn with replacement"
+        rows["epochs"] = epochs
+    rows |= {
+        "batch": f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens",
+        "optimizer": summarize_rules(config.optimizer, config.model),
+        "peak learning rate": config.optimizer.learning_rate,
+        "schedule": decay,
+    }
+    if (rate := facts.last("train/learning_rate")) is not None:
+        rows[f"learning rate at step {rate[0]:,}"] = f"{rate[1]:.3g}"
+    settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
+    rows["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
+    rows["gradient clip (norm)"] = config.gradient_clip_norm
+    rows["first weights"] = facts.origin or "unknown: receipts.jsonl does not say"
+    rows["computed in"] = getattr(config.model, "compute_dtype", None)
+    rows["seed"] = config.seed
+    if (skipped := facts.last("train/skipped")) is not None and skipped[1]:
+        rows["skipped steps"] = f"{skipped[1]:.0f} (their updates were not applied)"
+    table = describe_parameters(config.optimizer, config.model)
+    return [
+        "## Training",
+        "",
+        *_table(rows),
+        "<details><summary>Every parameter: its matrix, rule, rate (times the run's) and decay"
+        "</summary>",
+        "",
+        "```text",
+        _public(table),
+        "```",
+        "",
+        "</details>",
+        "",
+    ]
+
+
+def _losses(facts: _Facts, measured: Measured, not_drawn: str | None) -> list[str]:
+    lines = ["## Loss", ""]
+    if not_drawn is None:
+        lines += [f"![Training and validation loss against the step]({CURVE})", ""]
+    found = []
+    for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
+        last = facts.last(key)
+        where = "" if last is None or last[0] == facts.stored.step else f" (at step {last[0]:,})"
+        found.append([name, "not recorded" if last is None else f"{last[1]:.4f}{where}"])
+    assert facts.config is not None
+    windows = f"{facts.config.eval.num_windows:,} windows of {facts.stored.model.max_seq_len:,}"
+    rows = {
+        "training, of the batch of the step": found[0][1],
+        f"validation, {windows} tokens": found[1][1],
+    }
+    lines += ["Mean negative log-likelihood, nats a token:", "", *_table(rows)]
+    if measured.loss is not None:
+        lines += [_reported_loss(measured), ""]
+    return lines
+
+
+def _reported_loss(measured: Measured) -> str:
+    loss, count = measured.loss, measured.loss_tokens
+    return f"By `maxmars eval`: validation loss {loss:.4f} nats a token, over {count:,} tokens."
+
+
+def _scores(exported: Exported, measured: Measured, target: str) -> list[str]:
+    lines = ["## HellaSwag", ""]
+    if not measured.scores:
+        command = shlex.join(["maxmars", "eval", target, "--tasks", "hellaswag"])
+        return [*lines, "Not measured. This measures it:", "", "```sh", command, "```", ""]
+    lines += ["| protocol | metric | right answers | 95 % interval | questions |"]
+    lines += ["|---|---|---:|---:|---:|"]
+    for score in measured.scores:
+        interval, count = score.interval_95, score.num_questions
+        cells = (
+            score.protocol,
+            score.metric,
+            _percent(score.share),
+            "unknown" if interval is None else " to ".join(map(_percent, interval)),
+            "not recorded" if count is None else f"{count:,}",
+        )
+        lines.append(_row(*cells))
+    told = (
+        "`lm_eval` is the protocol of lm-evaluation-harness and of the MARS paper, `completion` "
+        "that of nanoGPT and llm.c. The intervals are Wilson's. Guesses are right in 25 % of the "
+        f"questions. {measured.remark}"
+    )
+    if exported.dtype != "float32":
+        told += f" Scored before the weights were rounded to {exported.dtype}."
+    return [*lines, "", told, ""]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _hardware(facts: _Facts) -> list[str]:
+    environments = [(receipt["step"], receipt["environment"]) for receipt in facts.began]
+    environments = environments or [(None, facts.stored.environment)]
+    lines = ["## Hardware and versions", ""]
+    before = None
+    for step, environment in environments:
+        if (text := _devices(environment)) != before:
+            lines.append(f"- {text}" if step is None else f"- from step {step:,}: {text}")
+            before = text
+    if facts.sessions:
+        seconds = run_seconds(facts.sessions)
+        reached = max(session.last_step for session in facts.sessions)
+        text = f"- {duration(sum(seconds.values()))} to step {reached:,}, of which"
+        text += f" {shares(seconds)['steps']:.0%} went into steps; starts: {len(facts.sessions)}"
+        rates = [float(r[key]) for r in facts.rows if (key := "perf/tokens_per_sec") in r]
+        lines.append(text + (f"; {short(np.median(rates))} tokens/s (median)" if rates else ""))
+    elif facts.config is not None:
+        lines.append("- time unknown: the run's `sessions.jsonl` is missing or damaged")
+    versions = {
+        name: version
+        for name in ("maxmars", "git_commit", "code", "python", "jax", "jaxlib", "flax", "optax")
+        if (version := facts.stored.environment.get(name))
+    }
+    if versions:
+        lines.append("- " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    return [*lines, ""]
+
+
+def _devices(environment: Fields) -> str:
+    kinds = ", ".join(map(str, environment.get("device_kinds") or ["unknown devices"]))
+    text = f"{environment.get('num_devices', '?')} x {kinds}"
+    processes = environment.get("num_processes")
+    text += f", processes: {processes}" if processes else ""
+    mesh = environment.get("mesh")
+    if isinstance(mesh, dict):
+        text += f", mesh {' '.join(f'{axis}={size}' for axis, size in mesh.items())}"
+    return text
+
+
+def _receipts(facts: _Facts) -> list[str]:
+    lines = ["## Receipts", ""]
+    lines += [
+        f"Digest of the exported checkpoint (parameters and optimizer): "
+        f"`{facts.stored.digest}`. The exported arrays agree with their digests."
+    ]
+    if facts.config is None:
+        return [*lines, ""]
+    audited = facts.audited
+    if isinstance(audited, str):
+        return [*lines, "", f"The run could not be audited: {_public(audited)}", ""]
+    lines += [
+        "",
+        f"`maxmars audit`: **{audited.verdict}**, steps {audited.first_step:,} to "
+        f"{audited.last_step:,} (sessions: {audited.sessions}, receipts: {audited.receipts}). "
+        "Receipts, metrics, sessions and what the checkpoints say of themselves were compared; no "
+        "step was computed again (`maxmars audit RUN --replay K` does that).",
+        "",
+    ]
+    details = [f"- broken: {_public(problem)}" for problem in audited.problems]
+    details += [f"- changed {_public(change)}" for change in audited.changes]
+    if audited.first_step:
+        details.append(f"- no receipts of the steps before {audited.first_step:,}")
+    return [*lines, *details, ""] if details else lines
+
+
+def _commands(facts: _Facts) -> list[str]:
+    lines = ["## How it was made", ""]
+    commands = [
+        (session.first_step, session.command)
+        for session in facts.sessions
+        if session.first_step < facts.stored.step or not session.first_step
+    ]
+    known = [(step, command) for step, command in commands if command is not None]
+    if not known:
+        text = "The command was not recorded; the run may have been started in Python."
+        return [*lines, text, ""]
+    groups = itertools.groupby(known, key=lambda pair: pair[1])
+    told = [next(group) for _, group in groups]
+    shell = [_public(command) for _, command in told]
+    if len(told) > 1:
+        shell = [f"{line}  # from step {step}" for line, (step, _) in zip(shell, told, strict=True)]
+    return [*lines, "```sh", *shell, "```", "", "Paths are shortened to their last name.", ""]
+
+
+def _limits(exported: Exported) -> list[str]:
+    lines = ["## Limits", ""]
+    lines.append("- A base model: it continues text, and was not tuned to follow instructions.")
+    lines += [f"- {_public(note)}" for note in exported.notes]
+    return [*lines, ""]
+
+
+def _license(directory: Path, exported: Exported, facts: _Facts | None) -> list[str]:
+    lines = ["## License", ""]
+    if isinstance(exported.source, HFTarget):
+        original = exported.source.directory / CARD
+        if original.is_file():
+            (directory / SOURCE_CARD).write_bytes(original.read_bytes())
+            said = _source_license(original.parent).get("license")
+            text = f"`{SOURCE_CARD}` is the card of the model that this was written from"
+            return [*lines, text + (f", which says `{said}`." if said else "."), ""]
+    text = "Not chosen yet: add a line like `license: apache-2.0` to the first block of this file."
+    if facts is None or facts.config is None:
+        text = "That of the original, which is not recorded here: add a line like `license: mit` "
+        text += "to the first block of this file."
+    return [*lines, text, ""]
+
+
+def _source_license(source: Path) -> dict[str, Any]:
+    """The fields about the license in the card of a Hugging Face directory."""
+    try:
+        front = (source / CARD).read_text(encoding="utf-8").split("---\n", 2)
+        fields = yaml.safe_load(front[1]) if len(front) == 3 and not front[0] else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    names = ("license", "license_name", "license_link")
+    fields = fields if isinstance(fields, dict) else {}
+    return {name: fields[name] for name in names if name in fields}
+
+
+def _measure(exported: Exported) -> str:
+    source = exported.source
+    place = source.path if isinstance(source, Checkpoint) else source.source
+    return shlex.join(["maxmars", "eval", str(place), "--output", "scores.json"])
+
+
+def _how_to_measure(exported: Exported) -> str:
+    return (
+        f"HellaSwag is not measured: `{_measure(exported)}` does it, and an export with "
+        "--report scores.json tells the result."
+    )
+
+
+def _questions(score: Score) -> str:
+    return f", {score.num_questions:,} questions" if score.num_questions else ""
+
+
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    found = [_row(name, value) for name, value in rows.items() if value is not None]
+    return ["| | |", "|---|---|", *found, ""]
+
+
+def _row(*cells: Any) -> str:
+    return f"| {' | '.join(_public(str(cell)).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _public(text: str) -> str:
+    """A text with its paths shortened to their last names."""
+    return _PATH.sub(r"\1", text)

@@ -1,0 +1,191 @@
+"""The card of an export: what the run says, in Markdown and YAML that the hub reads."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import scipy.stats
+import yaml
+from hellaswag_questions import write_questions_file
+from hf_models import hf_arrays, hf_fields, write_hf
+from tiny import MODEL
+
+from maxmars.checkpoint import read
+from maxmars.cli import main
+from maxmars.config.command_line import without_secrets
+
+
+def export(run, out, *options):
+    """The YAML fields of the card, its text, and its sections by title."""
+    main(["export", str(run), str(out), *map(str, options)])
+    text = (out / "README.md").read_text()
+    _, front, body = text.split("---\n", 2)
+    return yaml.safe_load(front), text, dict(re.findall(r"## (.*?)\n(.*?)(?=\n## |\Z)", body, re.S))
+
+
+def losses(run, key, step):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(row[key] for row in rows if row["step"] == step and key in row)
+
+
+def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
+    fields, text, sections = export(finished_run, tmp_path / "mine")
+    assert fields["library_name"] == "transformers"
+    assert fields["pipeline_tag"] == "text-generation"
+    assert {"gpt2", "mars"} <= set(fields["tags"])
+    assert "license" not in fields
+    assert "datasets" not in fields
+    (entry,) = fields["model-index"]
+    (result,) = entry["results"]
+    assert entry["name"] == "mine"
+    assert result["metrics"][0]["value"] == losses(finished_run, "eval/loss", 6)
+    assert f"validation loss {losses(finished_run, 'eval/loss', 6):.4f} nats a token" in text
+
+    meta = json.loads((byte_tokens / "meta.json").read_text())
+    train = meta["splits"]["train"]
+    assert f"| {train['num_tokens']:,} | {train['num_documents']:,} |" in sections["Training data"]
+    stored = read(finished_run / "checkpoints")
+    assert stored.data_digest in sections["Training data"]
+    assert f"| tokens | {6 * 8 * 32:,} |" in sections["Training"]
+    assert "Not chosen yet" in sections["License"]
+    assert "mars-adamw for" in sections["Training"]
+    assert f"| {losses(finished_run, 'train/loss', 6):.4f} |" in sections["Loss"]
+    assert "](loss_curve.png)" in sections["Loss"]
+    assert (tmp_path / "mine" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "8 x cpu" in sections["Hardware and versions"]
+    assert "**one trajectory**, steps 0 to 6" in sections["Receipts"]
+    assert stored.digest in sections["Receipts"]
+    assert "maxmars train quickstart:data=tokens --workdir run" in sections["How it was made"]
+    assert 'from_pretrained("mine")' in sections["Use"]
+
+    assert "Not measured" in sections["HellaSwag"]
+    assert f"maxmars eval {stored.path} --output scores.json" in capsys.readouterr().out
+    for private in (str(tmp_path), str(finished_run.parent), str(byte_tokens.parent)):
+        assert private not in text
+
+
+def test_a_checkpoint_tells_the_losses_of_its_step(finished_run, tmp_path):
+    _, text, sections = export(finished_run / "checkpoints" / "4", tmp_path / "out")
+    assert "step 4 of 6" in text
+    assert f"| {losses(finished_run, 'train/loss', 4):.4f} |" in sections["Loss"]
+    assert f"| {losses(finished_run, 'eval/loss', 3):.4f} (at step 3) |" in sections["Loss"]
+    assert read(finished_run / "checkpoints", 4).digest in sections["Receipts"]
+
+
+def test_scores_of_a_report(finished_run, byte_tokens, tmp_path, capsys):
+    questions = str(write_questions_file(tmp_path / "q.jsonl"))
+    target, report = finished_run / "checkpoints" / "6", tmp_path / "scores.json"
+    options = ["--hellaswag.path", questions, "--output", str(report), "--num-processes", "1"]
+    main(["eval", str(target), "--data.num-windows", "4", *options])
+    fields, _, sections = export(finished_run, tmp_path / "out", "--report", report)
+    measured = json.loads(report.read_text())
+    for protocol, summary in measured["hellaswag"].items():
+        share, count = summary["acc_norm"], summary["num_questions"]
+        test = scipy.stats.binomtest(round(share * count), count)
+        interval = test.proportion_ci(0.95, method="wilson")
+        assert (
+            f"| {protocol} | acc_norm | {100 * share:.2f} % | {100 * interval.low:.2f} % to "
+            f"{100 * interval.high:.2f} % | {count} |"
+        ) in sections["HellaSwag"]
+    assert f"loss {measured['loss']:.4f} nats a token, over 128 tokens" in sections["Loss"]
+    hellaswag = fields["model-index"][0]["results"][1]
+    assert hellaswag["dataset"]["type"] == "Rowan/hellaswag"
+    assert len(hellaswag["metrics"]) == 4
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        export(finished_run / "checkpoints" / "4", tmp_path / "other", "--report", report)
+    assert "these are scores of run, step 6, and not of run, step 4" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    report.write_text('{"name": 5}')
+    with pytest.raises(SystemExit):
+        export(finished_run, tmp_path / "other", "--report", report)
+    error = capsys.readouterr().err
+    assert "is no report of `maxmars eval" in error
+    assert error.count("\n") == 1
+
+
+BOOKKEEPING = (
+    "config.json",
+    "data.json",
+    "environment.json",
+    "metrics.jsonl",
+    "receipts.jsonl",
+    "sessions.jsonl",
+    "summary.json",
+)
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "other"])
+def test_damaged_bookkeeping_stops_no_export(finished_run, tmp_path, damage):
+    shutil.copytree(finished_run, tmp_path / "run")
+    for name in BOOKKEEPING:
+        path = tmp_path / "run" / name
+        if damage == "missing":
+            path.unlink()
+        elif damage == "torn":
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2] + b"\xff\n{\n" + content[-20:])
+        else:
+            path.write_text('{"parts": [{"name": 1}], "step": "x"}\n')
+    fields, text, sections = export(tmp_path / "run", tmp_path / "out")
+    assert fields["library_name"] == "transformers"
+    assert "| layers | 2 |" in text
+    assert "mars-adamw for" in sections["Training"]
+    assert "8 x cpu" in sections["Hardware and versions"]
+    assert "**broken**" in sections["Receipts"]
+    if damage != "torn":
+        assert "not recorded" in sections["Training data"]
+        assert "time unknown" in sections["Hardware and versions"]
+        assert "The command was not recorded" in sections["How it was made"]
+        assert "| not recorded |" in sections["Loss"]
+        assert not (tmp_path / "out" / "loss_curve.png").exists()
+
+
+def test_cards_of_other_models(tmp_path, capsys):
+    hf = write_hf(tmp_path / "gpt2", hf_fields(MODEL), hf_arrays(MODEL))
+    fields, text, sections = export(hf, tmp_path / "first")
+    assert "from the Hugging Face model `gpt2`. Of its training nothing is known here." in text
+    assert "model-index" not in fields
+    assert {"Training", "Loss", "Receipts"}.isdisjoint(sections)
+    assert "That of the original, which is not recorded here" in sections["License"]
+    (hf / "README.md").write_text("---\nlicense: mit\n---\n# theirs\n")
+    fields, _, sections = export(hf, tmp_path / "second")
+    assert fields["license"] == "mit"
+    assert "which says `mit`" in sections["License"]
+    assert (tmp_path / "second" / "SOURCE_README.md").read_text().endswith("# theirs\n")
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.slow
+def test_an_imported_model_has_an_honest_card(finished_run, tmp_path):
+    export(finished_run, tmp_path / "first")
+    main(["import", str(tmp_path / "first"), str(tmp_path / "imported")])
+    fields, text, sections = export(tmp_path / "imported", tmp_path / "second")
+    assert "`imported, step 0`, which was made by `maxmars import` from `first`." in text
+    assert "model-index" not in fields
+    assert {"Training", "Loss", "How it was made"}.isdisjoint(sections)
+    assert read(tmp_path / "imported" / "checkpoints").digest in sections["Receipts"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
+    assert weights[0] == weights[1]
+
+
+def test_the_hub_reads_the_card(finished_run, tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    export(finished_run, tmp_path / "out")
+    card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    (result,) = card.data.eval_results
+    assert result.metric_type == "loss"
+    assert np.isfinite(result.metric_value)
+
+
+def test_no_secret_is_recorded():
+    words = ["maxmars", "train", "c", "--model.options.api-key", "A", "--data.tokenizer", "byte"]
+    words += ["--x.token=B", "--workdir", "https://me:C@host/x y"]
+    assert without_secrets(words) == (
+        "maxmars train c --model.options.api-key HIDDEN --data.tokenizer byte --x.token=HIDDEN "
+        "--workdir 'https://me:HIDDEN@host/x y'"
+    )
