@@ -97,7 +97,11 @@ def test_an_export_comes_back_from_the_hub_bit_by_bit(hub, logged_in, run, tmp_p
     again = tmp_path / "again"
     assert call("export", "hf:me/there-and-back", again) == 0
     for file in out.iterdir():
-        assert (again / file.name).read_bytes() == file.read_bytes()
+        if file.name != "README.md":
+            assert (again / file.name).read_bytes() == file.read_bytes()
+    card = hub.repositories["me/there-and-back"].commits[commit]["README.md"].decode()
+    assert 'GPT2LMHeadModel.from_pretrained("me/there-and-back")' in card
+    assert "maxmars import hf:me/there-and-back runs/there-and-back" in card
     assert TOKEN not in printed
     # Large files are in another place than the hub, which must not get to know the token.
     assert {token for _, path, token in hub.requests if path.startswith("/store/")} == {None}
@@ -228,7 +232,8 @@ def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_pat
     assert call("export", shards, "--push", "me/twice") == 0
     assert "deleted there, as of another model: model.safetensors" in capsys.readouterr().out
     names = set(repository.commits[repository.refs["main"]])
-    assert names == {path.name for path in shards.iterdir()} | {".gitattributes"}
+    # The card stays: it may be the user's own.
+    assert names == {path.name for path in shards.iterdir()} | {".gitattributes", "README.md"}
 
 
 def test_a_push_that_cannot_work_is_refused_before_the_export(
