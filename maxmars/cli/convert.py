@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class ExportArguments:
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, a
     Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
-    out: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
+    out: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT]")] = None
     """Directory to make. With --push it may be left out, if TARGET is a directory that was exported
     before."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -136,13 +137,15 @@ def _push(directory: str, repository: str, *, private: bool) -> int:
 
     again = _push_command(directory, repository) + (" --private" if private else "")
     still_here = f"{directory} is whole; push it again by `{again}`"
-    try:
-        pushed = hub.push(Path(directory).expanduser(), repository, private=private)
-    except KeyboardInterrupt:
+    pushed = None
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            pushed = hub.push(Path(directory).expanduser(), repository, private=private)
+        except (ValueError, OSError) as error:
+            raise OSError(f"{error} {still_here}.") from error
+    if pushed is None:
         print(f"\ninterrupted; {still_here}", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        raise OSError(f"{error} {still_here}.") from error
     kind = "private" if pushed.private else "public"
     if not pushed.is_new:
         print(f"{repository} ({kind}) has these files already; nothing changed: {pushed.url}")

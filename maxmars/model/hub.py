@@ -8,7 +8,6 @@ there is no network. No message shows a token.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -146,12 +145,13 @@ def _fetch_revision(repository: str, revision: str) -> Snapshot:
             _refuse(error, repository, revision)
         if (found := _cached(repository, revision)) is None:
             raise FileNotFoundError(
-                f"the hub cannot be reached ({_reason(error)}), and {name}, revision {revision}, "
-                f"is not in the cache {hub.constants.HF_HUB_CACHE}; run the command once with a "
-                "network."
+                f"{_endpoint()} cannot be reached ({_reason(error)}), and {name}, revision "
+                f"{revision}, is not in the cache {hub.constants.HF_HUB_CACHE}; run the command "
+                "once with a network."
             ) from error
         _LOGGER.warning(
-            "the hub cannot be reached (%s): the cached copy of %s, commit %s, is used",
+            "%s cannot be reached (%s): the cached copy of %s, commit %s, is used",
+            _endpoint(),
             _reason(error),
             name,
             found.commit,
@@ -188,11 +188,15 @@ def _is_complete(directory: Path) -> bool:
         return False
     if (directory / _WEIGHTS).is_file():
         return True
+    files = _files_of_index(directory)
+    return bool(files) and all((directory / file).is_file() for file in files)
+
+
+def _files_of_index(directory: Path) -> list[str]:
+    """The files of weights that the index names; none where there is no sound index."""
     index = read_json(directory / _INDEX)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    return isinstance(shards, dict) and all(
-        (directory / str(file)).is_file() for file in shards.values()
-    )
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    return sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
 
 
 def _download(repository: str, revision: str) -> Snapshot:
@@ -200,37 +204,38 @@ def _download(repository: str, revision: str) -> Snapshot:
     hub, name = _library(), f"{_PREFIX}{repository}"
     with Progress(stderr=True) as status:
 
-        def get(revision: str, *files: str) -> Path:
-            def again() -> None:
-                status.update(f"fetching {name}: the hub does not answer well; trying again")
+        def again() -> None:
+            status.update(f"fetching {name}: the hub does not answer well; trying again")
 
-            try:
-                with _quiet(again):
-                    return Path(
-                        hub.snapshot_download(
-                            repository,
-                            revision=revision,
-                            allow_patterns=list(files),
-                            tqdm_class=_bar_class(functools.partial(_show, status, name)),
-                        )
-                    )
-            except Exception as error:  # as above
-                _refuse(error, repository, revision)
+        def get_weights(file: str, text: str) -> None:
+            def show(done: int, total: int) -> None:
+                sizes = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+                status.update(f"fetching {text}: {sizes}", done, total)
 
-        # By the name of a branch, not by its commit: so the cache knows what the branch means.
-        directory = get(revision, _CONFIG, _INDEX, *_TOKENIZER)
-        found = Snapshot(repository=repository, directory=directory)
+            # Not in the library's threads, which would make Ctrl-C wait for whole files.
+            bar = _bar_class(show)
+            hub.hf_hub_download(repository, file, revision=found.commit, tqdm_class=bar)
+
+        with _refusing(repository, revision), _quiet(again):
+            # By the branch's name, so that the cache knows its commit when there is no network.
+            small = hub.snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[_CONFIG, _INDEX, *_TOKENIZER],
+                tqdm_class=_bar_class(lambda done, total: None),
+            )
+        found = Snapshot(repository=repository, directory=Path(small))
         try:
-            huggingface.read_config(directory)
+            huggingface.read_config(found.directory)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{found.source} is no model for maxmars: {error}") from error
-        get(found.commit, _WEIGHTS)
-        if not _is_complete(directory):
-            get(found.commit, _SHARDS)
-    if not _is_complete(directory):
-        raise ValueError(
-            f"{found.source} lacks weights that its {_INDEX} names; choose another revision."
-        )
+        with _refusing(repository, revision), _quiet(again):
+            try:
+                get_weights(_WEIGHTS, name)
+            except hub.errors.RemoteEntryNotFoundError:
+                files = _files_of_index(found.directory)
+                for number, file in enumerate(files, 1):
+                    get_weights(file, f"{name}, file {number} of {len(files)}")
     return found
 
 
@@ -270,7 +275,7 @@ def check_push(repository: str, *, private: bool) -> None:
             with contextlib.suppress(hub.errors.RepositoryNotFoundError):
                 info = api.model_info(repository, timeout=_ANSWER_S)
             token = api.whoami().get("auth", {}).get("accessToken", {})
-    except Exception as error:  # `huggingface_hub` and its HTTP library raise many kinds
+    except Exception as error:  # as in `_fetch_revision`
         _refuse_push(error, repository)
     if token.get("role") == "read":
         raise PermissionError(
@@ -317,21 +322,21 @@ def push(directory: Path, repository: str, *, private: bool) -> Pushed:
                     _check_private(before.private, repository)
                 theirs = [file.rfilename for file in before.siblings or ()]
                 stale = [file for file in theirs if _is_of_model(file) and file not in files]
-                status.message(
-                    f"uploading {num_bytes / 1e6:,.1f} MB to {api.endpoint}/{repository}"
-                )
+                status.message(f"uploading {num_bytes / 1e6:,.1f} MB to {_endpoint()}/{repository}")
+                added = [hub.CommitOperationAdd(file, directory / file) for file in files]
+                for addition in added:
+                    # One after the other, as in `_download`.
+                    if addition.path_in_repo.endswith(".safetensors"):
+                        api.preupload_lfs_files(repository, [addition], free_memory=False)
                 commit = api.create_commit(
                     repository,
-                    [
-                        *(hub.CommitOperationDelete(file) for file in stale),
-                        *(hub.CommitOperationAdd(file, directory / file) for file in files),
-                    ],
+                    [*(hub.CommitOperationDelete(file) for file in stale), *added],
                     commit_message=f"Upload by maxmars {maxmars.__version__}",
                 )
-        except Exception as error:  # as above
+        except Exception as error:  # as in `_fetch_revision`
             _refuse_push(error, repository)
     return Pushed(
-        url=f"{api.endpoint}/{repository}/commit/{commit.oid}",
+        url=f"{_endpoint()}/{repository}/commit/{commit.oid}",
         is_new=commit.oid != before.sha,
         private=bool(before.private),
         deleted=stale,
@@ -346,8 +351,8 @@ def _check_private(is_private: bool | None, repository: str) -> None:
     if not is_private:
         raise ValueError(
             f"{repository} is public, and the hub ignores --private for a repository that exists; "
-            f"make it private at {_library().HfApi().endpoint}/{repository}/settings, choose "
-            "another name, or leave --private out."
+            f"make it private at {_endpoint()}/{repository}/settings, choose another name, or "
+            "leave --private out."
         )
 
 
@@ -366,11 +371,18 @@ def _library() -> Any:
     return huggingface_hub
 
 
+def _endpoint() -> str:
+    """Address of the hub, without a password that HF_ENDPOINT may hold."""
+    return re.sub("//[^/]*@", "//", _library().HfApi().endpoint)
+
+
 def _token() -> str | None:
     """The user's token; None if there is none."""
     try:
         token = _library().get_token()
     except Exception as error:  # the library may ask a service for one
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # HF_HOME cannot be read
         raise PermissionError(f"no token for the hub ({type(error).__name__}); {_LOG_IN}.") from (
             error
         )
@@ -393,14 +405,14 @@ def _quiet(again: Callable[[], None] = lambda: None) -> Generator[None]:
                 again()
 
     logger = logging.getLogger("huggingface_hub")
-    handlers = logger.handlers[:]
-    logger.handlers[:] = [Handler(logging.WARNING)]
+    handlers, propagates = logger.handlers[:], logger.propagate
+    logger.handlers[:], logger.propagate = [Handler(logging.WARNING)], False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.handlers[:] = handlers
+        logger.handlers[:], logger.propagate = handlers, propagates
 
 
 @contextlib.contextmanager
@@ -427,14 +439,10 @@ def _bar_class(show: Callable[[int, int], None]) -> type:
             super().__init__(*arguments, **options, file=io.StringIO(), leave=False)
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            if (self.desc or "").startswith("Downloading") and self.total:
+            if self.total:
                 show(int(self.n), int(self.total))
 
     return Bar
-
-
-def _show(status: Progress, name: str, done: int, total: int) -> None:
-    status.update(f"fetching {name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB", done, total)
 
 
 def _is_unreachable(error: Exception) -> bool:
@@ -464,10 +472,19 @@ def _reason(error: BaseException) -> str:
     return line if token is None else line.replace(token, "***")
 
 
+@contextlib.contextmanager
+def _refusing(repository: str, revision: str) -> Generator[None]:
+    """Turn the errors of the library in the block into those of `_refuse`."""
+    try:
+        yield
+    except Exception as error:  # as in `_fetch_revision`
+        _refuse(error, repository, revision)
+
+
 def _refuse(error: Exception, repository: str, revision: str) -> NoReturn:
     """Raise what keeps a model from being fetched, in one line."""
-    hub, name = _library(), f"{_PREFIX}{repository}"
-    errors, page = hub.errors, f"{hub.HfApi().endpoint}/{repository}"
+    errors, name = _library().errors, f"{_PREFIX}{repository}"
+    page = f"{_endpoint()}/{repository}"
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError):
         raise PermissionError(
