@@ -17,6 +17,7 @@ from maxmars.config import (
     LogConfig,
     MarsConfig,
     MuonConfig,
+    NAdamWConfig,
     OptimizerConfig,
     PythonSourcesConfig,
     ScheduleConfig,
@@ -25,7 +26,16 @@ from maxmars.config import (
 )
 
 Optimizer = Literal[
-    "adamw", "lion", "soap", "muon", "mars", "mars_exact", "mars_lion", "mars_shampoo", "mars_m"
+    "adamw",
+    "nadamw",
+    "lion",
+    "soap",
+    "muon",
+    "mars",
+    "mars_exact",
+    "mars_lion",
+    "mars_shampoo",
+    "mars_m",
 ]
 
 
@@ -58,6 +68,8 @@ def get_optimizer(optimizer: Optimizer) -> OptimizerConfig:
     match optimizer:
         case "adamw":
             return AdamWConfig(learning_rate=2e-3)
+        case "nadamw":
+            return NAdamWConfig(learning_rate=2e-3)
         case "lion":
             return LionConfig(learning_rate=2.5e-4, weight_decay=0.1)
         case "soap":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -22,48 +24,70 @@ from maxmars.config.command_line import (
     split_positionals,
 )
 
-_USAGE = """\
-usage: maxmars compare CONFIG [CONFIG ...] --workdir DIR [--optimizers A,B] [--learning-rates ...]
-                       [--seeds 3] [--steps N] [--baseline NAME] [--FIELD VALUE ...]
+if TYPE_CHECKING:
+    from maxmars.compare.cells import Contender
 
-Train each contender over a grid of learning rates with one seed, then with more seeds around its
-best rate, all from the same weights on the same tokens, and test which one is better.
+_USAGE = """\
+usage: maxmars compare CONFIG [CONFIG ...] --workdir DIR [--optimizers A,B] [--tune FIELDS]
+                       [--budget N] [--seeds 3] [--steps N] [--baseline NAME] [--FIELD VALUE ...]
+
+Tune each contender with one seed and the same budget, then train its best settings with more seeds,
+all from the same weights on the same tokens, and test which one is better.
 
   maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
+  maxmars compare compare_tiny --optimizers adamw,mars --tune learning_rate,weight_decay,b1,b2 \\
+    --budget 20 --seeds 5 --workdir DIR
   maxmars compare a.py b.py --learning-rates 1e-3,3e-3 --steps 500 --workdir DIR
 
 A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
-Learning rates are those of --learning-rates, for all (1e-3,3e-3) or by name
-(adamw=1e-3,3e-3,mars=6e-3); else those that DIR has, or the config's own times 1/2, 1, 2 and 4.
+--tune names fields of the optimizers, and `warmup`; the search changes one after the other, and
+goes beyond the ends of a grid by itself. It begins with the learning rates of --learning-rates, for
+all (1e-3,3e-3) or by name (adamw=1e-3,3e-3,mars=6e-3), else the config's own times 1/2, 1, 2 and 4.
+Other grids are given by --grids b1=0.9,0.95,mars.gamma=0,0.025,0.05.
 Any field of the configs can be changed for all of them, such as --eval.every 100.
 
-Each combination of contender, rate and seed is a cell, an ordinary run in DIR/cells. Finished cells
-are kept: after Ctrl-C (exit code 75) or a kill the same command continues.
+Each combination of contender, setting and seed is a cell, an ordinary run in DIR/cells. Finished
+cells are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 1/2
+and --cells 2/2 two processes or machines share the cells of one DIR.
 DIR gets report.md, report.json and figures/."""
 
 _PROG = "maxmars compare"
-_FACTORS = (0.5, 1.0, 2.0, 4.0)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(ConfigArguments):
-    """Tune contenders over learning rates and compare them over seeds."""
+    """Tune contenders and compare them over seeds."""
 
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of this comparison, on a disk; its finished cells are kept."""
     optimizers: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
     """Values of the config file's choice `optimizer`, each of which makes a contender."""
+    tune: Annotated[str, tyro.conf.arg(metavar="FIELD,...")] = "learning_rate"
+    """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
+    gamma, or warmup. A contender that lacks one is tuned over the others."""
+    budget: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Most settings to try of each contender; None is 4, and 4 more for each field."""
     learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
-    """Grid for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3; the others' are those of the
-    workdir's comparison so far, or the config's own rate times 1/2, 1, 2 and 4."""
+    """Rates that are tried first, for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3; the
+    others' are the config's own rate times 1/2, 1, 2 and 4."""
+    grids: Annotated[str | None, tyro.conf.arg(metavar="FIELD=V,...")] = None
+    """Values of other fields for all, b1=0.9,0.95,weight_decay=0,0.1, or for one contender,
+    mars.gamma=0,0.025; the search goes beyond their ends."""
+    finalists: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    """The best settings of each contender, which run with all seeds."""
     seeds: Annotated[int, tyro.conf.arg(metavar="N")] = 3
-    """Seeds at the best rate: the config's seed and those that follow it; the first scans the
-    grid."""
+    """Seeds of the finalists: the config's seed, with which all settings are tried, and those that
+    follow it."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Steps of each run, over which the schedule decays; None is the config's num_steps."""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The contender that the others are tested against; None is the first."""
+    cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "1/1"
+    """Run the I-th of N parts of the cells, beside other processes with the same command and DIR,
+    and wait for what they run."""
+    json: bool = False
+    """Print what was found as JSON, as in report.json, and everything else to standard error."""
 
 
 def run(argv: list[str]) -> int:
@@ -83,41 +107,34 @@ def run(argv: list[str]) -> int:
     arguments = next(iter(parsed.values()))
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
-    if arguments.seeds < 1:
-        raise UsageError(f"--seeds {arguments.seeds} must be at least 1.")
+    for name in ("seeds", "finalists", "budget"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value} must be at least 1.")
+    part = _part(arguments.cells)
     if arguments.steps is not None and arguments.steps < 1:
         raise UsageError(f"--steps {arguments.steps} must be at least 1.")
     configs = _by_name({spec: _prepare(a) for spec, a in parsed.items()})
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
-    given = _given_rates(arguments.learning_rates, list(configs))
+    contenders = _contenders(configs, arguments)
     # Imported late: they load JAX.
-    from maxmars.compare.cells import Comparison, Contender, recorded_rates
-    from maxmars.compare.report import print_summary
-    from maxmars.compare.run import compare
+    from maxmars.compare.cells import Comparison
+    from maxmars.compare.report import print_summary, summary_json
+    from maxmars.compare.run import Part, compare
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
-    from maxmars.distributed.files import is_remote, resolve
 
-    if is_remote(resolve(arguments.workdir)):
-        raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     workdir = Path(arguments.workdir).expanduser().absolute()
-    rates = recorded_rates(workdir) | given
-    contenders = tuple(
-        Contender(
-            name=name,
-            config=config,
-            learning_rates=rates.get(name)
-            or tuple(float(f"{config.optimizer.learning_rate * f:.6g}") for f in _FACTORS),
-        )
-        for name, config in configs.items()
-    )
     first = contenders[0].config.seed
+    num_fields = max(len(contender.grids) for contender in contenders)
     comparison = Comparison(
         contenders=contenders,
         baseline=baseline,
         seeds=tuple(range(first, first + arguments.seeds)),
+        budget=arguments.budget or 4 + 4 * num_fields,
+        finalists=arguments.finalists,
     )
     warmup = max(c.config.schedule.warmup_steps for c in contenders)
     num_steps = contenders[0].config.num_steps
@@ -127,9 +144,12 @@ def run(argv: list[str]) -> int:
             "the runs hardly reach their learning rates; give --schedule.warmup-steps too.",
             file=sys.stderr,
         )
-    if not compare(comparison, workdir):
-        return EXIT_CODE
-    print_summary(summarize(workdir), workdir)
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        if not compare(comparison, workdir, Part(*part)):
+            return EXIT_CODE
+        print_summary(summarize(workdir), workdir)
+    if arguments.json:
+        print(json.dumps(summary_json(summarize(workdir))))
     return 0
 
 
@@ -250,27 +270,71 @@ def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     return dict(zip(names, configs.values(), strict=True))
 
 
-def _given_rates(text: str | None, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Learning rates by contender: a name owns the rates up to the next name, and rates before the
-    first name are for all."""
-    if text is None:
-        return {}
-    found: dict[str, set[float]] = {}
-    owners: Sequence[str] = names
-    for item in text.split(","):
-        name, equals, number = item.rpartition("=")
-        if equals and name not in names:
-            raise UsageError(f"--learning-rates {text}: {name!r} is none of {', '.join(names)}.")
-        owners = [name] if equals else owners
-        try:
-            rate = float(number)
-        except ValueError:
-            rate = math.nan
-        if not 0 < rate < math.inf:
+def _contenders(
+    configs: Mapping[str, TrainConfig], arguments: CompareArguments
+) -> tuple[Contender, ...]:
+    """The contenders with the grids of the fields that they have."""
+    from maxmars.compare.cells import Contender  # loads JAX
+    from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
+
+    fields = list(dict.fromkeys(name.strip() for name in arguments.tune.split(",")))
+    for field in fields:
+        if all(value_of(config, field) is None for config in configs.values()):
             raise UsageError(
-                f"--learning-rates {text}: {number!r} is no positive number; write 1e-3,3e-3 for "
-                "all or adamw=1e-3,3e-3,mars=6e-3."
+                f"--tune {arguments.tune}: no contender has a number {field!r}; name fields of "
+                "their optimizers, such as learning_rate, weight_decay and b1, or warmup."
             )
-        for owner in owners:
-            found.setdefault(owner, set()).add(rate)
-    return {name: tuple(sorted(rates)) for name, rates in found.items()}
+    given: dict[tuple[str, str], list[float]] = {}  # (contender or "", field) -> values
+    for name, values in _lists("--learning-rates", arguments.learning_rates).items():
+        given[name, LEARNING_RATE] = values
+    for name, values in _lists("--grids", arguments.grids).items():
+        contender, _, field = name.rpartition(".")
+        given[contender, field] = values
+    for (name, field), values in given.items():
+        flag = "--learning-rates" if field == LEARNING_RATE else "--grids"
+        if name and name not in configs:
+            raise UsageError(f"{flag}: {name!r} is none of {', '.join(configs)}.")
+        if field not in fields:
+            raise UsageError(f"{flag}: {field!r} is not tuned; name it in --tune.")
+        if field == LEARNING_RATE and min(values) <= 0:
+            raise UsageError(f"{flag}: the learning rate {min(values):g} must be positive.")
+    contenders = []
+    for name, config in configs.items():
+        try:
+            grids = [
+                make_grid(config, field, given.get((name, field)) or given.get(("", field), ()))
+                for field in fields
+            ]
+        except ValueError as error:
+            raise UsageError(f"--grids: {name}: {error}") from error
+        own = tuple(grid for grid in grids if grid is not None)
+        contenders.append(Contender(name=name, config=config, grids=own))
+    return tuple(contenders)
+
+
+def _lists(flag: str, text: str | None) -> dict[str, list[float]]:
+    """Numbers by name: a name owns the numbers up to the next name; those before the first name
+    are for "", which means all."""
+    found: dict[str, list[float]] = {}
+    name = ""
+    for item in text.split(",") if text else ():
+        owner, equals, number = item.rpartition("=")
+        name = owner.strip() if equals else name
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise UsageError(
+                f"{flag} {text}: {number!r} is no number; write numbers with commas, and a name "
+                "with = before those that are only its own."
+            )
+        found.setdefault(name, []).append(value)
+    return {name: sorted(set(values)) for name, values in found.items()}
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise UsageError(f"--cells {text} must be I/N with 1 <= I <= N, such as 1/2.")
+    return int(match[1]), int(match[2])

@@ -1,12 +1,17 @@
 """The cells of a comparison, what identifies them, and their files.
 
-A cell is one training run: a contender, at one learning rate, with one seed. These three identify
-it within a comparison, whose `compare.json` fixes the contenders' configs. The files are
+A cell is one training run: a contender, with one setting of the fields that are tuned, and one
+seed. These three identify it within a comparison, whose `compare.json` fixes the contenders'
+configs. The files are
 
-    compare.json                                      what is compared
-    cells/CONTENDER/cost.json                         memory and traffic of the contender's step
-    cells/CONTENDER/lr_RATE_seed_SEED/                the run, as `maxmars train` leaves it
-    cells/CONTENDER/lr_RATE_seed_SEED/result.json     how it ended: only a finished cell has it
+    compare.json                                 what is compared
+    cells/CONTENDER/cost.json                    memory and traffic of the contender's step
+    cells/CONTENDER/SETTING,seed=SEED/           the run, as `maxmars train` leaves it
+    cells/CONTENDER/SETTING,seed=SEED/result.json     how it ended: only a finished cell has it
+
+where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
+such as `,b1=0.95`. A result alone is enough to continue and to report: the other files of a
+finished cell may be deleted.
 """
 
 from __future__ import annotations
@@ -18,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import maxmars
+from maxmars.compare.curves import Curve
+from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
 from maxmars.distributed.files import json_number, read_json, write_json
 
 COMPARISON = "compare.json"
 _RESULT = "result.json"
-_FORMAT = 2
+_FORMAT = 3
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
 _MAY_CHANGE = ("name", "data.verify", "hang_timeout_s", "checkpoint.")
@@ -45,14 +52,31 @@ _MAY_DIFFER = (
 )
 
 
+Setting = tuple[tuple[str, Number], ...]
+"""The learning rate, and the values of tuned fields that are not the config's own."""
+
+
+def make_setting(config: TrainConfig, values: Mapping[str, Number]) -> Setting:
+    """The setting of these values of tuned fields; the same values are the same setting, whatever
+    else is tuned."""
+    changed = {f: v for f, v in sorted(values.items()) if v != value_of(config, f)}
+    rate = values.get(LEARNING_RATE, config.optimizer.learning_rate)
+    return tuple(({LEARNING_RATE: rate} | changed).items())
+
+
+def describe_setting(setting: Setting) -> str:
+    """For people and directories: `learning_rate=0.002,b1=0.95`."""
+    return ",".join(f"{field}={value!r}" for field, value in setting)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A config that takes part in a comparison, tuned over a grid of learning rates."""
+    """A config that takes part in a comparison, and how it is tuned."""
 
     name: str
     config: TrainConfig
-    learning_rates: tuple[float, ...]
-    """The grid, increasing."""
+    grids: tuple[Grid, ...]
+    """Of the fields that are tuned, in the order of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +84,22 @@ class Cell:
     """The identity of one training run of a comparison."""
 
     contender: str
-    learning_rate: float
+    setting: Setting
     seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return f"{describe_setting(self.setting)},seed={self.seed}"
 
     def directory(self, workdir: Path) -> Path:
         """Working directory of the run."""
-        return workdir / "cells" / self.contender / f"lr_{self.learning_rate!r}_seed_{self.seed}"
+        return workdir / "cells" / self.contender / self.name
 
     def config(self, contender: Contender) -> TrainConfig:
         """Config of the run."""
-        optimizer = dataclasses.replace(
-            contender.config.optimizer, learning_rate=self.learning_rate
-        )
-        return dataclasses.replace(contender.config, optimizer=optimizer, seed=self.seed)
+        config = with_values(contender.config, dict(self.setting))
+        return dataclasses.replace(config, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +119,8 @@ class CellResult:
     """Digest of the weights that the run started from; the same on every mesh."""
     tokens: str
     """Digest of the batches of the first and the last step."""
+    curve: Curve | None
+    """The validation losses of the run; None if it diverged before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +131,11 @@ class Comparison:
     baseline: str
     """Name of the contender that the others are tested against."""
     seeds: tuple[int, ...]
-    """The first seed scans the grid of learning rates."""
+    """The first seed is the one that contenders are tuned with."""
+    budget: int
+    """Settings that may be tried of each contender."""
+    finalists: int
+    """The best settings of a contender, which run with all seeds."""
 
     @property
     def own_fields(self) -> dict[str, dict[str, object]]:
@@ -140,19 +173,14 @@ def _differences(
     return [row for row in found if not row[0].startswith(ignored)]
 
 
-def open_comparison(comparison: Comparison, workdir: Path) -> Comparison:
+def open_comparison(comparison: Comparison, workdir: Path) -> None:
     """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
-
-    Returns:
-      The comparison, whose grids also have the learning rates of finished cells: a grid is extended
-      by naming the new rates alone.
 
     Raises:
       ValueError: `workdir` holds a comparison of another version, or a contender of the same name
         with another config.
     """
     stored = {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
-    contenders = []
     for contender in comparison.contenders:
         # Each cell has its own learning rate, so the config's does not matter.
         ignored = ("optimizer.learning_rate", *_MAY_CHANGE)
@@ -163,20 +191,20 @@ def open_comparison(comparison: Comparison, workdir: Path) -> Comparison:
                 f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
                 "Continue it with its own values, or choose another --workdir."
             )
-        found = {r.cell.learning_rate for r in finished_cells(workdir, [contender])}
-        rates = tuple(sorted(found | set(contender.learning_rates)))
-        contenders.append(dataclasses.replace(contender, learning_rates=rates))
-    configs = stored | {c.name: c.config for c in contenders}
+    configs = stored | {c.name: c.config for c in comparison.contenders}
     fields = {
         "format": _FORMAT,
         "maxmars": maxmars.__version__,
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
-        "compared": {c.name: list(c.learning_rates) for c in contenders},
+        "budget": comparison.budget,
+        "finalists": comparison.finalists,
+        "compared": {
+            c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
+        },
         "configs": {name: to_dict(config) for name, config in configs.items()},
     }
     write_json(workdir / COMPARISON, fields)
-    return dataclasses.replace(comparison, contenders=tuple(contenders))
 
 
 def read_comparison(workdir: Path) -> Comparison:
@@ -189,40 +217,56 @@ def read_comparison(workdir: Path) -> Comparison:
     if not fields:
         raise ValueError(f"{workdir} holds no comparison: there is no {COMPARISON} in it.")
     contenders = tuple(
-        Contender(name=name, config=from_dict(fields["configs"][name]), learning_rates=tuple(rates))
-        for name, rates in fields["compared"].items()
+        Contender(
+            name=name,
+            config=from_dict(fields["configs"][name]),
+            grids=tuple(
+                Grid(
+                    field=grid["field"],
+                    values=tuple(grid["values"]),
+                    scanned=tuple(grid["scanned"]),
+                )
+                for grid in grids
+            ),
+        )
+        for name, grids in fields["compared"].items()
     )
     return Comparison(
-        contenders=contenders, baseline=fields["baseline"], seeds=tuple(fields["seeds"])
+        contenders=contenders,
+        baseline=fields["baseline"],
+        seeds=tuple(fields["seeds"]),
+        budget=fields["budget"],
+        finalists=fields["finalists"],
     )
-
-
-def recorded_rates(workdir: Path) -> dict[str, tuple[float, ...]]:
-    """The grid of each contender of the comparison in `workdir`; empty if there is none.
-
-    Raises:
-      ValueError: another version of maxmars wrote the comparison.
-    """
-    compared = _read_fields(workdir).get("compared", {})
-    return {name: tuple(rates) for name, rates in compared.items()}
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
     """Write `result.json`: from now on the cell is finished."""
-    fields = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    if result.curve is not None:
+        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
     write_json(result.cell.directory(workdir) / _RESULT, fields)
 
 
 def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellResult]:
-    """The results of all finished cells of these contenders, whatever their rates and seeds."""
+    """The results of all finished cells of these contenders, whatever their settings and seeds."""
     results = []
     for contender in contenders:
         for path in sorted((workdir / "cells" / contender.name).glob(f"*/{_RESULT}")):
             fields = read_json(path)
             if fields is not None:  # a result that cannot be read is no result: it is run again
-                own = {"cell": Cell(**fields["cell"]), "loss": float(fields["loss"])}
-                results.append(CellResult(**fields | own))
+                results.append(_result(fields))
     return results
+
+
+def _result(fields: Mapping[str, Any]) -> CellResult:
+    cell, curve = fields["cell"], fields["curve"]
+    if curve is not None:
+        losses = tuple(map(float, curve["losses"]))
+        curve = Curve(**curve | {"tokens": tuple(curve["tokens"]), "losses": losses})
+    setting = tuple((field, value) for field, value in cell["setting"])
+    own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
+    return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
 
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:

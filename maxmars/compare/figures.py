@@ -96,14 +96,17 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
     return True
 
 
-def draw_rates(grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path) -> bool:
-    """Draw final losses against learning rates: a small mark a run, a line through the means, and
-    an x on the upper edge where a run diverged.
+def draw_tuning(
+    grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path, field: str
+) -> bool:
+    """Draw final losses against the values of a field: a small mark a run, a line through the
+    means, and an x on the upper edge where a run diverged.
 
     Args:
-      grids: contender -> learning rate, increasing -> final losses of its runs in nats a token;
-        infinite where a run diverged.
+      grids: contender -> value of the field, increasing -> final losses of its runs in nats a
+        token; infinite where a run diverged.
       path: of the PNG; its directory is made.
+      field: its name.
 
     Returns:
       Whether there was anything to draw.
@@ -132,13 +135,20 @@ def draw_rates(grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path)
                     axes.plot([rate] * len(sound), sound, ls="", alpha=0.5, ms=3, **mark)
                 if len(sound) < len(losses):
                     axes.plot(rate, top + margin, "x", color=style["color"], clip_on=False)
-        axes.set_xscale("log")
-        axes.set_xticks(_ticks(sorted({rate for grid in grids.values() for rate in grid})))
+        values = sorted({value for grid in grids.values() for value in grid})
+        positive = [value for value in values if value > 0]
+        if len(positive) < len(values) and positive:
+            axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
+        elif positive and positive[-1] < 1 < 2 * positive[0]:  # a decay such as b1
+            axes.set_xscale("function", functions=(_far_from_1, _near_1))
+        elif positive:
+            axes.set_xscale("log")
+        axes.set_xticks(_ticks(values))
         axes.set_xticks([], minor=True)
-        axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.tick_params(axis="x", labelrotation=30)
         axes.set_ylim(bottom - margin, top + margin)
-        axes.set_xlabel("peak learning rate")
+        axes.set_xlabel("peak learning rate" if field == "learning_rate" else field)
         axes.set_ylabel("final validation loss, nats a token")
     return True
 
@@ -185,11 +195,15 @@ def _unit(largest: float, against: str) -> tuple[float, str]:
     return next((u for u in units if largest >= u[0]), (1.0, ""))
 
 
-def _ticks(rates: Sequence[float]) -> list[float]:
-    """All rates if their labels have room, else some of them, far enough apart."""
-    kept: list[float] = []
-    for rate in rates:
-        step = (rates[-1] / rates[0]) ** (1 / _MAX_TICKS)
-        if len(rates) <= _MAX_TICKS or not kept or rate / kept[-1] > step:
-            kept.append(rate)
-    return kept
+def _far_from_1(value: Any) -> Any:
+    """Decays by the logarithm of their distance from 1."""
+    return -np.log10(np.maximum(1 - np.asarray(value, float), 1e-9))
+
+
+def _near_1(position: Any) -> Any:
+    return 1 - 10.0 ** -np.asarray(position, float)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """All values if their labels have room, else evenly many of them."""
+    return list(values[:: -(-len(values) // _MAX_TICKS)])

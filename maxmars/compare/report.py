@@ -17,10 +17,12 @@ import rich
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from maxmars.compare.cells import describe_setting
 from maxmars.compare.curves import Line
-from maxmars.compare.figures import draw_losses, draw_rates, require_matplotlib
+from maxmars.compare.figures import draw_losses, draw_tuning, require_matplotlib
+from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.statistics import CONFIDENCE, Interval
-from maxmars.compare.summary import TOLERANCE, Best, Outcome, Summary, summarize
+from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import json_number, read_json, write_json, write_text
@@ -49,14 +51,13 @@ def write_report(workdir: Path) -> Summary:
         "One device moves nothing; `maxmars plan` says what a step moves between several."
         if one_device
         else "State and collectives are bytes of one device.",
-        "## Learning rates",
-        _rate_table(summary),
-        "The first seed scans the grid; the other seeds run at the best rate, and at a neighbour "
-        "where the scan cannot tell the two apart.",
+        "## Tuning",
+        _tuning_text(summary),
+        _tuning_table(summary),
         "## Figures",
         *_comparison_figures(summary, workdir),
     ]
-    write_json(workdir / "report.json", _summary_json(summary))
+    write_json(workdir / "report.json", summary_json(summary))
     _write_markdown(workdir, blocks)
     return summary
 
@@ -136,7 +137,13 @@ def print_summary(summary: Summary, workdir: Path) -> None:
     ]
     if summary.num_missing:
         texts.append(f"unfinished: at least {summary.num_missing} cells are missing")
-    texts += [*_grid_notes(summary), f"report: {workdir / 'report.md'}"]
+    if len(_tuned(summary)) > 1:
+        texts += [
+            f"{o.contender.name}: {describe_setting(o.best.setting).replace(',', ', ')}"
+            for o in summary.outcomes
+            if o.best is not None
+        ]
+    texts += [*_search_notes(summary), f"report: {workdir / 'report.md'}"]
     print(*texts, sep="\n")
 
 
@@ -200,7 +207,8 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     }
     if best is None:
         return cells
-    cells |= {"rate": f"{best.best_rate:g}", "loss": _interval(best.loss, "{:.4f}")}
+    rate = dict(best.setting)[LEARNING_RATE]
+    cells |= {"rate": f"{rate:g}", "loss": _interval(best.loss, "{:.4f}")}
     if best.test is not None:
         cells["difference"] = _interval(best.test.difference, "{:+.4f}")
         cells["p"] = f"{summary.p_adjusted[name]:.2g}"
@@ -220,10 +228,11 @@ def _result_table(summary: Summary) -> str:
     baseline = summary.comparison.baseline
     columns = (
         "optimizer",
-        "best rate",
+        "best setting",
         f"validation loss ({CONFIDENCE:.0%})",
         f"minus {baseline} ({CONFIDENCE:.0%})",
         "p",
+        f"seeds to find {EFFECT}",
         f"tokens to {baseline}'s loss",
         "time to it",
         "diverged",
@@ -233,16 +242,20 @@ def _result_table(summary: Summary) -> str:
         best, cells = outcome.best, _result(outcome, summary)
         diverged = f"{outcome.num_diverged} of {outcome.num_cells}"
         if best is None:
-            rows.append((cells["name"], *[_NONE] * 6, diverged))
+            rows.append((cells["name"], *[_NONE] * 7, diverged))
             continue
         reached = [
             f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else "not reached"
             for key in ("tokens", "seconds")
         ]
-        at_edge = best.best_rate_at_edge is not None and len(outcome.losses) > 1
-        rate = f"{cells['rate']}{' (edge)' if at_edge else ''}"
-        tested = (cells["difference"] or _NONE, cells["p"] or _NONE)
-        rows.append((cells["name"], rate, cells["loss"], *tested, *reached, diverged))
+        setting = describe_setting(best.setting).replace(",", ", ")
+        setting += " (not at its end)" if outcome.search.untried else ""
+        tested = (
+            cells["difference"] or _NONE,
+            cells["p"] or _NONE,
+            str(best.seeds_needed or _NONE),
+        )
+        rows.append((cells["name"], setting, cells["loss"], *tested, *reached, diverged))
     return _table(columns, rows)
 
 
@@ -252,10 +265,10 @@ def _notes(summary: Summary) -> Iterator[str]:
             f"UNFINISHED: at least {summary.num_missing} cells are missing; the same "
             "`maxmars compare` command continues."
         )
-    yield from _grid_notes(summary)
+    yield from _search_notes(summary)
     for outcome in summary.outcomes:
         if outcome.best is None and outcome.num_diverged:
-            yield f"{outcome.contender.name} diverged at every rate: give it lower rates."
+            yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
         found = outcome.basin
         if found is not None:
             low = f"{'at most ' if found.open_low else ''}{found.low:.2g}"
@@ -281,21 +294,29 @@ def _notes(summary: Summary) -> Iterator[str]:
         yield f"The configs also differ in {field}: {each}."
 
 
-def _grid_notes(summary: Summary) -> Iterator[str]:
-    """Contenders whose best rate is an end of their grid, so that a better one may lie beyond."""
+def _tuned(summary: Summary) -> list[str]:
+    """The fields that some contender is tuned over, in the order of the search."""
+    grids = [grid for outcome in summary.outcomes for grid in outcome.contender.grids]
+    return list(dict.fromkeys(grid.field for grid in grids))
+
+
+def _search_notes(summary: Summary) -> Iterator[str]:
+    """Contenders whose search was not at its end, and fields that a contender has not."""
+    tuned = _tuned(summary)
     for outcome in summary.outcomes:
-        best, name = outcome.best, outcome.contender.name
-        if best is None or best.best_rate_at_edge is None:
-            continue
-        if len(outcome.losses) == 1:
-            yield f"{name} was run at one rate only, so it is not tuned."
-            continue
-        end = {"low": "lowest", "high": "highest"}[best.best_rate_at_edge]
-        yield (
-            f"Extend the grid: the best rate of {name}, {best.best_rate:g}, is the {end} of "
-            f"its grid. The same command with --learning-rates "
-            f"{name}={best.next_rate:g} adds a rate to the finished ones."
-        )
+        contender, found = outcome.contender, outcome.search
+        name = contender.name
+        if len(outcome.losses) == 1 and not found.missing:
+            yield f"{name} was run at one setting only, so it is not tuned."
+        elif found.untried:
+            settings = "; ".join(map(describe_setting, found.untried))
+            yield (
+                f"The budget of {name} ended before its search: {settings} would be next. The same "
+                f"command with a --budget above {summary.comparison.budget} goes on."
+            )
+        fields = [grid.field for grid in contender.grids]
+        if lacking := [field for field in tuned if field not in fields]:
+            yield f"{name} has no {' and no '.join(lacking)} to tune."
 
 
 def _cost_table(summary: Summary) -> str:
@@ -324,30 +345,42 @@ def _cost_table(summary: Summary) -> str:
     return _table(columns, rows)
 
 
-def _rate_table(summary: Summary) -> str:
+def _tuning_text(summary: Summary) -> str:
+    comparison = summary.comparison
+    used = ", ".join(f"{len(o.search.tried)} ({o.contender.name})" for o in summary.outcomes)
+    return (
+        f"Coordinate descent over {', '.join(_tuned(summary))}, with seed {comparison.seeds[0]} "
+        f"and a budget of {comparison.budget} settings a contender; it used {used}. Then the best "
+        f"settings of each, {comparison.finalists} at most, ran with all seeds. A setting names "
+        "the learning rate, and other fields where they are not as in the config."
+    )
+
+
+def _tuning_table(summary: Summary) -> str:
     rows = []
     for outcome in summary.outcomes:
-        best = outcome.best and outcome.best.best_rate
-        for rate, losses in outcome.losses.items():
+        best = outcome.best and outcome.best.setting
+        for setting, losses in outcome.losses.items():
             texts = ["diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses]
-            mark = " (best)" if rate == best else ""
-            row = (outcome.contender.name, f"{rate:g}{mark}", ", ".join(texts) or _NONE)
-            rows.append(row)
-    return _table(("optimizer", "learning rate", "loss by seed"), rows)
+            mark = " (best)" if setting == best else ""
+            name = describe_setting(setting).replace(",", ", ")
+            rows.append((outcome.contender.name, f"{name}{mark}", ", ".join(texts) or _NONE))
+    return _table(("optimizer", "setting", "loss by seed"), rows)
 
 
 def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
     seeds = len(summary.comparison.seeds)
     bands = f"Bands reach from the lowest to the highest of {seeds} seeds." if seeds > 1 else ""
-    what = "Validation loss at the best learning rate"
+    what = "Validation loss at the best setting"
     yield from _loss_figures(best_lines(summary), workdir, what, bands)
-    path = workdir / "figures" / "learning_rates.png"
-    if draw_rates({o.contender.name: o.losses for o in summary.outcomes}, path):
-        caption = (
-            "Final validation loss against learning rate. Small marks are single seeds; an x at "
-            "the upper edge is a run that diverged."
-        )
-        yield _image(path, caption)
+    for field in _tuned(summary):
+        path = workdir / "figures" / f"tuning_{field}.png"
+        if draw_tuning({o.contender.name: o.along(field) for o in summary.outcomes}, path, field):
+            caption = (
+                f"Final validation loss against {field}, all else as in the best setting. Small "
+                "marks are single seeds; an x at the upper edge is a run that diverged."
+            )
+            yield _image(path, caption)
 
 
 def _loss_figures(lines: Sequence[Line], out: Path, what: str, bands: str) -> Iterator[str]:
@@ -388,10 +421,14 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return _table(("share of the time", *found), rows)
 
 
-def _summary_json(summary: Summary) -> dict[str, Any]:
+def summary_json(summary: Summary) -> dict[str, Any]:
+    """What `report.json` holds."""
     return {
         "baseline": summary.comparison.baseline,
         "seeds": list(summary.comparison.seeds),
+        "budget": summary.comparison.budget,
+        "finalists": summary.comparison.finalists,
+        "tuned": _tuned(summary),
         "num_missing": summary.num_missing,
         "digests": {
             seed: {"initial_weights": weights, "tokens": tokens}
@@ -406,6 +443,7 @@ def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
     best: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Best))
     if o.best is not None:
         best |= dataclasses.asdict(o.best)
+        best["setting"] = dict(o.best.setting)
     if best["test"] is not None:
         best["test"] |= {"p_adjusted": summary.p_adjusted[o.contender.name]}
     del best["line"]
@@ -417,10 +455,11 @@ def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
         "num_cells": o.num_cells,
         "num_diverged": o.num_diverged,
         "basin": o.basin and dataclasses.asdict(o.basin) | {"tolerance": TOLERANCE},
-        "rates": [
-            {"learning_rate": rate, "losses": list(map(json_number, losses))}
-            for rate, losses in o.losses.items()
+        "settings": [
+            {"setting": dict(setting), "losses": list(map(json_number, losses))}
+            for setting, losses in o.losses.items()
         ],
+        "untried": [dict(setting) for setting in o.search.untried],
         "cost": o.cost,
         "curves": [] if o.best is None else _curves_json(o.best.line),
     }

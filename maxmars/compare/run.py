@@ -13,7 +13,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -41,6 +41,7 @@ from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import sharding
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import write_json
+from maxmars.distributed.progress import Progress
 from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import train
@@ -53,16 +54,37 @@ from maxmars.train.step import make_initializer, make_train_step
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
+_POLL_S = 5.0  # between looks for results of other processes
+
 Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
 
 
-def compare(comparison: Comparison, workdir: Path) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Which cells a process runs where several share a comparison: part `index` of `count`."""
+
+    index: int = 1
+    count: int = 1
+
+    @property
+    def lock(self) -> str:
+        """Name of a directory that the process of this part owns."""
+        return "." if self.count == 1 else f".part-{self.index}-of-{self.count}"
+
+    def has(self, cell: Cell) -> bool:
+        """Whether a cell belongs to this part; every process gives the same answer."""
+        sha = hashlib.sha256(f"{cell.contender}/{cell.name}".encode()).digest()
+        return int.from_bytes(sha[:8], "big") % self.count == self.index - 1
+
+
+def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     """Run the cells that a comparison lacks, on all devices, and write `report.*` and `figures/`.
 
     Args:
       comparison: what is compared; every config evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
+      part: the cells that this process runs; for those of the other parts it waits.
 
     Returns:
       Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the cell
@@ -78,10 +100,11 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
     check_comparable(comparison.contenders)
     keep_compiled_programs(workdir, jax.devices()[0].platform)  # one directory for all cells
     with contextlib.ExitStack() as stack:
-        lock = acquire(workdir / "cells")
-        assert lock is not None, "a comparison is one process"
+        lock = acquire(workdir / "cells" / part.lock)
+        assert lock is not None, "each part of a comparison is one process"
         stack.callback(lock.release)
-        comparison = open_comparison(_with_precision(comparison), workdir)
+        comparison = _with_precision(comparison)
+        open_comparison(comparison, workdir)
         contenders = {c.name: c for c in comparison.contenders}
         results = read_results(comparison, workdir)
         print(f"cells and their logs: {workdir / 'cells'}", flush=True)
@@ -89,10 +112,14 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
             print(f"{len(results)} cells are finished and kept", flush=True)
         starts: dict[tuple[str, int], Digests] = {}
         stops = stack.enter_context(StopRequests())
-        while pending := next_cells(comparison.contenders, comparison.seeds, results):
+        while pending := next_cells(comparison, results):
             if stops.due(0):
                 break
-            cell, contender = pending[0], contenders[pending[0].contender]
+            cell = next(filter(part.has, pending), None)
+            if cell is None:
+                results = _wait_for_others(comparison, workdir, part, stops)
+                continue
+            contender = contenders[cell.contender]
             cost = workdir / "cells" / cell.contender / "cost.json"
             if not cost.is_file():
                 write_json(cost, step_cost(contender.config))
@@ -106,13 +133,28 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
             write_result(result, workdir)
             # A finished cell is never continued, and the states of a whole grid fill a disk.
             shutil.rmtree(cell.directory(workdir) / "checkpoints", ignore_errors=True)
-            results[cell] = result
+            results = read_results(comparison, workdir)  # others may have finished some as well
             print(_progress(result, comparison, results), flush=True)
         if pending:
             print(f"stopped with {len(results)} finished cells; the same command continues")
             return False
     write_report(workdir)
     return True
+
+
+def _wait_for_others(
+    comparison: Comparison, workdir: Path, part: Part, stops: StopRequests
+) -> Results:
+    """Wait until a cell of this part can run, none is missing, or a signal came."""
+    with Progress() as progress:
+        while True:
+            results = read_results(comparison, workdir)
+            pending = next_cells(comparison, results)
+            if not pending or any(map(part.has, pending)) or stops.due(0):
+                return results
+            waiting = f"waiting for {len(pending)} cells of other processes"
+            progress.update(waiting, len(results), len(results) + len(pending))
+            time.sleep(_POLL_S)
 
 
 def _with_precision(comparison: Comparison) -> Comparison:
@@ -157,14 +199,16 @@ def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult])
 def _run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
     """Train a cell, or continue it; None if a signal stopped it before its end."""
     directory, began = cell.directory(workdir), time.monotonic()
-    loss, diverged = math.inf, None
+    loss, diverged, curve = math.inf, None, None
     try:
         if not train(config, directory, quiet=True).done:
             return None
     except DivergedError as error:
         diverged = error.reason
-    if diverged is None:
+    with contextlib.suppress(ValueError):  # it diverged before its first evaluation
         curve = read_curve(directory, config)
+    if diverged is None:
+        assert curve is not None, "every run evaluates"
         loss, lowest = curve.losses[-1], min(curve.losses)
         if not loss <= lowest + RISE:  # also where the loss is not a number
             diverged = f"the validation loss ended at {loss:.4g}, but had been {lowest:.4g}."
@@ -177,36 +221,25 @@ def _run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) ->
         seconds=time.monotonic() - began,
         initial_weights=start[0],
         tokens=start[1],
+        curve=curve,
     )
 
 
 def _progress(result: CellResult, comparison: Comparison, results: Results) -> str:
-    """How a cell ended, the number of cells and the time that is left."""
+    """How a cell ended, how many there are at most, and the time that they may take."""
     cell = result.cell
-    pending = next_cells(comparison.contenders, comparison.seeds, results)
-    width = max(len(contender.name) for contender in comparison.contenders)
-    text = f"[{len(results):>3}/{len(results) + len(pending)}+] {cell.contender:<{width}}  "
-    text += f"rate {cell.learning_rate:<8g} seed {cell.seed}  "
-    text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
-    text += f"  {duration(result.seconds)}"
-    if pending:
-        left = _seconds_left(pending, comparison, results)
-        text += f"  at least {duration(left)} left"
-    return text if result.diverged is None else f"{text}\n        {result.diverged}"
-
-
-def _seconds_left(pending: Sequence[Cell], comparison: Comparison, results: Results) -> float:
-    """Time of the pending cells, and of the further seeds that follow a scan, at the mean time of
-    each contender's finished cells."""
-    finished = [r for r in results.values() if r.diverged is None]
-    means = {}
+    most = comparison.budget + comparison.finalists * (len(comparison.seeds) - 1)
+    left = 0.0
     for contender in comparison.contenders:
-        own = [r.seconds for r in finished if r.cell.contender == contender.name]
-        means[contender.name] = float(np.mean(own or [r.seconds for r in finished] or [0.0]))
-    seconds = sum(means[cell.contender] for cell in pending)
-    if any(cell.seed == comparison.seeds[0] for cell in pending):
-        seconds += (len(comparison.seeds) - 1) * sum(means.values())
-    return seconds
+        own = [r.seconds for c, r in results.items() if c.contender == contender.name]
+        left += max(0, most - len(own)) * float(np.mean(own or [result.seconds]))
+    width = max(len(contender.name) for contender in comparison.contenders)
+    text = f"[{len(results):>3}/{most * len(comparison.contenders)}] {cell.contender:<{width}}  "
+    text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
+    text += f"  {cell.name}  {duration(result.seconds)}"
+    if next_cells(comparison, results):
+        text += f", at most {duration(left)} left"
+    return text if result.diverged is None else f"{text}\n        {result.diverged}"
 
 
 def step_cost(config: TrainConfig) -> dict[str, int]:

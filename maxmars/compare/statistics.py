@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import scipy.stats
 
 CONFIDENCE = 0.95
+POWER = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,37 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest |
     else:
         p = float(scipy.stats.ttest_rel(first, second).pvalue)
     return PairedTest(difference=mean_interval(differences.tolist()), p=p)
+
+
+def seeds_needed(differences: Sequence[float], effect: float, most: int = 10_000) -> int | None:
+    """The number of pairs with which a paired t test finds a difference with probability `POWER`.
+
+    Args:
+      differences: of pairs, whose spread is taken for the true one.
+      effect: the true difference of the means.
+      most: the largest number looked at.
+
+    Returns:
+      The number, for a two-sided test at level 1 - `CONFIDENCE`; None for fewer than two
+      differences, whose spread is unknown, and where more than `most` are needed.
+    """
+    if len(differences) < 2:
+        return None
+    spread = float(np.std(differences, ddof=1))
+    if spread == 0:
+        return 2
+
+    def power(n: int) -> float:
+        limit = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)
+        # The other tail, a significant difference of the wrong sign, counts next to nothing.
+        return float(scipy.stats.nct.sf(limit, n - 1, effect / spread * math.sqrt(n)))
+
+    high = 2
+    while power(high) < POWER:
+        high *= 2
+        if high > most:
+            return None
+    return bisect.bisect_left(range(high), POWER, lo=max(2, high // 2), key=power)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

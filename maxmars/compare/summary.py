@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,20 @@ from maxmars.compare.cells import (
     CellResult,
     Comparison,
     Contender,
+    Setting,
     read_comparison,
     read_results,
 )
-from maxmars.compare.curves import Line, read_curve
+from maxmars.compare.curves import Line
+from maxmars.compare.grids import LEARNING_RATE, Number, value_of
 from maxmars.compare.search import (
     Results,
-    best_rate,
-    edge_of_grid,
+    Search,
+    best_setting,
     losses_at,
     next_cells,
     results_at,
+    search,
 )
 from maxmars.compare.statistics import (
     Basin,
@@ -35,26 +38,27 @@ from maxmars.compare.statistics import (
     holm,
     mean_interval,
     paired_test,
+    seeds_needed,
 )
 from maxmars.distributed.files import read_json
 
 TOLERANCE = 0.05
 """Nats above the best loss at which a learning rate still counts as good."""
+EFFECT = 0.01
+"""The difference in nats for which the report says how many seeds would find it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """A contender at its best learning rate."""
+    """A contender at its best setting."""
 
-    best_rate: float
-    best_rate_at_edge: Literal["low", "high"] | None
-    """The end of the grid at which the rate lies; None inside the grid."""
-    next_rate: float | None
-    """The rate by which to extend the grid at that end."""
+    setting: Setting
     loss: Interval
     """Final validation loss over the seeds."""
     test: PairedTest | None
-    """Against the baseline at its best rate, paired by seed; None for the baseline itself."""
+    """Against the baseline at its best setting, paired by seed; None for the baseline itself."""
+    seeds_needed: int | None
+    """Seeds with which that test would find a difference of `EFFECT`; None where unknown."""
     tokens_to_baseline: float | None
     """Tokens after which the mean curve comes down to the baseline's final loss; None if never."""
     seconds_to_baseline: float | None
@@ -68,18 +72,35 @@ class Outcome:
     """What a comparison found of one contender."""
 
     contender: Contender
-    losses: dict[float, list[float]]
-    """Learning rate of the grid -> final losses by seed; infinite where a run diverged."""
+    search: Search
+    losses: dict[Setting, list[float]]
+    """Setting -> final losses by seed, in the order of the search; infinite where a run
+    diverged."""
     best: Best | None
-    """None where every rate diverged, or none is finished."""
+    """None where every setting diverged, or none is finished."""
     basin: Basin | None
-    """Rates within `TOLERANCE` of the best loss, by the means over the seeds that each rate has."""
+    """Rates within `TOLERANCE` of the best loss, all else as in the best setting, by the means over
+    the seeds that each rate has."""
     step_time_s: float | None
     """Median over the contender's cells."""
     num_cells: int
     num_diverged: int
     cost: dict[str, Any]
     """See `run.step_cost`; empty before the contender's first cell."""
+
+    def along(self, field: str) -> dict[Number, list[float]]:
+        """Value of a field -> losses by seed of the settings that else are the best one."""
+        if self.best is None:
+            return {}
+        config, best = self.contender.config, dict(self.best.setting)
+        rest = {key: value for key, value in best.items() if key != field}
+        found = {}
+        for setting, losses in self.losses.items():
+            values = dict(setting)
+            value = values.pop(field, value_of(config, field))
+            if values == rest and value is not None and losses:
+                found[value] = losses
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,59 +129,56 @@ def summarize(workdir: Path) -> Summary:
     results = read_results(comparison, workdir)
     if not results:
         raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
-    seeds = comparison.seeds
     baseline = next(c for c in comparison.contenders if c.name == comparison.baseline)
-    rate = best_rate(baseline, seeds, results)
-    baselines = [] if rate is None else results_at(baseline, rate, seeds, results)
+    best = best_setting(baseline, comparison, results)
+    baselines = [] if best is None else results_at(baseline, best, comparison, results)
     outcomes = []
     for contender in comparison.contenders:
         own = [result for cell, result in results.items() if cell.contender == contender.name]
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
-        losses = {r: losses_at(contender, r, seeds, results) for r in contender.learning_rates}
-        means = {r: float(np.mean(found)) for r, found in losses.items() if found}
-        outcomes.append(
-            Outcome(
-                contender=contender,
-                losses=losses,
-                best=_best(contender, seeds, results, baselines, step_time_s, workdir),
-                basin=basin(list(means), list(means.values()), TOLERANCE),
-                step_time_s=step_time_s,
-                num_cells=len(own),
-                num_diverged=sum(r.diverged is not None for r in own),
-                cost=read_json(workdir / "cells" / contender.name / "cost.json") or {},
-            )
+        found = search(contender, comparison, results)
+        outcome = Outcome(
+            contender=contender,
+            search=found,
+            losses={s: losses_at(contender, s, comparison, results) for s in found.tried},
+            best=_best(contender, comparison, results, baselines, step_time_s),
+            basin=None,
+            step_time_s=step_time_s,
+            num_cells=len(own),
+            num_diverged=sum(r.diverged is not None for r in own),
+            cost=read_json(workdir / "cells" / contender.name / "cost.json") or {},
         )
+        means = {rate: float(np.mean(x)) for rate, x in outcome.along(LEARNING_RATE).items()}
+        width = basin(list(means), list(means.values()), TOLERANCE) if means else None
+        outcomes.append(dataclasses.replace(outcome, basin=width))
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
-    environment = read_json(next(iter(results)).directory(workdir) / "environment.json")
+    environments = (read_json(c.directory(workdir) / "environment.json") for c in results)
     return Summary(
         comparison=comparison,
         outcomes=tuple(outcomes),
-        num_missing=len(next_cells(comparison.contenders, seeds, results)),
+        num_missing=len(next_cells(comparison, results)),
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
-        environment=environment or {},
+        environment=next(filter(None, environments), {}),
     )
 
 
 def _best(
     contender: Contender,
-    seeds: Sequence[int],
+    comparison: Comparison,
     results: Results,
     baselines: Sequence[CellResult],
     step_time_s: float | None,
-    workdir: Path,
 ) -> Best | None:
-    rate = best_rate(contender, seeds, results)
-    if rate is None:
+    setting = best_setting(contender, comparison, results)
+    if setting is None:
         return None
-    edge, next_rate = edge_of_grid(contender, rate) or (None, None)
-    ours = results_at(contender, rate, seeds, results)
-    curves = [read_curve(r.cell.directory(workdir), contender.config) for r in ours]
+    ours = results_at(contender, setting, comparison, results)
     # One step time for all seeds, so that their curves have the same times as well.
-    curves = [dataclasses.replace(curve, step_time_s=step_time_s) for curve in curves]
+    curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
     line = Line(name=contender.name, curves=tuple(curves))
-    tokens = seconds = test = None
+    tokens = seconds = test = needed = None
     if baselines:
         positions, losses = line.points
         target = float(np.mean([r.loss for r in baselines]))
@@ -171,12 +189,12 @@ def _best(
             theirs = {r.cell.seed: r.loss for r in baselines}
             pairs = [(r.loss, theirs[r.cell.seed]) for r in ours if r.cell.seed in theirs]
             test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
+            needed = seeds_needed([a - b for a, b in pairs], EFFECT)
     return Best(
-        best_rate=rate,
-        best_rate_at_edge=edge,
-        next_rate=next_rate,
+        setting=setting,
         loss=mean_interval([r.loss for r in ours]),
         test=test,
+        seeds_needed=needed,
         tokens_to_baseline=tokens,
         seconds_to_baseline=seconds,
         line=line,

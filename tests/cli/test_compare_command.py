@@ -17,9 +17,10 @@ WORKDIR = ("--workdir", "nowhere")
 
 
 def test_the_config_of_the_comparison_has_every_optimizer():
-    names = ("adamw", "lion", "soap", "muon", "mars", "mars_exact", "mars_lion", "mars_shampoo")
-    configs = [load_config(f"{TINY}:optimizer={name}") for name in (*names, "mars_m")]
-    assert len({config.optimizer for config in configs}) == 9
+    names = ("adamw", "nadamw", "lion", "soap", "muon")
+    mars = ("mars", "mars_exact", "mars_lion", "mars_shampoo", "mars_m")
+    configs = [load_config(f"{TINY}:optimizer={name}") for name in (*names, *mars)]
+    assert len({config.optimizer for config in configs}) == 10
     assert len({config.model for config in configs}) == 1
     config = configs[0]
     assert config.num_steps * config.tokens_per_step >= 1_000_000
@@ -73,7 +74,8 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
     with pytest.raises(SystemExit):
         main(["compare", config_file, *words])
     assert "too few for one batch" in capsys.readouterr().err
-    assert json.loads((workdir / "compare.json").read_text())["compared"] == expected
+    compared = json.loads((workdir / "compare.json").read_text())["compared"]
+    assert {name: grids[0]["scanned"] for name, grids in compared.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,18 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
             ["ablations:size=tiny", *WORKDIR, "--optimizers", "exact,mars", "--baseline", "muon"],
             "--baseline muon is none of exact, mars",
         ),
-        ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no positive number"),
+        ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no number"),
+        ([TINY, *WORKDIR, "--learning-rates", "1e-3,-1"], "learning rate -1 must be positive"),
+        ([TINY, *WORKDIR, "--tune", "learning_rate,beta"], "no contender has a number 'beta'"),
+        ([TINY, *WORKDIR, "--grids", "gamma=0,0.1"], "--grids: 'gamma' is not tuned"),
+        (
+            [TINY, *WORKDIR, "--tune", "b1", "--grids", "b1=0.9,1"],
+            "MarsConfig.b1=1.0 must lie in [0, 1)",
+        ),
+        ([TINY, *WORKDIR, "--tune", "b1", "--grids", "muon.b1=0.9"], "'muon' is none of"),
+        ([TINY, *WORKDIR, "--budget", "0"], "--budget 0 must be at least 1"),
+        ([TINY, *WORKDIR, "--finalists", "0"], "--finalists 0 must be at least 1"),
+        ([TINY, *WORKDIR, "--cells", "3/2"], "--cells 3/2 must be I/N"),
         ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
         ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
     ],

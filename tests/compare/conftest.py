@@ -37,7 +37,8 @@ def compare_command(tmp_path_factory) -> list[str]:
     tests = str(Path(__file__).parents[1])
     config.write_text(CONFIG.format(tests=tests, tokens=str(folder / "tokens")))
     words = ["compare", str(config), "--optimizers", "adamw,lion", "--seeds", "2", "--steps", "4"]
-    return [*words, "--learning-rates", "adamw=1e4,4e-3,lion=1e-3,4e-3", "--workdir"]
+    rates = ["--learning-rates", "adamw=1e4,4e-3,lion=1e-3,4e-3", "--budget", "2"]
+    return [*words, *rates, "--finalists", "1", "--workdir"]
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.compare.curves import Curve, Line, read_run
-from maxmars.compare.figures import draw_losses, draw_rates
+from maxmars.compare.figures import draw_losses, draw_tuning
 from maxmars.compare.report import write_run_report
 from maxmars.config import to_dict
 from maxmars.train.metrics import ACTIVITIES
@@ -71,7 +71,10 @@ def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
     for folder in (tmp_path / "one", tmp_path / "two"):
         assert draw_losses(lines, folder / "tokens.png", against="tokens")
         assert draw_losses(lines, folder / "time.png", against="time")
-        assert draw_rates(grids, folder / "rates.png")
+        assert draw_tuning(grids, folder / "rates.png", "learning_rate")
+        decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
+        assert draw_tuning(decays, folder / "b1.png", "b1")
+        assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, folder / "decay.png", "weight_decay")
         drawn.append([path.read_bytes() for path in sorted(folder.iterdir())])
     assert drawn[0] == drawn[1]
     assert {content[:4] for content in drawn[0]} == {PNG}
@@ -80,7 +83,8 @@ def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
 def test_what_there_is_nothing_to_draw_of(tmp_path):
     untimed = line("b", [5.0, 3.1], step_time_s=None)
     assert not draw_losses([untimed], tmp_path / "none.png", against="time")
-    assert not draw_rates({"a": {2e-3: [math.inf], 4e-3: []}}, tmp_path / "none.png")
+    diverged = {"a": {2e-3: [math.inf], 4e-3: []}}
+    assert not draw_tuning(diverged, tmp_path / "none.png", "learning_rate")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,11 +5,25 @@ import math
 import pytest
 from tiny import tiny_config
 
-from maxmars.compare.cells import Cell, CellResult, Contender
-from maxmars.compare.search import best_rate, edge_of_grid, next_cells
+from maxmars.compare.cells import Cell, CellResult, Comparison, Contender
+from maxmars.compare.grids import make_grid, value_of, with_values
+from maxmars.compare.search import best_setting, next_cells, search
+from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
-CONTENDERS = [Contender(name=n, config=tiny_config(), learning_rates=GRID) for n in ("a", "b")]
+CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
+
+
+def comparison(fields=("learning_rate",), *, names=("a",), seeds=(0, 1, 2), budget=8, finalists=1):
+    given = {"learning_rate": GRID}
+    grids = tuple(make_grid(CONFIG, field, given.get(field, ())) for field in fields)
+    return Comparison(
+        contenders=tuple(Contender(name=name, config=CONFIG, grids=grids) for name in names),
+        baseline=names[0],
+        seeds=seeds,
+        budget=budget,
+        finalists=finalists,
+    )
 
 
 def result(cell, loss):
@@ -21,88 +35,162 @@ def result(cell, loss):
         seconds=1.0,
         initial_weights="",
         tokens="",
+        curve=None,
     )
 
 
-def search(loss, seeds=(0, 1, 2), contenders=CONTENDERS):
-    """The batches of cells that are asked for, and all results."""
-    asked, results = [], {}
-    while cells := next_cells(contenders, seeds, results):
-        asked.append(cells)
-        assert len(asked) < 20
-        results |= {cell: result(cell, loss(cell)) for cell in cells}
-    return asked, results
+def run(compared, loss):
+    """The cells that are asked for, one at a time as a comparison runs them, and all results."""
+    results = {}
+    while cells := next_cells(compared, results):
+        assert len(results) < 200
+        results[cells[0]] = result(cells[0], loss(cells[0]))
+    return list(results), results
+
+
+def rate_of(cell):
+    return dict(cell.setting)["learning_rate"]
 
 
 def bowl(cell, best=2e-3):
-    return 2.0 + math.log2(cell.learning_rate / best) ** 2 + 0.01 * cell.seed
+    return 2.0 + math.log2(rate_of(cell) / best) ** 2 + 0.01 * cell.seed
+
+
+def valley(cell):
+    """A valley along which the best rate falls with b1, at its lowest for b1=0.98."""
+    values = {"learning_rate": 2e-3, "b1": 0.9, "weight_decay": 0.1} | dict(cell.setting)
+    b1 = math.log2((1 - values["b1"]) / 0.02)
+    rate = math.log2(values["learning_rate"] / 1e-3)
+    return 2.0 + (rate - 0.5 * b1) ** 2 + 0.1 * b1**2 + 0.01 * cell.seed
 
 
 def test_a_scan_then_seeds_at_the_best_rate():
-    asked, results = search(bowl)
-    scan, rest = asked
-    assert [(c.contender, c.learning_rate) for c in scan[:3]] == [
-        ("a", 1e-3),
-        ("b", 1e-3),
-        ("a", 2e-3),
-    ]
-    assert len(scan) == 8
-    assert {c.seed for c in scan} == {0}
-    assert {(c.learning_rate, c.seed) for c in rest} == {(2e-3, 1), (2e-3, 2)}
-    assert best_rate(CONTENDERS[0], (0, 1, 2), results) == 2e-3
+    compared = comparison()
+    asked, results = run(compared, bowl)
+    assert [(rate_of(c), c.seed) for c in asked[:4]] == [(rate, 0) for rate in GRID]
+    assert {(rate_of(c), c.seed) for c in asked[4:]} == {(2e-3, 1), (2e-3, 2)}
+    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2e-3),)
 
 
-def test_a_neighbour_that_the_scan_cannot_tell_apart_gets_all_seeds_and_may_win():
+def test_contenders_take_turns():
+    asked, _ = run(comparison(names=("a", "b")), bowl)
+    assert [cell.contender for cell in asked[:8]] == ["a", "b"] * 4
+
+
+def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
+    asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 3.2e-2))
+    assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2, 3.2e-2, 6.4e-2]
+    short = comparison(seeds=(0,), budget=5)
+    asked, results = run(short, lambda cell: bowl(cell, 3.2e-2))
+    assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2]
+    assert search(short.contenders[0], short, results).untried == ((("learning_rate", 3.2e-2),),)
+    asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 5e-4))
+    assert {rate_of(cell) for cell in asked[4:]} == {5e-4, 2.5e-4}
+
+
+def test_fields_are_moved_one_after_the_other_and_with_the_rate():
+    fields = ("learning_rate", "b1", "weight_decay")
+    compared = comparison(fields, seeds=(0,), budget=60)
+    asked, results = run(compared, valley)
+    best = best_setting(compared.contenders[0], compared, results)
+    assert dict(best) == {"learning_rate": 1e-3, "b1": 0.98}
+    found = search(compared.contenders[0], compared, results)
+    assert found.untried == found.missing == ()
+    assert len(asked) == len(set(asked)) < 40
+    # The same search with a smaller budget is its beginning.
+    assert run(comparison(fields, seeds=(0,), budget=12), valley)[0] == asked[:12]
+
+
+def test_every_contender_has_the_same_budget():
+    fields = ("learning_rate", "b1", "weight_decay")
+    compared = comparison(fields, names=("a", "b", "c"), seeds=(0, 1, 2), budget=9, finalists=2)
+    asked, _ = run(compared, lambda cell: valley(cell) + 0.1 * (cell.contender == "b"))
+    for name in ("a", "b", "c"):
+        assert sum(cell.contender == name for cell in asked) == 9 + 2 * 2
+
+
+def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
     def loss(cell):
         if cell.seed == 0:
             return bowl(cell, 2e-3 * 2**0.49)  # 2e-3 is better by a hair
         return bowl(cell, 4e-3) + 0.2 * cell.seed
 
-    asked, results = search(loss, contenders=CONTENDERS[:1])
-    assert len(asked) == 3
-    assert {c.learning_rate for c in asked[1]} == {2e-3}
-    assert {c.learning_rate for c in asked[2]} == {4e-3}
-    assert best_rate(CONTENDERS[0], (0, 1, 2), results) == 4e-3
+    compared = comparison(finalists=2)
+    asked, results = run(compared, loss)
+    assert {rate_of(cell) for cell in asked if cell.seed > 0} == {2e-3, 4e-3}
+    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 4e-3),)
 
 
 def test_a_finished_cell_is_not_asked_for_again():
-    done = Cell(contender="a", learning_rate=2e-3, seed=0)
-    cells = next_cells(CONTENDERS, (0, 1), {done: result(done, 2.0)})
+    done = Cell(contender="a", setting=(("learning_rate", 2e-3),), seed=0)
+    cells = next_cells(comparison(names=("a", "b")), {done: result(done, 2.0)})
     assert len(cells) == 7
     assert done not in cells
 
 
-def test_one_seed_is_a_scan_alone():
-    asked, _ = search(bowl, seeds=(5,))
-    assert [len(cells) for cells in asked] == [8]
+def test_another_field_keeps_the_cells_so_far():
+    _, results = run(comparison(), bowl)
+    cells = next_cells(comparison(("learning_rate", "b1"), budget=20), results)
+    assert [dict(cell.setting) for cell in cells] == [
+        {"learning_rate": 2e-3, "b1": 0.8},
+        {"learning_rate": 2e-3, "b1": 0.95},
+    ]
 
 
-def test_diverged_rates_get_no_more_seeds():
-    asked, results = search(lambda c: math.inf if c.learning_rate > 1e-3 else 2.0)
-    assert {c.learning_rate for c in asked[1]} == {1e-3}
-    assert best_rate(CONTENDERS[0], (0, 1, 2), results) == 1e-3
-    asked, results = search(lambda c: math.inf)
-    assert len(asked) == 1
-    assert best_rate(CONTENDERS[0], (0, 1, 2), results) is None
+def test_where_rates_diverge_the_search_goes_down():
+    compared = comparison(budget=12)
+    asked, results = run(compared, lambda c: math.inf if rate_of(c) > 3e-4 else bowl(c))
+    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2.5e-4),)
+    compared = comparison(budget=7)
+    asked, results = run(compared, lambda _: math.inf)
+    assert len(asked) == 7
+    assert best_setting(compared.contenders[0], compared, results) is None
 
 
 def test_a_best_rate_that_diverges_with_another_seed_loses():
     def loss(cell):
-        return math.inf if (cell.learning_rate, cell.seed) == (2e-3, 1) else bowl(cell)
+        return math.inf if (rate_of(cell), cell.seed) == (2e-3, 1) else bowl(cell)
 
-    asked, results = search(loss, contenders=CONTENDERS[:1])
-    assert best_rate(CONTENDERS[0], (0, 1, 2), results) in (1e-3, 4e-3)
-    assert len(asked) == 3
-
-
-@pytest.mark.parametrize("seeds", [(0, 1), (0, 1, 2)])
-def test_losses_that_are_all_equal_come_to_an_end(seeds):
-    _, results = search(lambda c: 2.0, seeds=seeds)
-    assert len(results) == len(CONTENDERS) * (len(GRID) + 2 * (len(seeds) - 1))
+    compared = comparison()
+    asked, results = run(compared, loss)
+    ((_, rate),) = best_setting(compared.contenders[0], compared, results)
+    assert rate in (1e-3, 4e-3)
+    assert {cell.seed for cell in asked if rate_of(cell) == rate} == {0, 1, 2}
 
 
-def test_the_rate_by_which_to_extend_a_grid():
-    (contender, _), rates = CONTENDERS, [edge_of_grid(CONTENDERS[0], rate) for rate in GRID]
-    assert rates == [("low", 5e-4), None, None, ("high", 1.6e-2)]
-    single = Contender(name="a", config=contender.config, learning_rates=(1e-3,))
-    assert edge_of_grid(single, 1e-3) == ("high", 2e-3)
+def test_losses_that_are_all_equal_come_to_an_end():
+    asked, _ = run(comparison(("learning_rate", "b1"), budget=50), lambda _: 2.0)
+    assert len(asked) <= 4 + 1 + 2 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "field", "given", "near"),
+    [
+        (AdamWConfig(b1=0.9), "b1", (), (0.8, 0.9, 0.95)),
+        (AdamWConfig(b2=0.97), "b2", (), (0.95, 0.97, 0.98)),
+        (AdamWConfig(b1=0.9), "b1", (0.9, 0.95), (0.8, 0.9, 0.95, 0.975)),
+        (AdamWConfig(weight_decay=0.1), "weight_decay", (), (0.0111, 0.0333, 0.1, 0.3)),
+        (AdamWConfig(weight_decay=0.0), "weight_decay", (), (0.0, 0.0333, 0.1, 0.3)),
+        (AdamWConfig(), "weight_decay", (0.1, 0.2), (0.05, 0.1, 0.2, 0.4)),
+        (AdamWConfig(), "warmup", (), (0, 12, 25, 50, 100, 200)),
+        (MuonConfig(), "momentum", (), (0.9, 0.95, 0.98)),
+        (OptaxConfig(make="f.py:g", learning_rate=1e-3, options={"k": 4}), "k", (), (2, 4, 8)),
+    ],
+)
+def test_the_values_of_a_field(optimizer, field, given, near):
+    schedule = ScheduleConfig(warmup_steps=50)
+    config = tiny_config(optimizer=optimizer, num_steps=500, schedule=schedule)
+    values = make_grid(config, field, given).values
+    assert list(values) == sorted(set(values))
+    start = values.index(near[0])
+    assert values[start : start + len(near)] == near
+    for value in values:  # the config takes them all
+        assert value_of(with_values(config, {field: value}), field) == value
+
+
+def test_fields_that_a_contender_has_not_and_values_that_it_refuses():
+    assert make_grid(tiny_config(optimizer=MuonConfig()), "b1") is None
+    with pytest.raises(ValueError, match=r"b1=1\.5 must lie in \[0, 1\)"):
+        make_grid(CONFIG, "b1", (0.9, 1.5))
+    with pytest.raises(ValueError, match=r"warmup=2\.5 must be an integer"):
+        make_grid(CONFIG, "warmup", (2.5,))

@@ -7,9 +7,17 @@ import pytest
 import scipy.stats
 from tiny import tiny_config
 
-from maxmars.compare.cells import CellResult, Contender
-from maxmars.compare.search import best_rate, losses_at, next_cells
-from maxmars.compare.statistics import basin, first_crossing, holm, mean_interval, paired_test
+from maxmars.compare.cells import CellResult, Comparison, Contender
+from maxmars.compare.grids import make_grid
+from maxmars.compare.search import best_setting, losses_at, next_cells
+from maxmars.compare.statistics import (
+    basin,
+    first_crossing,
+    holm,
+    mean_interval,
+    paired_test,
+    seeds_needed,
+)
 
 INF, CONFIG = math.inf, tiny_config()
 
@@ -38,6 +46,22 @@ def test_pairs_that_do_not_vary():
     assert paired_test([1.0], [2.0]) is None
     with pytest.raises(ValueError, match="3 and 2 losses cannot be paired"):
         paired_test([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_the_seeds_that_a_difference_needs():
+    spread = [0.99, 1.01]  # its standard deviation is 0.0141
+    n = seeds_needed(spread, 0.02)
+    rng = np.random.default_rng(0)
+    power = {
+        seeds: np.mean(scipy.stats.ttest_1samp(pairs, 0.0, axis=1).pvalue < 0.05)
+        for seeds in (n - 1, n)
+        for pairs in [rng.normal(0.02, np.std(spread, ddof=1), size=(40_000, seeds))]
+    }
+    assert power[n - 1] < 0.8 <= power[n] + 0.006  # three standard errors
+    assert seeds_needed(spread, 0.002) > 100 * n / 2
+    assert seeds_needed([1.0], 0.01) is None
+    assert seeds_needed([1.0, 1.0], 0.01) == 2
+    assert seeds_needed([0.0, 1.0], 1e-6) is None
 
 
 def test_holm_by_hand():
@@ -71,15 +95,21 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
 
     Every seed moves all losses alike, by much; `noise` is what each run adds of its own.
     """
-    contenders = [
-        Contender(name=f"c{i}", config=CONFIG, learning_rates=(1e-3, 2e-3, 4e-3, 8e-3))
-        for i in range(len(gains))
-    ]
-    seeds, results = range(num_seeds), {}
+    rates = make_grid(CONFIG, "learning_rate", (1e-3, 2e-3, 4e-3, 8e-3))
+    compared = Comparison(
+        contenders=tuple(
+            Contender(name=f"c{i}", config=CONFIG, grids=(rates,)) for i in range(len(gains))
+        ),
+        baseline="c0",
+        seeds=tuple(range(num_seeds)),
+        budget=6,
+        finalists=2,
+    )
+    results = {}
     of_seed = rng.normal(0, 0.05, num_seeds)
-    while cells := next_cells(contenders, seeds, results):
+    while cells := next_cells(compared, results):
         for cell in cells:
-            bowl = 0.04 * math.log2(cell.learning_rate / 2.5e-3) ** 2
+            bowl = 0.04 * math.log2(dict(cell.setting)["learning_rate"] / 2.5e-3) ** 2
             loss = 2.0 + bowl - gains[int(cell.contender[1:])] + of_seed[cell.seed]
             results[cell] = CellResult(
                 cell=cell,
@@ -89,8 +119,12 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
                 seconds=1.0,
                 initial_weights="",
                 tokens="",
+                curve=None,
             )
-    at_best = [losses_at(c, best_rate(c, seeds, results), seeds, results) for c in contenders]
+    at_best = [
+        losses_at(c, best_setting(c, compared, results), compared, results)
+        for c in compared.contenders
+    ]
     tests = [paired_test(losses, at_best[0]) for losses in at_best[1:]]
     return holm([t.p for t in tests]), [t.difference.mean for t in tests]
 

@@ -287,7 +287,7 @@ def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
         --model.options.embed-dim 32 --model.max-seq-len 16 --eval.num-windows 16"""
     workdir = tmp_path / "compared"
     command = ["compare", f"{EXAMPLE}:data={byte_tokens}", "--workdir", str(workdir)]
-    main([*command, "--learning-rates", "1e-3,3e-3", *options.split()])
+    main([*command, "--learning-rates", "1e-3,3e-3", "--budget", "2", *options.split()])
     assert "parameters" in (workdir / "report.md").read_text()
 
 

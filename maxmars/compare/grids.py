@@ -1,0 +1,148 @@
+"""The fields that a comparison tunes, and the values that it may try of each.
+
+A field has its name in the optimizer's config (`learning_rate`, `b1`, `gamma`); `warmup` is
+`schedule.warmup_steps`, and numbers among the options of an optimizer of the user's own are fields
+too. A contender whose optimizer lacks a field is tuned over the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxmars.config import TrainConfig
+from maxmars.config.optimizer import OptaxConfig
+
+LEARNING_RATE, WARMUP = "learning_rate", "warmup"
+
+_RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)
+_REACH = 8  # values beyond each end of a grid that the search may go to
+_BEFORE_ZERO = 2  # and how many follow below where 0 is the lowest value
+_FACTORS = {"weight_decay": 3.0, "vector_weight_decay": 3.0, "eps": 10.0}
+_DECAY_DISTANCES = tuple(m * 10.0**-k for k in range(1, 5) for m in (5, 2, 1))  # 1 - b
+
+
+Number = int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The values that the search may try of one field of a contender."""
+
+    field: str
+    values: tuple[Number, ...]
+    """Increasing: the grid, and what it is extended by at its ends."""
+    scanned: tuple[Number, ...]
+    """The values that are all tried before the search begins; else it begins at the first."""
+
+
+def value_of(config: TrainConfig, field: str) -> Number | None:
+    """The value of a field; None where the config lacks it, or it is no number there."""
+    optimizer = config.optimizer
+    if field == WARMUP:
+        value = config.schedule.warmup_steps
+    elif isinstance(optimizer, OptaxConfig) and field in optimizer.options:
+        value = optimizer.options[field]
+    else:
+        value = getattr(optimizer, field, None)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Number]) -> TrainConfig:
+    """The config with other values of fields that it has.
+
+    Raises:
+      ValueError: the config refuses one.
+    """
+    for field, value in values.items():
+        optimizer = config.optimizer
+        if field == WARMUP:
+            schedule = dataclasses.replace(config.schedule, warmup_steps=int(value))
+            config = dataclasses.replace(config, schedule=schedule)
+            continue
+        if isinstance(optimizer, OptaxConfig) and field in optimizer.options:
+            change: dict[str, Any] = {"options": optimizer.options | {field: value}}
+        else:
+            change = {field: value}
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, **change))
+    return config
+
+
+def make_grid(config: TrainConfig, field: str, given: Sequence[Number] = ()) -> Grid | None:
+    """The grid of a field of a contender.
+
+    Learning rates are scanned, by default at 1/2, 1, 2 and 4 times the config's own. The search
+    begins at the config's own value of any other field, or at the given one next to it. A grid
+    goes on beyond its ends: decays such as b1 by their distance from 1, everything else by
+    factors, and 0 is the lowest value of what may be 0.
+
+    Args:
+      config: of the contender.
+      field: its name.
+      given: values to try; none are those around the config's own.
+
+    Returns:
+      The grid; None where the contender lacks the field.
+
+    Raises:
+      ValueError: the config refuses a given value.
+    """
+    own = value_of(config, field)
+    if own is None:
+        return None
+    whole = isinstance(own, int)
+    for value in given:
+        if whole and value != round(value):
+            raise ValueError(f"{field}={value:g} must be an integer.")
+        with_values(config, {field: _number(value, whole)})
+    if field == LEARNING_RATE:
+        scanned = tuple(
+            sorted(_number(v, whole) for v in given or (own * f for f in _RATE_FACTORS))
+        )
+        values = _extended(scanned, 2.0)
+    elif not whole and _is_decay(config, field):
+        distances = sorted(1 - v for v in given) or sorted({*_DECAY_DISTANCES, 1 - own})
+        values = [1 - d for d in (_extended(distances, 2.0) if given else distances)]
+        scanned = (min(given or values, key=lambda v: abs(v - own)),)
+    else:
+        start = own or (max(1, config.num_steps // 50) if whole else 0.3)
+        has_zero = 0 in given if given else _allows(config, field, _number(0, whole))
+        positive = sorted(v for v in given if v > 0) or [start]
+        values = _extended(positive, _FACTORS.get(field, 2.0), _BEFORE_ZERO if has_zero else _REACH)
+        values = [0.0, *values] if has_zero else values
+        scanned = (min(given or (own,), key=lambda v: abs(v - own)),)
+    numbers = {_number(v, whole) for v in values}
+    allowed = [v for v in sorted(numbers) if v in scanned or _allows(config, field, v)]
+    return Grid(
+        field=field, values=tuple(allowed), scanned=tuple(_number(v, whole) for v in scanned)
+    )
+
+
+def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) -> list[Number]:
+    """Positive, increasing values, and those beyond both ends, in the steps that they end with."""
+    low = values[1] / values[0] if len(values) > 1 else factor
+    high = values[-1] / values[-2] if len(values) > 1 else factor
+    below = [values[0] / low**k for k in range(num_below, 0, -1)]
+    above = [values[-1] * high**k for k in range(1, _REACH + 1)]
+    below, above = ([float(f"{value:.3g}") for value in part] for part in (below, above))
+    return [*below, *values, *above]
+
+
+def _is_decay(config: TrainConfig, field: str) -> bool:
+    """Whether the config takes values of the field up to 1 only."""
+    return not _allows(config, field, 1.0) and _allows(config, field, 0.5)
+
+
+def _allows(config: TrainConfig, field: str, value: Number) -> bool:
+    """Whether the config takes a value; a warmup of most of the run is none that anybody wants."""
+    try:
+        with_values(config, {field: value})
+    except ValueError:
+        return False
+    return field != WARMUP or 2 * value <= config.num_steps
+
+
+def _number(value: Number, whole: bool) -> Number:
+    return round(value) if whole else float(f"{value:.6g}")
