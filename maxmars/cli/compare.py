@@ -125,7 +125,10 @@ def run(argv: list[str]) -> int:
     from maxmars.compare.run import Part, compare
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
+    from maxmars.distributed.files import is_remote, resolve
 
+    if is_remote(resolve(arguments.workdir)):
+        raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     workdir = Path(arguments.workdir).expanduser().absolute()
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
