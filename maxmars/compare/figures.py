@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxmars.compare.curves import Line
+from maxmars.compare.grids import Number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
 
 
 def draw_tuning(
-    grids: Mapping[str, Mapping[float, Sequence[float]]], path: Path, field: str
+    grids: Mapping[str, Mapping[Number, Sequence[float]]], path: Path, field: str
 ) -> bool:
     """Draw final losses against the values of a field: a small mark a run, a line through the
     means, and an x on the upper edge where a run diverged.
@@ -204,6 +205,6 @@ def _near_1(position: Any) -> Any:
     return 1 - 10.0 ** -np.asarray(position, float)
 
 
-def _ticks(values: Sequence[float]) -> list[float]:
+def _ticks(values: Sequence[Number]) -> list[Number]:
     """All values if their labels have room, else evenly many of them."""
     return list(values[:: -(-len(values) // _MAX_TICKS)])
