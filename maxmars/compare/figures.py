@@ -39,7 +39,7 @@ _STYLE = {
     "savefig.dpi": 150,
 }
 _WARM_UP = 0.12  # losses in this first share of the horizontal axis may lie above the figure
-_MAX_TICKS = 8
+_MAX_TICKS = 10
 
 
 def require_matplotlib() -> None:
@@ -144,7 +144,7 @@ def draw_tuning(
             axes.set_xscale("function", functions=(_far_from_1, _near_1))
         elif positive:
             axes.set_xscale("log")
-        axes.set_xticks(_ticks(values))
+        axes.set_xticks(_ticks(values, axes))
         axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.tick_params(axis="x", labelrotation=30)
@@ -205,6 +205,11 @@ def _near_1(position: Any) -> Any:
     return 1 - 10.0 ** -np.asarray(position, float)
 
 
-def _ticks(values: Sequence[Number]) -> list[Number]:
-    """All values if their labels have room, else evenly many of them."""
-    return list(values[:: -(-len(values) // _MAX_TICKS)])
+def _ticks(values: Sequence[Number], axes: Axes) -> list[Number]:
+    """The values, without those whose labels have no room beside the one before."""
+    positions = axes.transScale.transform([(value, 0.0) for value in values])[:, 0]
+    room, kept = np.ptp(positions) / _MAX_TICKS / 2, [0]
+    for index in range(1, len(values)):
+        if positions[index] - positions[kept[-1]] > room:
+            kept.append(index)
+    return [values[index] for index in kept]

@@ -79,8 +79,8 @@ class Outcome:
     best: Best | None
     """None where every setting diverged, or none is finished."""
     basin: Basin | None
-    """Rates within `TOLERANCE` of the best loss, all else as in the best setting, by the means over
-    the seeds that each rate has."""
+    """Rates within `TOLERANCE` of the best loss, all else as in the best setting, by the first
+    seed."""
     step_time_s: float | None
     """Median over the contender's cells."""
     num_cells: int
@@ -149,8 +149,9 @@ def summarize(workdir: Path) -> Summary:
             num_diverged=sum(r.diverged is not None for r in own),
             cost=read_json(workdir / "cells" / contender.name / "cost.json") or {},
         )
-        means = {rate: float(np.mean(x)) for rate, x in outcome.along(LEARNING_RATE).items()}
-        width = basin(list(means), list(means.values()), TOLERANCE) if means else None
+        # Of one seed, which all rates have: means over other seeds would not compare.
+        by_rate = {rate: losses[0] for rate, losses in outcome.along(LEARNING_RATE).items()}
+        width = basin(list(by_rate), list(by_rate.values()), TOLERANCE) if by_rate else None
         outcomes.append(dataclasses.replace(outcome, basin=width))
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
     environments = (read_json(c.directory(workdir) / "environment.json") for c in results)
