@@ -125,7 +125,7 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     budget = compare_command.index("--budget") + 1
     words = [*compare_command[:budget], "3", *compare_command[budget + 1 :], str(copied)]
     before = len(list(copied.glob("cells/*/*/result.json")))
-    cli.main([*words, "--json"])
+    cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
     assert f"{before} cells are finished and kept" in err
     report = json.loads(out)
