@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from maxmars.config import MeshConfig
 from maxmars.config.command_line import UsageError, parse_options
+from maxmars.distributed.progress import Progress
+
+if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wait for
+    from maxmars.eval.generate import TextPiece
+
+_SEPARATOR = "---------------"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """Continue prompts with a trained model: the newest checkpoint of a run, one of its
-    checkpoints, or a Hugging Face GPT-2 directory."""
+    """Continue prompts with a trained model.
+
+    Text is printed as it comes, each prompt before its continuation. Several prompts are continued
+    together and printed in their order. When the model's context is full, generation goes on from
+    the last half of it."""
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging Face
-    directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    """Working directory of a run, such as runs/quickstart (its newest checkpoint is taken), one of
+    its checkpoints, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     prompt: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
     ] = ()
     """Text to continue; may be given several times."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with a prompt in each line; empty lines are skipped."""
+    interactive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Ask for prompts, or read them from a pipe, one a line, until Ctrl-D. Ctrl-C ends a
+    continuation."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object for each prompt, in a line, when its continuation has ended: `prompt`,
+    `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
-    """Write one JSON object a line there, with `prompt` and `continuation`, and print no text."""
+    """Write the lines of --json there, and print no text."""
     max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 200
     """Most tokens to add to a prompt; it ends earlier at an end of text."""
     temperature: float = 0.8
@@ -48,43 +68,48 @@ class GenerateArguments:
 
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
+    start = time.monotonic()
     arguments = parse_options(GenerateArguments, argv, prog="maxmars generate")
     prompts, output = _prompts(arguments), arguments.output
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        where = f"lies in {output.parent}, which does not exist"
-        problem = "is a directory" if output.is_dir() else where
-        raise UsageError(f"--output {output} {problem}; name a file to write.")
-    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
-    from maxmars.distributed import sharding
-    from maxmars.eval import load
-    from maxmars.eval.generate import Sampling, generate_texts
-
-    sampling = Sampling(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
-    )
-    continuations = generate_texts(
-        load(arguments.target, mesh=sharding.make_mesh(arguments.mesh)),
-        prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=sampling,
-        seed=arguments.seed,
-        batch_size=arguments.batch_size,
-    )
-    found = list(zip(prompts, continuations, strict=True))
-    if output is None:
-        print("\n---------------\n".join(prompt + continuation for prompt, continuation in found))
-    else:
-        lines = [json.dumps({"prompt": p, "continuation": c}, ensure_ascii=False) for p, c in found]
-        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        print(f"{len(lines):,} continuations written to {output}")
+    _check_output(arguments)
+    with Progress(stderr=True) as progress:
+        with progress.waiting(f"loading {arguments.target}"):
+            model = _Model(arguments, progress)
+        loading_s = time.monotonic() - start
+        if arguments.interactive:
+            _answer(model, as_json=arguments.json)
+            return 0
+        rates = _Rates(start, loading_s)
+        pieces = rates.count(_in_order(model.stream(prompts)))
+        if output is not None:
+            with output.open("w", encoding="utf-8") as file:
+                for done, line in enumerate(_json_lines(prompts, pieces), 1):
+                    print(line, file=file, flush=True)
+                    progress.update(f"{done} of {len(prompts)} prompts done", done, len(prompts))
+            progress.close()
+            print(f"{len(prompts):,} continuations written to {output}", flush=True)
+        elif arguments.json:
+            for line in _json_lines(prompts, pieces):
+                print(line, flush=True)
+        else:
+            _print_text(prompts, pieces)
+    print(rates, file=sys.stderr)
+    if output is None and not arguments.json:
+        again = shlex.join(["maxmars", "generate", arguments.target, "--interactive"])
+        print(f"next: {again}", file=sys.stderr)
     return 0
 
 
 def _prompts(arguments: GenerateArguments) -> list[str]:
+    """The prompts on the command line or in a file; none where they are asked for."""
     path = arguments.prompt_file
-    if (path is None) == (not arguments.prompt):
-        raise UsageError("give prompts either by --prompt TEXT or by --prompt-file FILE.")
+    if (path is not None) + bool(arguments.prompt) + arguments.interactive != 1:
+        raise UsageError(
+            "give prompts either by --prompt TEXT, by --prompt-file FILE or by --interactive."
+        )
     if path is None:
+        for prompt in arguments.prompt:
+            _check_is_text(prompt, "--prompt")
         return list(arguments.prompt)
     try:
         prompts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -96,3 +121,179 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} has no prompt; --prompt-file takes one in each line.")
     return prompts
+
+
+def _check_is_text(prompt: str, where: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UsageError(f"{where} {prompt!a} is not UTF-8 text.")
+
+
+def _check_output(arguments: GenerateArguments) -> None:
+    output = arguments.output
+    if output is None:
+        return
+    for flag, is_given in (("--json", arguments.json), ("--interactive", arguments.interactive)):
+        if is_given:
+            raise UsageError(
+                f"--output {output} does not go with {flag}; send the lines of --json to a file by "
+                f"`--json > {shlex.quote(str(output))}`."
+            )
+    if output.is_dir() or not output.parent.is_dir():
+        where = f"lies in {output.parent}, which does not exist"
+        problem = "is a directory" if output.is_dir() else where
+        raise UsageError(f"--output {output} {problem}; name a file to write.")
+
+
+class _Model:
+    """The model that the command line names, which continues prompts as the options say."""
+
+    def __init__(self, arguments: GenerateArguments, progress: Progress) -> None:
+        from maxmars.distributed import programs, sharding
+        from maxmars.eval import load
+        from maxmars.eval.generate import Sampling
+
+        self._arguments, self._progress = arguments, progress
+        self._sampling = Sampling(
+            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
+        )
+        mesh = sharding.make_mesh(arguments.mesh)
+        programs.keep_in_cache(mesh.devices.flat[0].platform)
+        self._trained = load(arguments.target, mesh=mesh)
+        self._seen = Counter[bytes]()
+
+    def stream(self, prompts: list[str]) -> Iterator[TextPiece]:
+        """The text of all prompts as it comes; a line says that the first piece is waited for."""
+        from maxmars.eval.generate import stream_texts
+
+        pieces = stream_texts(
+            self._trained,
+            prompts,
+            max_new_tokens=self._arguments.max_new_tokens,
+            sampling=self._sampling,
+            seed=self._arguments.seed,
+            batch_size=self._arguments.batch_size,
+            seen=self._seen,
+        )
+        with self._progress.waiting("compiling for this length"):
+            first = next(pieces)
+        yield first
+        yield from pieces
+
+
+def _in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+    """The pieces of the first prompt as they come, then those of the second, and so on."""
+    held: dict[int, list[TextPiece]] = {}
+    current = 0
+    for piece in pieces:
+        held.setdefault(piece.index, []).append(piece)
+        while ready := held.pop(current, None):
+            yield from ready
+            if ready[-1].end is None:
+                break
+            current += 1
+
+
+def _print_text(prompts: list[str], pieces: Iterable[TextPiece]) -> None:
+    shown = -1
+    for piece in pieces:
+        if piece.index != shown:
+            shown = piece.index
+            before = f"\n{_SEPARATOR}\n" if shown else ""
+            print(f"{before}{prompts[shown]}", end="")
+        print(piece.text, end="", flush=True)
+    print(flush=True)
+
+
+def _json_lines(prompts: list[str], pieces: Iterable[TextPiece]) -> Iterator[str]:
+    came: list[TextPiece] = []
+    for piece in pieces:
+        came.append(piece)
+        if piece.end is not None:
+            yield _json_line(prompts[piece.index], came)
+            came = []
+
+
+def _json_line(prompt: str, pieces: list[TextPiece]) -> str:
+    end = pieces[-1].end if pieces else None
+    fields = {
+        "prompt": prompt,
+        "continuation": "".join(piece.text for piece in pieces),
+        "num_tokens": sum(piece.num_tokens for piece in pieces),
+        "end": end or "interrupted",
+    }
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _answer(model: _Model, *, as_json: bool) -> None:
+    """Continue one prompt after the other as they are read."""
+    while (prompt := _ask()) is not None:
+        rates = _Rates(time.monotonic())
+        came: list[TextPiece] = []
+        try:
+            for piece in rates.count(model.stream([prompt])):
+                if not as_json:
+                    print(piece.text if came else prompt + piece.text, end="", flush=True)
+                came.append(piece)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        print(_json_line(prompt, came) if as_json else "", flush=True)
+        if not as_json:
+            print(f"{rates}\n", file=sys.stderr)
+
+
+def _ask() -> str | None:
+    """The next prompt on standard input; None at its end."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    try:
+        if is_terminal and sys.stdout.isatty():
+            import readline  # noqa: F401  (gives input() editing and a history)
+
+            prompt = input("> ")
+        else:
+            if is_terminal:
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline() if sys.stdin is not None else ""
+            if not line:
+                raise EOFError
+            prompt = line.removesuffix("\n")
+    except EOFError:
+        if is_terminal:
+            print(file=sys.stderr)
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            "standard input is not UTF-8 text; --interactive reads prompts."
+        ) from error
+    _check_is_text(prompt, "the prompt")
+    return prompt
+
+
+class _Rates:
+    """Counts the tokens and seconds of continuations, and tells them as text."""
+
+    def __init__(self, start: float, loading_s: float | None = None) -> None:
+        self._start, self._loading_s = start, loading_s
+        self._first = self._last = start
+        self._num_first = self._num_tokens = 0  # of the first pieces, and of all
+
+    def count(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+        """The same pieces."""
+        begun: set[int] = set()
+        for piece in pieces:
+            self._last = time.monotonic()
+            if not begun:
+                self._first = self._last
+            if piece.index not in begun:
+                begun.add(piece.index)
+                self._num_first += piece.num_tokens
+            self._num_tokens += piece.num_tokens
+            yield piece
+
+    def __str__(self) -> str:
+        words = f"{self._num_tokens:,} tokens"
+        seconds, num_timed = self._last - self._first, self._num_tokens - self._num_first
+        if num_timed:
+            words += f" in {seconds:.2f} s, {num_timed / seconds:,.1f} tokens/s"
+        words += f"; the first after {self._first - self._start:.2f} s"
+        return words if self._loading_s is None else f"{words} (loading {self._loading_s:.2f} s)"

@@ -38,7 +38,7 @@ from maxmars.config import TrainConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
-from maxmars.distributed import sharding
+from maxmars.distributed import programs, sharding
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import write_json
 from maxmars.distributed.progress import Progress
@@ -48,7 +48,6 @@ from maxmars.train import train
 from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics
 from maxmars.train.reporter import DivergedError
-from maxmars.train.runtime import keep_compiled_programs
 from maxmars.train.step import make_initializer, make_train_step
 
 RISE = 0.5
@@ -98,7 +97,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     """
     require_matplotlib()  # now rather than after hours
     check_comparable(comparison.contenders)
-    keep_compiled_programs(workdir, jax.devices()[0].platform)  # one directory for all cells
+    programs.keep_beside(workdir, jax.devices()[0].platform)  # one directory for all cells
     with contextlib.ExitStack() as stack:
         lock = acquire(workdir / "cells" / part.lock)
         assert lock is not None, "each part of a comparison is one process"

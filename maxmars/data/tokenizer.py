@@ -247,6 +247,49 @@ class JsonTokenizer:
             for known, run in runs
         )
 
+    @property
+    def joins_bytes(self) -> bool:
+        """Whether a text is the bytes of its tokens, one after another."""
+        decoder = json.loads(self.content).get("decoder") or {}
+        return decoder.get("type") == "ByteLevel"
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is one byte of a character that has no token, such as `<0xE4>`."""
+        name = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return re.fullmatch("<0x[0-9A-F]{2}>", name or "") is not None
+
+
+class TextStream:
+    """The text of tokens that come one after another.
+
+    All pieces joined are `tokenizer.decode` of all tokens, in whole characters: what may still
+    change with the next tokens is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Each token of other tokenizers may depend on all that come before it.
+        self._forgets = not isinstance(tokenizer, JsonTokenizer) or tokenizer.joins_bytes
+        self._tokens: list[int] = []  # that decide the next text
+        self._num_shown = 0  # characters of their text
+
+    def add(self, tokens: Integer[np.ndarray, " tokens"], *, is_last: bool = False) -> str:
+        """Returns the text that is certain now, and with `is_last` all that is left."""
+        self._tokens += tokens.tolist()
+        end = len(self._tokens)
+        while not is_last and not self._forgets and end and self._is_byte(self._tokens[end - 1]):
+            end -= 1
+        text = self._tokenizer.decode(np.array(self._tokens[:end], np.int64))
+        # An incomplete character at the end is replaced; perhaps it becomes complete.
+        certain = text if is_last else text.rstrip(_REPLACEMENT.decode())
+        new, self._num_shown = certain[self._num_shown :], max(self._num_shown, len(certain))
+        if self._forgets and len(certain) == len(text):
+            self._tokens, self._num_shown = [], 0
+        return new
+
+    def _is_byte(self, token: int) -> bool:
+        return isinstance(self._tokenizer, JsonTokenizer) and self._tokenizer.is_byte(token)
+
 
 _UNKNOWN = "unknown"  # of GrainConfig
 _NAMES = (ByteTokenizer.name, GPT2Tokenizer.name, _UNKNOWN)

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import sys
 import textwrap
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
 
 import rich.console
@@ -151,6 +152,27 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
                 )
                 self._live.start()
             self._live.update(self._with_bar(text, done, total), refresh=True)
+
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Generator[None]:
+        """Show `text` and the seconds so far while the block runs, which may be one long call such
+        as a compilation; on a terminal the live line then goes away."""
+        began, done = self._clock(), threading.Event()
+
+        def show() -> None:
+            with contextlib.suppress(OSError):  # nobody reads it
+                while not done.wait(0.2):
+                    if (seconds := self._clock() - began) > _DELAY_S / 2:
+                        self.update(f"{text}, {seconds:.0f} s")
+
+        thread = threading.Thread(target=show, daemon=True, name="waiting")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self.close()
 
     def message(self, text: str) -> None:
         """Print lines; on a terminal, above the live one."""

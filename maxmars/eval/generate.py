@@ -2,17 +2,22 @@
 
 The context of every prompt is computed once (`prefill`); after that each new token costs one pass
 over one token (`decode`). When a context is full, generation goes on from its last half: positions
-are learned, so no cached key can move to another position.
+are learned, so no cached key can move to another position. Where a context will become full, the
+cache has the size of a whole context from the beginning, so that nothing is compiled in the middle
+of a text.
+
+`stream_tokens` holds the loop; `stream_texts`, `generate_tokens` and `generate_texts` stand on it.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
 from maxmars.config import GPT2Config, ModelConfig
+from maxmars.data.tokenizer import TextStream
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
@@ -29,10 +35,12 @@ from maxmars.eval.trained_model import TrainedModel
 from maxmars.model.kv_cache import KVCache, TokenCache, decode, prefill
 from maxmars.model.language_model import logical_axes, make_model
 
-_CHUNK = 16  # tokens that the device draws before the host looks at them
+_CHUNK = 16  # most tokens that the device draws before the host looks at them
 _SMALLEST_BUCKET = 16
 
 Tokens = Integer[np.ndarray, " _"]
+End = Literal["end_of_text", "length", "is_complete"]
+"""Why a continuation ended: at the token `stop`, after `max_new_tokens`, or by `is_complete`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,31 @@ def choose(
     return drawn.astype(jnp.int32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenPiece:
+    """New tokens of one prompt."""
+
+    index: int
+    """Which of the prompts, from 0."""
+    tokens: Tokens
+    end: End | None
+    """Why the continuation ended with them; None where it goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPiece:
+    """New text of one prompt."""
+
+    index: int
+    """Which of the prompts, from 0."""
+    text: str
+    """Whole characters; those whose tokens have not all come are in a later piece."""
+    num_tokens: int
+    """Number of tokens that came."""
+    end: End | None
+    """Why the continuation ended with this text; None where it goes on."""
+
+
 def generate_texts(
     model: TrainedModel,
     prompts: Sequence[str],
@@ -126,10 +159,90 @@ def generate_tokens(
 ) -> list[Tokens]:
     """Continue token ids; returns each continuation without its prompt.
 
+    Prompts of similar length are continued together. For the arguments and errors see
+    `stream_tokens`.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    found: list[list[Tokens]] = [[] for _ in prompts]
+    num_done = num_new = 0
+    with Progress(stderr=True) as status:
+        for pieces in stream_tokens(
+            model,
+            [prompts[i] for i in order],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            batch_size=batch_size,
+            stop=stop,
+            is_complete=is_complete,
+            every_s=float("inf"),
+        ):
+            for piece in pieces:
+                found[order[piece.index]].append(piece.tokens)
+                num_done += piece.end is not None
+                num_new += len(piece.tokens)
+            rate = num_new / max(status.elapsed_s, 1e-9)
+            status.update(
+                f"{num_done} of {len(prompts)} prompts done, {num_new:,} tokens, "
+                f"{rate:,.0f} tokens/s"
+            )
+    return [np.concatenate(pieces) for pieces in found]
+
+
+def stream_texts(
+    model: TrainedModel,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 200,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    seen: Counter[bytes] | None = None,
+) -> Iterator[TextPiece]:
+    """Continue texts, and yield each piece of text as it comes.
+
+    The pieces of a prompt, joined, are what `generate_texts` returns for it. The first prompts are
+    continued together, `batch_size` of them, then the next. For the other arguments and errors see
+    `stream_tokens`.
+    """
+    tokenizer = model.tokenizer
+    texts = [TextStream(tokenizer) for _ in prompts]
+    for pieces in stream_tokens(
+        model,
+        [encode_context(prompt, tokenizer) for prompt in prompts],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        seed=seed,
+        batch_size=batch_size,
+        stop=tokenizer.eot,
+        seen=seen,
+    ):
+        for piece in pieces:
+            text = texts[piece.index].add(piece.tokens, is_last=piece.end is not None)
+            yield TextPiece(
+                index=piece.index, text=text, num_tokens=len(piece.tokens), end=piece.end
+            )
+
+
+def stream_tokens(
+    model: TrainedModel,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    batch_size: int = 16,
+    stop: int | None = None,
+    is_complete: Callable[[Tokens], bool] | None = None,
+    every_s: float = 0.05,
+    seen: Counter[bytes] | None = None,
+) -> Iterator[list[TokenPiece]]:
+    """Continue token ids, and yield new tokens as they come, of all prompts that are in work.
+
     The model sees the last `max_seq_len` tokens of a prompt, and the last half of them each time
     its context is full. The tokens drawn for a prompt depend on the seed, the prompt and how often
-    the same prompt came before it in `prompts`; up to rounding they do not depend on the other
-    prompts, the batch size or the mesh.
+    the same prompt came before it; up to rounding they do not depend on the other prompts, the
+    batch size, the mesh or how many tokens come at once.
 
     Args:
       model: the model.
@@ -142,9 +255,12 @@ def generate_tokens(
       stop: a continuation ends before this token.
       is_complete: called every few tokens with a prompt's new tokens; True ends the continuation.
         Since tokens are drawn several at a time, the caller must cut what is too much.
+      every_s: tokens come one by one, or several at a time if that many take less than these
+        seconds; at most 16, and always 16 on a mesh of several processes.
+      seen: how often earlier calls continued each prompt; brought up to date.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range. It is raised when the first tokens are asked for.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
@@ -154,37 +270,39 @@ def generate_tokens(
         raise ValueError(f"seed={seed} must not be negative.")
     shards = sharding.batch_shards(model.mesh)
     num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
-    stop = -1 if stop is None else stop
-    rows = [
-        _Row(context=prompt.tolist(), key=key)
-        for prompt, key in zip(prompts, _keys(prompts, seed), strict=True)
-    ]
-    by_length = sorted(rows, key=lambda row: len(row.context))
-    with Progress(stderr=True) as status, jax.set_mesh(model.mesh):
-        params = model.params
-        config = model.config
-        if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
+    params, config = model.params, model.config
+    if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
+        with jax.set_mesh(model.mesh):
             params = _decoding_params(params, config=config)
-        for start in range(0, len(rows), batch_size):
-            batch = by_length[start : start + batch_size]
-            padding = _Row(context=[0], key=batch[0].key, ended=True)
-            batch += [padding] * (num_rows - len(batch))
-            while not all(row.ended for row in batch):
-                drawn = _draw_until_full(model, params, batch, max_new_tokens, sampling, stop)
-                for chunk in drawn:
-                    for row, tokens in zip(batch, chunk.tolist(), strict=True):
-                        if not row.ended:
-                            row.add(tokens, stop)
-                            row.ended |= len(row.new) == max_new_tokens or (
-                                is_complete is not None and is_complete(np.array(row.new, np.int32))
-                            )
-                    done, num_new = sum(row.ended for row in rows), sum(len(r.new) for r in rows)
-                    rate = num_new / max(status.elapsed_s, 1e-9)
-                    status.update(
-                        f"{done} of {len(rows)} prompts done, {num_new:,} tokens, "
-                        f"{rate:,.0f} tokens/s"
-                    )
-    return [np.array(row.new, np.int32) for row in rows]
+    all_rows = [
+        _Row(context=prompt.tolist()[-config.max_seq_len :], key=key)
+        for prompt, key in zip(prompts, _keys(prompts, seed, seen), strict=True)
+    ]
+    for first in range(0, len(prompts), batch_size):
+        rows = all_rows[first : first + batch_size]
+        padding = _Row(context=[0], key=rows[0].key, end="length")
+        batch = _Batch(
+            model=model,
+            params=params,
+            rows=[*rows, *[padding] * (num_rows - len(rows))],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=-1 if stop is None else stop,
+            every_s=every_s,
+        )
+        for drawn in batch.draw():
+            pieces = []
+            for i, row in enumerate(rows):
+                if row.end is None:
+                    tokens = row.add(drawn[i].tolist(), batch.stop)
+                    if row.end is None and len(row.new) == max_new_tokens:
+                        row.end = "length"
+                    elif row.end is None and is_complete is not None:
+                        row.end = (
+                            "is_complete" if is_complete(np.array(row.new, np.int32)) else None
+                        )
+                    pieces.append(TokenPiece(index=first + i, tokens=tokens, end=row.end))
+            yield pieces
 
 
 def bucket_length(length: int, longest: int) -> int:
@@ -207,64 +325,100 @@ class _Row:
     """The tokens that the model sees."""
     key: UInt32[np.ndarray, " 2"]
     new: list[int] = field(default_factory=list)
-    ended: bool = False
+    end: End | None = None
 
-    def add(self, tokens: list[int], stop: int) -> None:
+    def add(self, tokens: list[int], stop: int) -> Tokens:
+        """Returns those that come before `stop`."""
         if stop in tokens:
-            self.ended, tokens = True, tokens[: tokens.index(stop)]
+            self.end, tokens = "end_of_text", tokens[: tokens.index(stop)]
         self.context += tokens
         self.new += tokens
+        return np.array(tokens, np.int32)
 
 
-def _draw_until_full(
-    model: TrainedModel,
-    params: Any,
-    rows: Sequence[_Row],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop: int,
-) -> Iterator[Int[np.ndarray, "rows chunk"]]:
-    """Cut the contexts that are full, and draw until one is full again or all rows have ended.
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Rows that are continued together; see `stream_tokens` for the other fields."""
 
-    The caller adds the tokens of each chunk to the rows.
-    """
-    longest = model.config.max_seq_len
-    for row in rows:
-        if len(row.context) > longest:  # of a prompt that is too long all that fits is kept
-            row.context = row.context[-(max(1, longest // 2) if row.new else longest) :]
-    contexts = [[0] if row.ended else row.context for row in rows]
-    lengths = np.array([len(context) for context in contexts], np.int32)
-    # All rows that have not ended have the same number of new tokens.
-    num_drawn = max(len(row.new) for row in rows if not row.ended)
-    # The token that is predicted from a full context needs no place in it.
-    num_steps = min(max_new_tokens - num_drawn, longest + 1 - int(lengths.max()))
-    tokens = np.zeros((len(rows), bucket_length(int(lengths.max()), longest)), np.int32)
-    for i, context in enumerate(contexts):
-        tokens[i, : len(context)] = context
-    keys = _to_device(np.stack([row.key for row in rows]), model.mesh)
-    hidden, cache = _fill_cache(
-        params,
-        _to_device(tokens, model.mesh),
-        _to_device(lengths, model.mesh),
-        config=model.config,
-        num_slots=bucket_length(num_steps, longest),
-    )
-    for start in range(0, num_steps, _CHUNK):
-        end = min(start + _CHUNK, num_steps)
-        hidden, cache, new = _draw(
-            params,
-            hidden,
-            cache,
-            _to_device(np.array([row.ended for row in rows]), model.mesh),
-            keys,
-            np.array([num_drawn, end, stop], np.int32),
-            config=model.config,
-            sampling=sampling,
-            num_tokens=model.tokenizer.vocab_size,
-        )
-        yield np.asarray(new)[:, : end - start]
-        if all(row.ended for row in rows):
-            return
+    model: TrainedModel
+    params: Any
+    """In the types for decoding."""
+    rows: Sequence[_Row]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: int
+    """-1 for none."""
+    every_s: float
+
+    def draw(self) -> Iterator[Int[np.ndarray, "rows some"]]:
+        """Draw tokens until all rows have ended; the caller adds them to the rows."""
+        longest = self.model.config.max_seq_len
+        num_prompt = max(len(row.context) for row in self.rows)
+        prompt_slots, num_slots = 0, bucket_length(num_prompt + self.max_new_tokens, longest)
+        # The token that is predicted from a full context needs no place in it.
+        if num_prompt + self.max_new_tokens > longest + 1 and len(self.rows) == 1:
+            # The context will be cut; the programs from before serve afterwards.
+            prompt_slots = max(num_prompt, longest // 2)
+        while not self._has_ended():
+            for row in self.rows:
+                if len(row.context) > longest:
+                    row.context = row.context[-max(1, longest // 2) :]
+            yield from self._draw_until_full(prompt_slots, num_slots)
+
+    def _draw_until_full(
+        self, prompt_slots: int, num_slots: int
+    ) -> Iterator[Int[np.ndarray, "rows some"]]:
+        """Draw until a context is full or all rows have ended.
+
+        Args:
+          prompt_slots: the contexts are padded to these tokens, or more if need be.
+          num_slots: slots of the cache.
+        """
+        model, rows, longest = self.model, self.rows, self.model.config.max_seq_len
+        contexts = [[0] if row.end else row.context for row in rows]
+        lengths = np.array([len(context) for context in contexts], np.int32)
+        # All rows that have not ended have the same number of new tokens.
+        num_drawn = max(len(row.new) for row in rows if not row.end)
+        last = num_drawn + longest + 1 - int(lengths.max())
+        prompt_slots = bucket_length(max(prompt_slots, int(lengths.max())), longest)
+        tokens = np.zeros((len(rows), prompt_slots), np.int32)
+        for i, context in enumerate(contexts):
+            tokens[i, : len(context)] = context
+        with jax.set_mesh(model.mesh):
+            keys = _to_device(np.stack([row.key for row in rows]), model.mesh)
+            hidden, cache = _fill_cache(
+                self.params,
+                _to_device(tokens, model.mesh),
+                _to_device(lengths, model.mesh),
+                config=model.config,
+                num_slots=num_slots,
+            )
+        # Processes of one mesh must all draw the same number.
+        size = _CHUNK if self.every_s == float("inf") or model.mesh.is_multi_process else 1
+        start, end = num_drawn, min(self.max_new_tokens, last)
+        while start < end and not self._has_ended():
+            began, limit = time.perf_counter(), min(start + size, end)
+            with jax.set_mesh(model.mesh):
+                hidden, cache, new = _draw(
+                    self.params,
+                    hidden,
+                    cache,
+                    _to_device(np.array([row.end is not None for row in rows]), model.mesh),
+                    keys,
+                    np.array([num_drawn, limit - num_drawn, self.stop], np.int32),
+                    config=model.config,
+                    sampling=self.sampling,
+                    num_tokens=model.tokenizer.vocab_size,
+                )
+                drawn = np.asarray(new)[:, : limit - start]
+            if not model.mesh.is_multi_process:
+                token_s = (time.perf_counter() - began) / (limit - start)
+                size = int(min(_CHUNK, max(1, self.every_s / token_s)))
+            start = limit
+            yield drawn
+
+    def _has_ended(self) -> bool:
+        return all(row.end for row in self.rows)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -340,9 +494,11 @@ def _draw(
     return hidden, cache, constrain(drawn, None, None)
 
 
-def _keys(prompts: Sequence[Tokens], seed: int) -> list[UInt32[np.ndarray, " 2"]]:
+def _keys(
+    prompts: Sequence[Tokens], seed: int, seen: Counter[bytes] | None
+) -> list[UInt32[np.ndarray, " 2"]]:
     """A key for each prompt, from the seed, the prompt, and how often the same came before."""
-    keys, seen = [], Counter[bytes]()
+    keys, seen = [], Counter[bytes]() if seen is None else seen
     for prompt in prompts:
         data = np.asarray(prompt, np.int64).tobytes()
         words = (seed, seen[data], *hashlib.sha256(data).digest())

@@ -5,11 +5,11 @@ one more token of each row against them. Both give the result of `GPT2.hidden` f
 to rounding. Of a model of the user's own, whose keys and values nobody knows, the tokens are kept,
 and `decode` runs whole rows.
 
-The cache has two parts because the prompts of a batch differ in length. The second part counts new
-tokens from the end of each row's own prompt, so that all rows write the same slot: one slice, which
-neither copies the cache nor moves data between devices.
+The prompts of a batch differ in length. In the cache they end at the same slot, so that all rows
+write the same slot from then on: one slice, which neither copies the cache nor moves data between
+devices. How many slots a cache has is the only size that `decode` is compiled for.
 
-Shape letters as in `gpt2.py`; P slots for the prompt, N slots for new tokens.
+Shape letters as in `gpt2.py`; P tokens of the longest prompt, padded; S slots of the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxmars.distributed.sharding import constrain
 from maxmars.model.attention import causal_attention
@@ -33,15 +33,14 @@ from maxmars.model.own_model import OwnModel
 class KVCache:
     """Keys and values of every layer. Heads come before slots, so no product has to transpose."""
 
-    prompt_keys: Float[Array, "L B H P K"]
-    prompt_values: Float[Array, "L B H P K"]
-    new_keys: Float[Array, "L B H N K"]
-    new_values: Float[Array, "L B H N K"]
-    prompt_segments: Int[Array, "B P"]
+    keys: Float[Array, "L B H S K"]
+    values: Float[Array, "L B H S K"]
+    segments: Int[Array, "B S"]
     """Segment of each token, see `document_segments`; 0 where documents are not told apart."""
-    new_segments: Int[Array, "B N"]
-    lengths: Int[Array, " B"]
-    """Tokens of each prompt."""
+    starts: Int[Array, " B"]
+    """The slot of each row's first token."""
+    prompt_end: Int[Array, ""]
+    """The slot after the prompts, the same for all rows."""
     num_new: Int[Array, ""]
     """New tokens of each row in the cache."""
 
@@ -51,8 +50,7 @@ class KVCache:
 class TokenCache:
     """The tokens of every row, for a model of the user's own."""
 
-    tokens: Int[Array, "B slots"]
-    """P + N slots, but no more than the model's context."""
+    tokens: Int[Array, "B S"]
     lengths: Int[Array, " B"]
     """Tokens of each prompt."""
     num_new: Int[Array, ""]
@@ -68,26 +66,29 @@ def prefill(
       model: the model.
       tokens: prompts, padded on the right with any token.
       lengths: tokens of each prompt, from 1 to P.
-      num_slots: N, the largest number of new tokens.
+      num_slots: S, of the longest prompt and its new tokens together; at least P.
 
     Returns:
       The last hidden state of each prompt's last token, and the cache.
     """
     if isinstance(model, OwnModel):
-        slots = min(tokens.shape[1] + num_slots, model.config.max_seq_len)
-        tokens = jnp.pad(tokens, ((0, 0), (0, max(0, slots - tokens.shape[1]))))
+        tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
         cache = TokenCache(tokens=tokens, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
         return _last_hidden(model, cache), cache
     config = model.config
     segment_ids = document_segments(tokens, config.document_end_id)
+    prompt_end = lengths.max()
+    starts = prompt_end - lengths
+    # What other slots hold is never seen.
+    sources = jnp.arange(num_slots) - starts[:, None]
 
     def block(
         x: Float[Array, "B P D"], layer: tuple[Block, Int[Array, ""]]
-    ) -> tuple[Float[Array, "B P D"], list[Float[Array, "B H P K"]]]:
+    ) -> tuple[Float[Array, "B P D"], list[Float[Array, "B H S K"]]]:
         cached = []
 
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-            cached.extend(_constrain(y.swapaxes(1, 2)) for y in (k, v))
+            cached.extend(_constrain(_move(y, sources).swapaxes(1, 2)) for y in (k, v))
             return causal_attention(q, k, v, scale, segment_ids)
 
         return layer[0](x, layer[1], attend), cached
@@ -95,19 +96,21 @@ def prefill(
     x = model.embed(tokens)
     x, (keys, values) = jax.lax.scan(block, x, (model.h, jnp.arange(config.num_layers)))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    shape = (config.num_layers, len(tokens), config.num_heads, num_slots, config.head_dim)
-    empty = constrain(jnp.zeros(shape, keys.dtype), "layers", "batch", "heads", None, None)
+    unsegmented = jnp.zeros((len(tokens), num_slots), jnp.int32)
     cache = KVCache(
-        prompt_keys=keys,
-        prompt_values=values,
-        new_keys=empty,
-        new_values=empty,
-        prompt_segments=jnp.zeros_like(tokens) if segment_ids is None else segment_ids,
-        new_segments=jnp.zeros((len(tokens), num_slots), jnp.int32),
-        lengths=lengths,
+        keys=keys,
+        values=values,
+        segments=unsegmented if segment_ids is None else _move(segment_ids, sources),
+        starts=starts,
+        prompt_end=prompt_end,
         num_new=jnp.zeros((), jnp.int32),
     )
     return model.ln_f(last)[:, 0], cache
+
+
+def _move(x: Shaped[Array, "B P *_"], sources: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
+    """Slot s of row b takes what `x` has at `sources[b, s]`, or at the nearest place."""
+    return jax.vmap(lambda row, source: jnp.take(row, source, axis=0, mode="clip"))(x, sources)
 
 
 def _last_hidden(model: OwnModel, cache: TokenCache) -> Float[Array, "B D"]:
@@ -120,7 +123,8 @@ def decode(
 ) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
     """Run one more token of each row; see `prefill` for the result.
 
-    The result of a row beyond `max_seq_len` tokens means nothing. There must be a free slot.
+    The result of a row beyond `max_seq_len` tokens means nothing, nor does any result where no slot
+    was free.
     """
     if isinstance(cache, TokenCache):
         assert isinstance(model, OwnModel)
@@ -129,22 +133,25 @@ def decode(
         cache = dataclasses.replace(cache, tokens=written, num_new=cache.num_new + 1)
         return _last_hidden(model, cache), cache
     assert isinstance(model, GPT2)
-    config, slot = model.config, cache.num_new
-    segment_ids = _next_segments(tokens, cache, config.document_end_id)
-    in_prompt, in_new = _visible(cache, segment_ids)
+    config, slot = model.config, cache.prompt_end + cache.num_new
+    segment_ids = jax.lax.dynamic_index_in_dim(cache.segments, slot - 1, axis=1, keepdims=False)
+    if config.document_end_id is not None:
+        segment_ids += tokens == config.document_end_id
+    slots = jnp.arange(cache.segments.shape[1])
+    visible = (cache.segments == segment_ids[:, None]) & (slots < slot)
+    visible &= slots >= cache.starts[:, None]
 
     def block(
         x: Float[Array, "B 1 D"], layer: tuple[Any, ...]
     ) -> tuple[Float[Array, "B 1 D"], list[Float[Array, "B H 1 K"]]]:
-        block, layer_index, prompt_keys, prompt_values, new_keys, new_values = layer
+        block, layer_index, cached_keys, cached_values = layer
         cached = []
 
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
             q, k, v = (_constrain(y.swapaxes(1, 2)) for y in (q, k, v))
             cached.extend((k, v))
             parts = [
-                (prompt_keys, prompt_values, in_prompt),
-                (new_keys, new_values, in_new),
+                (cached_keys, cached_values, visible),
                 (k, v, jnp.ones((len(tokens), 1), bool)),
             ]
             return _attend(q, parts, scale).swapaxes(1, 2)
@@ -152,44 +159,19 @@ def decode(
         return block(x, layer_index, attend), cached
 
     # A row that has ended may run past the last position; its result is not used.
-    positions = jnp.minimum(cache.lengths + slot, config.max_seq_len - 1)
+    positions = jnp.minimum(slot - cache.starts, config.max_seq_len - 1)
     x = model.embed(tokens[:, None], positions[:, None])
-    layers = (
-        *(model.h, jnp.arange(config.num_layers)),
-        *(cache.prompt_keys, cache.prompt_values, cache.new_keys, cache.new_values),
-    )
+    layers = (model.h, jnp.arange(config.num_layers), cache.keys, cache.values)
     x, (keys, values) = jax.lax.scan(block, x, layers)
     place = jax.lax.dynamic_update_slice_in_dim
     cache = dataclasses.replace(
         cache,
-        new_keys=place(cache.new_keys, keys, slot, axis=3),
-        new_values=place(cache.new_values, values, slot, axis=3),
-        new_segments=place(cache.new_segments, segment_ids[:, None], slot, axis=1),
-        num_new=slot + 1,
+        keys=place(cache.keys, keys, slot, axis=3),
+        values=place(cache.values, values, slot, axis=3),
+        segments=place(cache.segments, segment_ids[:, None], slot, axis=1),
+        num_new=cache.num_new + 1,
     )
     return model.ln_f(x)[:, 0], cache
-
-
-def _next_segments(
-    tokens: Int[Array, " B"], cache: KVCache, document_end_id: int | None
-) -> Int[Array, " B"]:
-    last = jnp.take_along_axis(cache.prompt_segments, (cache.lengths - 1)[:, None], axis=1)[:, 0]
-    newest = jnp.take(cache.new_segments, jnp.maximum(cache.num_new - 1, 0), axis=1)
-    segment_ids = jnp.where(cache.num_new == 0, last, newest)
-    return segment_ids if document_end_id is None else segment_ids + (tokens == document_end_id)
-
-
-def _visible(
-    cache: KVCache, segment_ids: Int[Array, " B"]
-) -> tuple[Bool[Array, "B P"], Bool[Array, "B N"]]:
-    """Which slots of the two parts the next token of each row attends to."""
-    num_prompt, num_new = cache.prompt_segments.shape[1], cache.new_segments.shape[1]
-    in_prompt = cache.prompt_segments == segment_ids[:, None]
-    in_new = cache.new_segments == segment_ids[:, None]
-    return (
-        in_prompt & (jnp.arange(num_prompt) < cache.lengths[:, None]),
-        in_new & (jnp.arange(num_new) < cache.num_new),
-    )
 
 
 def _attend(

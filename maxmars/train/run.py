@@ -26,7 +26,7 @@ from maxmars.config.user_code import split_source
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification
-from maxmars.distributed import processes, sharding
+from maxmars.distributed import processes, programs, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.eval.hellaswag import HellaSwagInLoop
@@ -34,7 +34,6 @@ from maxmars.eval.trained_model import keep_model_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
-from maxmars.train import runtime
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
     check_memory,
@@ -343,7 +342,7 @@ def restore(
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
     types = checked.tokens.types
-    runtime.keep_compiled_programs(workdir, mesh.devices.flat[0].platform)
+    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
     with watchdog.watching("choosing model.remat"):
         train_step = make_train_step(choose_remat(config, mesh, log, types=types), mesh, types)
     step, position, receipt, found = 0, 0, {}, None

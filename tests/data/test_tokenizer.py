@@ -13,6 +13,7 @@ from maxmars.data.tokenizer import (
     ByteTokenizer,
     GPT2Tokenizer,
     JsonTokenizer,
+    TextStream,
     Tokenizer,
     copy_tokenizer,
     load_hf_tokenizer,
@@ -155,6 +156,57 @@ def test_json_vocabulary(json_file):
     other = load_tokenizer(json_file, eot_token="<s>")
     assert other.eot == 0
     assert other.digest != tokenizer.digest
+
+
+# Words, beginnings and ends of words, characters in parts, and bytes that are no text.
+BYTES = [f"<0x{byte:02X}>" for byte in [*"中🚀A".encode(), 0xFF]]
+PARTS = ["<|endoftext|>", "▁the", "▁", "a", "##b", "é", ".", "n't", "end</w>", "\ufffd", *BYTES]
+DECODERS = {
+    "llama": tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    ),
+    "metaspace": tokenizers.decoders.Metaspace(),
+    "wordpiece": tokenizers.decoders.WordPiece(),
+    "bpe": tokenizers.decoders.BPEDecoder("</w>"),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "byte-level", *DECODERS])
+def test_text_that_comes_in_pieces_is_the_text_of_all_tokens(kind, json_file, request, tmp_path):
+    draw = np.random.default_rng(0)
+    if kind in ("byte", "gpt2"):
+        tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("gpt2")
+    elif kind == "byte-level":
+        tokenizer = load_tokenizer(json_file)
+    else:
+        words = tokenizers.models.WordLevel({part: i for i, part in enumerate(PARTS)})
+        theirs = tokenizers.Tokenizer(words)
+        if DECODERS[kind] is not None:
+            theirs.decoder = DECODERS[kind]
+        theirs.save(str(tmp_path / "one.json"))
+        tokenizer = load_tokenizer(tmp_path / "one.json")
+    texts = [tokenizer.encode("naïve — 数学 🚀" * 3)] if kind not in DECODERS else []
+    texts += [draw.integers(0, tokenizer.vocab_size + 2, draw.integers(60)) for _ in range(50)]
+    for tokens in texts:
+        stream, cuts = TextStream(tokenizer), np.sort(draw.integers(0, len(tokens) + 1, 9))
+        pieces = [stream.add(part) for part in np.split(tokens, cuts)]
+        pieces.append(stream.add(tokens[:0], is_last=True))
+        assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+def test_text_comes_as_soon_as_its_characters_are_whole(json_file):
+    for tokenizer in (ByteTokenizer(), load_tokenizer(json_file)):
+        stream = TextStream(tokenizer)
+        tokens = tokenizer.encode("aé🚀z")
+        assert [stream.add(tokens[i : i + 1]) for i in range(len(tokens))] == (
+            ["a", "", "é", "", "", "", "🚀", "z"]
+        )
 
 
 ERRORS = {

@@ -1,6 +1,7 @@
 import io
 import logging
 import re
+import time
 
 import pytest
 from rich.console import Console
@@ -208,3 +209,19 @@ def test_short_numbers(number, text):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_wait_is_shown_with_its_seconds_and_goes_away():
+    clock = Clock()
+    output = io.StringIO()
+    console = Console(file=output, width=80, force_terminal=True, highlight=False)
+    progress = Progress(console=console, clock=clock, stderr=True)
+    with progress.waiting("loading a model"):
+        clock.now = 7.0
+        while "loading a model, 7 s" not in output.getvalue():
+            time.sleep(0.01)
+    assert output.getvalue().endswith("\x1b[2K")
+    progress, output = on_file(clock)
+    with progress.waiting("not long"):
+        time.sleep(0.3)
+    assert output.getvalue() == ""

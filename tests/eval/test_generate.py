@@ -21,6 +21,8 @@ from maxmars.eval.generate import (
     choose,
     generate_texts,
     generate_tokens,
+    stream_texts,
+    stream_tokens,
 )
 from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 from maxmars.train import train
@@ -115,6 +117,48 @@ def test_stopping(model, sampled):
     assert all(stop in part or len(part) == 24 for part in found)
     assert len(found[0]) < 24
     assert generate(model, []) == []
+
+
+def test_tokens_that_come_one_by_one_are_the_same(model, sampled):
+    stop, found, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
+    for pieces in stream_tokens(
+        model, PROMPTS, max_new_tokens=24, sampling=ALL, stop=stop, batch_size=3, every_s=0.0
+    ):
+        for piece in pieces:
+            assert piece.index not in ends
+            assert len(piece.tokens) + (piece.end == "end_of_text") == 1
+            found[piece.index] += piece.tokens.tolist()
+            if piece.end is not None:
+                ends[piece.index] = piece.end
+    assert_equal(found, generate(model, stop=stop))
+    assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(found)}
+
+
+def test_text_that_comes_in_pieces_is_the_whole_text(model):
+    prompts = ["a", "", "a", "ä long one"]
+    found = ["" for _ in prompts]
+    for piece in stream_texts(model, prompts, max_new_tokens=40, sampling=ALL):
+        found[piece.index] += piece.text
+    assert found == generate_texts(model, prompts, max_new_tokens=40, sampling=ALL)
+
+
+def test_a_context_that_gets_full_compiles_nothing(model):
+    compiled = []
+
+    def count(event, *_, **__):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    options = {"max_new_tokens": 70, "every_s": 0.0}
+    for prompt in PROMPTS[:3]:
+        # Another way to draw makes new programs.
+        stream = stream_tokens(model, [prompt], sampling=Sampling(top_k=len(prompt)), **options)
+        next(stream)
+        assert compiled
+        compiled.clear()
+        assert len(list(stream)) == 69  # of a context of 16
+        assert not compiled
 
 
 def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn(model):

@@ -14,7 +14,7 @@ from maxmars.model.language_model import graph_and_abstract_params, logical_axes
 from maxmars.plan.collectives import collectives
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
-NEW, SLOTS, PROMPT = 6, 7, 10
+NEW, SLOTS, PROMPT = 6, 16, 10
 DOCUMENTS = dataclasses.replace(
     MODEL, document_end_id=7, use_bias=False, scale_attn_by_inverse_layer_idx=True
 )
@@ -69,7 +69,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
     found, cache = jax.jit(cached(config))(params)
     assert expected[..., : config.vocab_size].std() > 1
     np.testing.assert_allclose(found, expected, atol=tolerance)
-    assert cache.prompt_keys.dtype == cache.new_values.dtype == config.compute_dtype
+    assert cache.keys.dtype == cache.values.dtype == config.compute_dtype
     assert int(cache.num_new) == NEW
 
 
@@ -80,7 +80,7 @@ def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
         compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
         found, cache = compiled(jax.device_put(params, shardings))
     np.testing.assert_allclose(found, uncached_logits(DOCUMENTS, params), atol=2e-5)
-    for part in (cache.prompt_keys, cache.prompt_values, cache.new_keys, cache.new_values):
+    for part in (cache.keys, cache.values):
         rows, heads = part.shape[1] // 2, part.shape[2] // 4
         assert part.sharding.shard_shape(part.shape)[1:3] == (rows, heads)
     # Sums of activations over the heads' devices; keys and values never travel.

@@ -8,27 +8,31 @@ from pathlib import Path
 import jax
 import pytest
 
-from maxmars.train import runtime
+from maxmars.distributed import programs
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import jax
-from maxmars.train import runtime
+from maxmars.distributed import programs
 
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x + 1)(1.0)  # JAX has looked at its setting
-runtime.keep_compiled_programs(Path(sys.argv[1]), sys.argv[2])
+if sys.argv[1] == "cache":
+    programs.keep_in_cache(sys.argv[2])
+else:
+    programs.keep_beside(Path(sys.argv[1]), sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x * 2)(1.0)
 print(hits.count("/jax/compilation_cache/cache_hits"))
 """
 
 
-def start(workdir, platform):
+def start(workdir, platform, cache=""):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    environment |= {"MAXMARS_CACHE": str(cache)}
     command = [sys.executable, "-c", PROGRAM, str(workdir), platform]
     return int(subprocess.check_output(command, env=environment, text=True))
 
@@ -40,9 +44,18 @@ def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
     assert start(tmp_path / "two", "tpu") > 0
 
 
+@pytest.mark.slow
+def test_a_second_command_finds_the_programs_of_the_first_also_on_cpus(tmp_path):
+    assert start("cache", "cpu", tmp_path / "new" / "cache") == 0
+    assert start("cache", "cpu", tmp_path / "new" / "cache") > 0
+    (tmp_path / "file").touch()
+    assert start("cache", "cpu", tmp_path / "file") == 0  # where nothing can be kept
+
+
 @pytest.mark.parametrize("workdir", ["run", "gs://bucket/run"])
 def test_nothing_is_set_on_cpus_and_where_jax_was_told(tmp_path, workdir):
     told = jax.config.jax_compilation_cache_dir  # by tests/conftest.py
-    runtime.keep_compiled_programs(tmp_path / workdir, "cpu")
-    runtime.keep_compiled_programs(Path(workdir), "gpu")
+    programs.keep_beside(tmp_path / workdir, "cpu")
+    programs.keep_beside(Path(workdir), "gpu")
+    programs.keep_in_cache("cpu")
     assert jax.config.jax_compilation_cache_dir == told

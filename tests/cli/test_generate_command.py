@@ -1,0 +1,144 @@
+"""`maxmars generate` as a terminal, a pipe and a program see it."""
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxmars.cli import main
+from maxmars.eval import load
+from maxmars.eval.generate import generate_texts
+
+COMMAND = [sys.executable, "-m", "maxmars", "generate"]
+FOREVER = "100000000"
+
+
+def test_text_is_that_of_the_python_function_and_rates_come_last(finished_run, capsys):
+    prompts = ["the ", "a", "", "the "]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    main(["generate", str(finished_run), *given, "--max-new-tokens", "20", "--batch-size", "2"])
+    printed = capsys.readouterr()
+    texts = generate_texts(load(finished_run), prompts, max_new_tokens=20, batch_size=2)
+    whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    assert printed.out == "\n---------------\n".join(whole) + "\n"
+    *_, rates, following = printed.err.splitlines()
+    rate = r"[\d.,]+"
+    assert re.fullmatch(
+        rf"\d+ tokens in {rate} s, {rate} tokens/s; the first after {rate} s \(loading {rate} s\)",
+        rates,
+    )
+    assert following == f"next: maxmars generate {finished_run} --interactive"
+
+
+def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys, tmp_path):
+    prompts = ["the ", "", "ä", "the "]
+    options = ["generate", str(finished_run), "--max-new-tokens", "9"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts)))
+    main([*options, "--interactive", "--json"])
+    printed = capsys.readouterr().out
+    rows = [json.loads(line) for line in printed.splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    assert all(list(row) == ["prompt", "continuation", "num_tokens", "end"] for row in rows)
+    assert all((row["num_tokens"] == 9) == (row["end"] == "length") for row in rows)
+    assert rows[0]["continuation"] != rows[3]["continuation"]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    main([*options, "--json", *given])
+    assert capsys.readouterr().out == printed
+    main([*options, "--output", str(tmp_path / "found.jsonl"), *given])
+    assert (tmp_path / "found.jsonl").read_text(encoding="utf-8") == printed
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_text_while_it_is_made_and_may_close(finished_run):
+    words = [*COMMAND, str(finished_run), "--prompt", "the ", "--max-new-tokens", FOREVER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(5000).decode().startswith("the ")
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert b"Traceback" not in process.stderr.read()
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *words):
+        self.file, other = os.openpty()
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", "--wait", *words],  # which Ctrl-C reaches
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        )
+        os.close(other)
+        self.output = b""
+
+    def read_until(self, *texts, timeout_s=60):
+        """Returns the output up to the last of these texts, each after the one before."""
+        end, deadline = 0, time.monotonic() + timeout_s
+        for text in texts:
+            while text not in self.output[end:]:
+                assert select.select([self.file], [], [], deadline - time.monotonic())[0]
+                self.output += os.read(self.file, 1 << 16)
+            end += self.output[end:].index(text) + len(text)
+        found, self.output = self.output[:end], self.output[end:]
+        return found
+
+    def send(self, text):
+        os.write(self.file, text)
+
+    def exit_code(self):
+        try:
+            while part := os.read(self.file, 1 << 16):
+                self.output += part
+        except OSError:  # which is how a terminal ends
+            pass
+        os.close(self.file)
+        return self.process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_command(finished_run):
+    words = [*COMMAND, str(finished_run), "--interactive", "--max-new-tokens", FOREVER]
+    terminal = Terminal(*words)
+    for prompt in (b"the model", b"learns"):
+        terminal.read_until(b"> ")
+        terminal.send(prompt + b"\n")
+        terminal.read_until(prompt + b"\r\n", prompt)  # its echo, then the text
+        time.sleep(0.2)
+        terminal.send(b"\x03")
+        terminal.read_until(b"tokens/s; the first after ", b"\n\r\n")
+    terminal.read_until(b"> ")
+    terminal.send(b"\x03")
+    assert terminal.exit_code() == 130
+    assert terminal.output.count(b"interrupted;") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_d_ends_and_nothing_of_the_wait_is_left(finished_run):
+    terminal = Terminal(*COMMAND, str(finished_run), "--interactive", "--max-new-tokens", "5")
+    shown = terminal.read_until(b"> ")
+    assert b"loading" not in shown or b"\x1b[2K" in shown.rpartition(b"loading")[2]
+    terminal.send(b"\x04")
+    assert terminal.exit_code() == 0
+    assert b"Traceback" not in terminal.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_without_questions_keeps_the_text_and_exits_with_130(finished_run):
+    words = [*COMMAND, str(finished_run), "--prompt", "the ", "--max-new-tokens", FOREVER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(100).startswith(b"the ")
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.endswith(
+        b"\ninterrupted; this command does not continue: run again, it starts from the beginning\n"
+    )
