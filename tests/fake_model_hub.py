@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +59,8 @@ class FakeHub:
     """Statuses to answer, instead of the right answer, to paths that contain a text."""
     cut: list[int] = field(default_factory=list)
     """Large files are cut off after this many bytes, one after the other."""
+    after_download: Callable[[], object] | None = None
+    """Called once, after a large file was downloaded."""
     holding: threading.Event | None = None
     """Uploads wait for it."""
     waiting: threading.Event = field(default_factory=threading.Event)
@@ -195,6 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(content[: self.hub.cut.pop(0)], 206 if wanted else 200, length)
             return
         self._content(content, {"ETag": f'"{digest}"'})
+        if self.command == "GET" and self.hub.after_download is not None:
+            called, self.hub.after_download = self.hub.after_download, None
+            called()
 
     def _create(self, wanted: dict) -> None:
         owner, role = self.hub.tokens.get(self.token or "", ("", ""))

@@ -385,13 +385,14 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_take_the_same_commit(hub, one, byte_tokens, tmp_path):
-    """Each has a cache of its own, as on two hosts."""
-    hub.add("some/shared", one)
-    port = free_port()
+    """Each has a cache of its own, as on two hosts. The branch moves after the first download."""
+    first, port = hub.add("some/shared", one), free_port()
+    other = model_files(tmp_path / "other", seed=1)
+    hub.after_download = lambda: hub.add("some/shared", other)
     processes = [
         start_python(
             tmp_path,
-            *("-m", "maxmars", "eval", "hf:some/shared", "--against", "hf:some/shared@main"),
+            *("-m", "maxmars", "eval", "hf:some/shared", "--against", f"hf:some/shared@{first}"),
             *("--tasks", "loss", "--data.path", byte_tokens, "--data.num-windows", "8"),
             *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
             *("--process-id", str(i), "--mesh.data", "2"),
@@ -403,3 +404,5 @@ def test_processes_take_the_same_commit(hub, one, byte_tokens, tmp_path):
         code, output = finish(process)
         assert code == 0, output
     assert hub.fetched().count("model.safetensors") == 2
+    assert len(hub.repositories["some/shared"].commits) == 2
+    assert {path.split("/")[4] for _, path, _ in hub.requests if "/resolve/" in path} == {first}
