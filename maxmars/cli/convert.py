@@ -18,8 +18,10 @@ from maxmars.config.command_line import UsageError, parse_options
 class ExportArguments:
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
-    Its README.md is a model card: what the run says about architecture, data, optimizer, losses
-    (drawn, with the extra `report`), scores, hardware and receipts. Read it before you publish it.
+    Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
+    scores, hardware and receipts; loss_curve.png is drawn with the extra `report`. Read the card
+    before you publish it.
+
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
     in memory at once. With --push, the directory is then uploaded to the Hugging Face hub.
     """

@@ -296,10 +296,8 @@ def _loss(
     return validation_loss(step, model.mesh, model.params, batches())
 
 
-def harness_table(name: str, found: Mapping[str, Any]) -> Table:
-    """The result of `run_lm_eval` for a model of this name."""
-    table = Table("task", "few-shot", "metric", escape(name))
-    table.columns[-1].justify = "right"
+def harness_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Task, number of examples, metric, and value with its standard error, of `run_lm_eval`."""
     for task, metrics in found["results"].items():
         for metric, value in metrics.items():
             if "_stderr" in metric:
@@ -307,5 +305,13 @@ def harness_table(name: str, found: Mapping[str, Any]) -> Table:
             metric_name, comma, its_filter = metric.partition(",")
             error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
             text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-            table.add_row(task, str(found["num_fewshot"].get(task, "")), metric, text)
+            yield task, str(found["num_fewshot"].get(task, "")), metric, text
+
+
+def harness_table(name: str, found: Mapping[str, Any]) -> Table:
+    """The result of `run_lm_eval` for a model of this name."""
+    table = Table("task", "few-shot", "metric", escape(name))
+    table.columns[-1].justify = "right"
+    for row in harness_rows(found):
+        table.add_row(*row)
     return table

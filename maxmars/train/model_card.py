@@ -31,11 +31,13 @@ from maxmars.data.open_corpus import PRESETS
 from maxmars.distributed.files import (
     Workdir,
     read_json,
+    read_json_lines,
     read_json_object,
     resolve,
     write_text,
 )
 from maxmars.eval.hellaswag import describe_count
+from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import IMPORTED_FROM, Exported, HFTarget
 from maxmars.model.language_model import num_parameters
 from maxmars.train.audit import Audit, audit
@@ -88,6 +90,10 @@ class Measured:
     loss: float | None = None
     """Validation loss of `maxmars eval`, nats a token."""
     loss_tokens: int = 0
+    tasks: Sequence[tuple[str, str, str, str]] = ()
+    """Of lm-evaluation-harness; see `harness_rows`."""
+    harness: str = ""
+    """Name and version of the harness."""
 
 
 def read_report(path: str | Path) -> Fields:
@@ -98,6 +104,10 @@ def read_report(path: str | Path) -> Fields:
       ValueError: it is another one.
     """
     file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"--report {path} is no file; `maxmars eval TARGET --output {path}` writes one."
+        )
     fields = read_json_object(file)
     if not isinstance(fields.get("name"), str) or "environment" not in fields:
         raise ValueError(f"{path} is no report of `maxmars eval TARGET --output FILE.json`.")
@@ -148,6 +158,7 @@ def write_card(
     elif measured.loss is not None:
         body += ["## Loss", "", _reported_loss(measured), ""]
     body += _scores(exported, measured, target)
+    body += _tasks(measured)
     if not measured.scores:
         notes.append(_how_to_measure(exported))
     if facts is not None:
@@ -204,6 +215,21 @@ class _Facts:
         ):
             return parts
         return []
+
+    @cached_property
+    def changes(self) -> dict[int, dict[str, list[Any]]]:
+        """The fields of the config that changed on the way: values before and after, by step."""
+
+        def is_sound(line: dict[str, Any]) -> bool:
+            changed = line.get("changed")
+            return (
+                type(line.get("step")) is int
+                and isinstance(changed, dict)
+                and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
+            )
+
+        lines = read_json_lines(self.workdir / "config_changes.jsonl", is_sound)
+        return {x["step"]: x["changed"] for x in lines if x["step"] < self.stored.step}
 
     @property
     def imported_from(self) -> str:
@@ -286,6 +312,10 @@ def _reported(exported: Exported, reports: Sequence[Fields]) -> Measured:
             if "loss" in found[0]:
                 loss, count = float(found[0]["loss"]), int(found[0]["loss_tokens"])
                 measured = dataclasses.replace(measured, loss=loss, loss_tokens=count)
+            if "harness" in found[0]:
+                tasks = [*measured.tasks, *harness_rows(found[0])]
+                harness = str(found[0]["harness"])
+                measured = dataclasses.replace(measured, tasks=tasks, harness=harness)
             if "hellaswag" in found[0]:
                 summaries = found[0]["hellaswag"]
                 scores = [
@@ -522,6 +552,9 @@ def _training(facts: _Facts) -> list[str]:
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
     rows["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     rows["gradient clip (norm)"] = config.gradient_clip_norm
+    for step, changed in facts.changes.items():
+        told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        rows[f"changed at step {step:,}"] = told
     rows["first weights"] = facts.origin or "unknown: receipts.jsonl does not say"
     rows["computed in"] = getattr(config.model, "compute_dtype", None)
     rows["seed"] = config.seed
@@ -595,6 +628,14 @@ def _scores(exported: Exported, measured: Measured, target: str) -> list[str]:
     if exported.dtype != "float32":
         told += f" Scored before the weights were rounded to {exported.dtype}."
     return [*lines, "", told, ""]
+
+
+def _tasks(measured: Measured) -> list[str]:
+    if not measured.tasks:
+        return []
+    lines = ["## lm-evaluation-harness", "", "| task | few-shot | metric | score |"]
+    lines += ["|---|---:|---|---:|", *(_row(*row) for row in measured.tasks)]
+    return [*lines, "", f"{measured.harness}; ± is one standard error.", ""]
 
 
 def _percent(share: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -157,6 +158,30 @@ def test_cards_of_other_models(tmp_path, capsys):
     assert "which says `mit`" in sections["License"]
     assert (tmp_path / "second" / "SOURCE_README.md").read_text().endswith("# theirs\n")
     assert str(tmp_path) not in text
+
+
+def test_what_changed_on_the_way_is_told(finished_run, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    line = {"step": 4, "time": "", "changed": {"optimizer.learning_rate": [0.006, 0.002]}}
+    (run / "config_changes.jsonl").write_text(f"{json.dumps(line)}\nno JSON\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
+    _, _, sections = export(run, tmp_path / "out")
+    row = "| changed at step 4 | optimizer.learning_rate 0.006 -> 0.002 |"
+    assert row in sections["Training"]
+    _, _, sections = export(run / "checkpoints" / "4", tmp_path / "other")
+    assert row not in sections["Training"]
+    assert "loss_curve.png" not in sections["Loss"]
+
+
+def test_scores_of_the_harness(finished_run, tmp_path):
+    report = {"name": "run, step 6", "digest": read(finished_run / "checkpoints").digest}
+    report |= {"environment": {}, "harness": "lm-eval 0.4.9", "num_fewshot": {"piqa": 0}}
+    report |= {"results": {"piqa": {"acc": 0.5, "acc_stderr": 0.01}}}
+    (tmp_path / "piqa.json").write_text(json.dumps(report))
+    _, _, sections = export(finished_run, tmp_path / "out", "--report", tmp_path / "piqa.json")
+    assert "| piqa | 0 | acc | 0.5000 ± 0.0100 |" in sections["lm-evaluation-harness"]
+    assert "Not measured" in sections["HellaSwag"]
 
 
 @pytest.mark.slow
