@@ -121,6 +121,12 @@ class CellResult:
     """Digest of the batches of the first and the last step."""
     curve: Curve | None
     """The validation losses of the run; None if it diverged before the first."""
+    train_losses: tuple[tuple[int, float], ...]
+    """Step and training loss of that step's batch, where the run logged it."""
+    final_state: str | None
+    """Digest of parameters and optimizer after the last step; None if the run diverged."""
+    environment: Mapping[str, Any]
+    """Versions and devices, as in `environment.json` of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +249,7 @@ def read_comparison(workdir: Path) -> Comparison:
 def write_result(result: CellResult, workdir: Path) -> None:
     """Write `result.json`: from now on the cell is finished."""
     fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
     if result.curve is not None:
         fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
     write_json(result.cell.directory(workdir) / _RESULT, fields)
@@ -266,6 +273,7 @@ def _result(fields: Mapping[str, Any]) -> CellResult:
         curve = Curve(**curve | {"tokens": tuple(curve["tokens"]), "losses": losses})
     setting = tuple((field, value) for field, value in cell["setting"])
     own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
+    own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
     return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
 
 

@@ -40,13 +40,14 @@ from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import programs, sharding
 from maxmars.distributed.failures import StopRequests
-from maxmars.distributed.files import write_json
+from maxmars.distributed.files import read_json, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import train
 from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics
+from maxmars.train.receipts import read_receipts
 from maxmars.train.reporter import DivergedError
 from maxmars.train.step import make_initializer, make_train_step
 
@@ -212,15 +213,20 @@ def _run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) ->
         if not loss <= lowest + RISE:  # also where the loss is not a number
             diverged = f"the validation loss ended at {loss:.4g}, but had been {lowest:.4g}."
             loss = math.inf
+    rows = read_metrics(directory)
+    receipts = read_receipts(directory)
     return CellResult(
         cell=cell,
         loss=loss,
         diverged=diverged,
-        step_time_s=median_step_time(read_metrics(directory)),
+        step_time_s=median_step_time(rows),
         seconds=time.monotonic() - began,
         initial_weights=start[0],
         tokens=start[1],
         curve=curve,
+        train_losses=tuple((r["step"], float(r["train/loss"])) for r in rows if "train/loss" in r),
+        final_state=receipts[-1]["digest"] if receipts and diverged is None else None,
+        environment=read_json(directory / "environment.json") or {},
     )
 
 

@@ -154,14 +154,13 @@ def summarize(workdir: Path) -> Summary:
         width = basin(list(by_rate), list(by_rate.values()), TOLERANCE) if by_rate else None
         outcomes.append(dataclasses.replace(outcome, basin=width))
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
-    environments = (read_json(c.directory(workdir) / "environment.json") for c in results)
     return Summary(
         comparison=comparison,
         outcomes=tuple(outcomes),
         num_missing=len(next_cells(comparison, results)),
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
-        environment=next(filter(None, environments), {}),
+        environment=dict(next(iter(results.values())).environment),
     )
 
 

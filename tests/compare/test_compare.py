@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxmars import cli
@@ -102,7 +103,12 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     ours = LION.directory(compared)
     for key in ("train/loss", "eval/loss", "train/learning_rate"):
         assert series(ours, key) == series(tmp_path, key)
-    assert by_cell(compared, comparison)[LION].loss == series(ours, "eval/loss")[4]
+    result = by_cell(compared, comparison)[LION]
+    assert result.loss == series(ours, "eval/loss")[4]
+    assert dict(result.train_losses) == series(ours, "train/loss")
+    ended = json.loads((tmp_path / "receipts.jsonl").read_text().splitlines()[-1])
+    assert result.final_state == ended["digest"]
+    assert result.environment["jax"] == jax.__version__
 
 
 def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, comparison, capsys):
@@ -264,6 +270,9 @@ def test_a_result_survives_its_file(tmp_path, comparison):
         initial_weights="0a",
         tokens="1b",
         curve=None,
+        train_losses=(),
+        final_state=None,
+        environment={},
     )
     assert finished_cells(tmp_path, comparison.contenders) == []
     write_result(result, tmp_path)

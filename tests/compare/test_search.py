@@ -36,6 +36,9 @@ def result(cell, loss):
         initial_weights="",
         tokens="",
         curve=None,
+        train_losses=(),
+        final_state=None,
+        environment={},
     )
 
 

@@ -120,6 +120,9 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
                 initial_weights="",
                 tokens="",
                 curve=None,
+                train_losses=(),
+                final_state=None,
+                environment={},
             )
     at_best = [
         losses_at(c, best_setting(c, compared, results), compared, results)
