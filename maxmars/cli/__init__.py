@@ -100,7 +100,7 @@ def _dispatch(argv: list[str]) -> int:
         command = COMMANDS[name]
         module = importlib.import_module(f"{__name__}.{command.module}")
         return getattr(module, command.function)(rest)
-    if name in ("-h", "--help", "help"):
+    if name in ("-h", "--help", "--help-all", "help"):
         print(_help_text())
         return 0
     if name == "--version":
@@ -190,5 +190,6 @@ For example:
   maxmars train quickstart
   maxmars generate runs/quickstart --prompt "def "
 
-`maxmars COMMAND --help` explains a command, `maxmars --version` tells the version.
+`maxmars COMMAND --help` explains a command and the options to know first,
+`maxmars COMMAND --help-all` every option; `maxmars --version` tells the version.
 With MAXMARS_TRACEBACK=1 in the environment, errors show where they were raised."""

@@ -7,23 +7,29 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
-from maxmars.config.command_line import UsageError, parse_options
+from maxmars.config.checks import CheckedConfig, Positive
+from maxmars.config.command_line import parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditArguments:
+class AuditArguments(CheckedConfig):
     """Check that a run is one trajectory: checkpoints, metrics and sessions against its receipts.
 
     Exits with 1 where it is not, and says where it breaks.
     """
 
+    EXAMPLES: ClassVar = (
+        "maxmars audit runs/quickstart",
+        "maxmars audit runs/quickstart --replay 10",
+    )
+
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The working directory of a run, such as runs/quickstart."""
-    replay: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
+    replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
     """Compute K steps again from a checkpoint and compare the digests. On other hardware, or
     another mesh, rounding may differ."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
@@ -33,8 +39,6 @@ class AuditArguments:
 def run(argv: list[str]) -> int:
     """Run `maxmars audit`; 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
-    if arguments.replay is not None and arguments.replay < 1:
-        raise UsageError(f"--replay {arguments.replay} must be a number of steps, at least 1.")
     from maxmars.train.audit import audit  # loads JAX
 
     def log(text: str) -> None:

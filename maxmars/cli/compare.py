@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
 from maxmars.config import TrainConfig
+from maxmars.config.checks import CheckedConfig, Group, Positive
 from maxmars.config.command_line import (
     ConfigArguments,
     UsageError,
@@ -23,33 +24,10 @@ from maxmars.config.command_line import (
     parse_options,
     split_positionals,
 )
+from maxmars.config.help import asks_for_help
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Contender
-
-_USAGE = """\
-usage: maxmars compare CONFIG [CONFIG ...] --workdir DIR [--optimizers A,B] [--tune FIELDS]
-                       [--budget N] [--seeds 3] [--steps N] [--baseline NAME] [--FIELD VALUE ...]
-
-Tune each contender with one seed and the same budget, then train its best settings with more seeds,
-all from the same weights on the same tokens, and test which one is better.
-
-  maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
-  maxmars compare compare_tiny --optimizers adamw,mars --tune learning_rate,weight_decay,b1,b2 \\
-    --budget 20 --seeds 5 --workdir DIR
-  maxmars compare a.py b.py --learning-rates 1e-3,3e-3 --steps 500 --workdir DIR
-
-A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
---tune names fields of the optimizers, and `warmup`; the search changes one after the other, and
-goes beyond the ends of a grid by itself. It begins with the learning rates of --learning-rates, for
-all (1e-3,3e-3) or by name (adamw=1e-3,3e-3,mars=6e-3), else the config's own times 1/2, 1, 2 and 4.
-Other grids are given by --grids b1=0.9,0.95,mars.gamma=0,0.025,0.05.
-Any field of the configs can be changed for all of them, such as --eval.every 100.
-
-Each combination of contender, setting and seed is a cell, an ordinary run in DIR/cells. Finished
-cells are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 1/2
-and --cells 2/2 two processes or machines share the cells of one DIR.
-DIR gets report.md, report.json and figures/."""
 
 _PROG = "maxmars compare"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -57,29 +35,58 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(ConfigArguments):
-    """Tune contenders and compare them over seeds."""
+    """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
+
+    A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
+    All start from the same weights and read the same tokens. Each is tuned with one seed, by the
+    fields that --tune names; its best settings run with more seeds, and a test says which contender
+    is better. Any field of the configs can be changed for all, such as --eval.every 100.
+
+    Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
+    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 1/2 and
+    --cells 2/2 two processes or machines share them. DIR gets report.md, report.json and figures.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars compare compare_tiny --optimizers adamw,mars,muon --workdir runs/which",
+        "maxmars compare compare_tiny --optimizers adamw,mars --budget 20 --seeds 5 \\",
+        "  --tune learning_rate,weight_decay,b1,b2 --workdir runs/tuned",
+    )
+    GROUP: ClassVar = Group("comparison", "What is compared, and how.")
+    FIRST: ClassVar = (
+        "workdir",
+        "optimizers",
+        "learning-rates",
+        "tune",
+        "budget",
+        "seeds",
+        "steps",
+        "baseline",
+        "schedule.warmup-steps",
+        "data.path",
+    )
 
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of this comparison, on a disk; its finished cells are kept."""
+    """Directory of this comparison, on a disk (required). Its finished cells are kept."""
     optimizers: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
     """Values of the config file's choice `optimizer`, each of which makes a contender."""
     tune: Annotated[str, tyro.conf.arg(metavar="FIELD,...")] = "learning_rate"
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
     gamma, or warmup. A contender that lacks one is tuned over the others."""
-    budget: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Most settings to try of each contender; None is 4, and 4 more for each field."""
     learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
-    """Rates that are tried first, for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3; the
+    """Learning rates tried first, for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3. The
     others' are the config's own rate times 1/2, 1, 2 and 4."""
     grids: Annotated[str | None, tyro.conf.arg(metavar="FIELD=V,...")] = None
     """Values of other fields for all, b1=0.9,0.95,weight_decay=0,0.1, or for one contender,
     mars.gamma=0,0.025; the search goes beyond their ends."""
-    finalists: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    finalists: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 2
     """The best settings of each contender, which run with all seeds."""
-    seeds: Annotated[int, tyro.conf.arg(metavar="N")] = 3
-    """Seeds of the finalists: the config's seed, with which all settings are tried, and those that
-    follow it."""
-    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    seeds: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 3
+    """Seeds of the best settings: the config's seed, with which all settings are tried, and those
+    that follow it."""
+    steps: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Steps of each run, over which the schedule decays; None is the config's num_steps."""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The contender that the others are tested against; None is the first."""
@@ -93,9 +100,8 @@ class CompareArguments(ConfigArguments):
 def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
     specs, options = split_positionals(argv)
-    if not specs and {"-h", "--help"} & set(options):
-        print(_USAGE)
-        sys.exit(0)
+    if asks_for_help(options):
+        parse_arguments(CompareArguments, argv, prog=_PROG, example="compare_tiny")
     if not specs:
         raise UsageError(
             f"{_PROG} needs a config, for example `{_PROG} compare_tiny`. See `{_PROG} --help`."
@@ -107,13 +113,7 @@ def run(argv: list[str]) -> int:
     arguments = next(iter(parsed.values()))
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
-    for name in ("seeds", "finalists", "budget"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} {value} must be at least 1.")
     part = _part(arguments.cells)
-    if arguments.steps is not None and arguments.steps < 1:
-        raise UsageError(f"--steps {arguments.steps} must be at least 1.")
     configs = _by_name({spec: _prepare(a) for spec, a in parsed.items()})
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
@@ -157,13 +157,18 @@ def run(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportArguments:
+class ReportArguments(CheckedConfig):
     """Draw the losses of runs against tokens and time, as figures and one Markdown page.
 
     A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
     contender is drawn at its best rate. One comparison alone gets its whole report again, also
     before it is complete.
     """
+
+    EXAMPLES: ClassVar = (
+        "maxmars report runs/quickstart",
+        "maxmars report runs/a runs/b --out reports/ab",
+    )
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """What to draw, such as runs/quickstart."""
@@ -186,8 +191,6 @@ def run_report(argv: list[str]) -> int:
     from maxmars.compare.summary import summarize
 
     runs = [Path(name).expanduser().absolute() for name in arguments.runs]
-    if not runs:
-        raise UsageError("maxmars report needs a RUN: the working directory of one.")
     if len(runs) == 1 and arguments.out is None and (runs[0] / COMPARISON).is_file():
         print_summary(write_report(runs[0]), runs[0])
         return 0

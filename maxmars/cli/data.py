@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive
 from maxmars.config.command_line import UsageError, parse_options
+from maxmars.config.options import HELP
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
@@ -33,67 +35,84 @@ _BLOCK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareArguments:
-    """Turn text into tokens, which a config reads by TokenShardsConfig(path=OUT).
+class PrepareArguments(CheckedConfig):
+    """Turn text into tokens for training; the same command again continues.
 
     SOURCE is one of
 
-      'books/*.txt'                   files: .txt (each is one document), .jsonl, .jsonl.gz,
-                                      .jsonl.zst, .parquet (each line or row is one), also of
-                                      gs://BUCKET; quote globs
-      tfds:NAME[:split]               a TFDS dataset prepared as array_record; needs no TensorFlow
-      hf:REPO[:config][:split]        a Hugging Face dataset, streamed, or a local directory of one
-      openwebtext | fineweb-edu | c4 | wikitext-103
-                                      these datasets of the Hugging Face hub (tested only against a
-                                      local imitation of the hub)
-      python                          the sources of Python's standard library
-
-    A hash of its name and its place in its file decides whether a document is held out for
-    validation. Of fewer than 100 text files and nothing else, the end of each is.
-
-    The work is divided into tasks by the text alone. Run again after an interruption, the same
-    command does the tasks that are left; the result is the same. With --tasks, jobs on several
-    machines share the tasks over a shared directory or bucket: job I of N, from 0, runs the command
-    with --tasks I/N. Whoever does the last task completes OUT.
+      'books/*.txt'             files: .txt (each is one document), .jsonl,
+                                .jsonl.gz, .jsonl.zst, .parquet (each line or
+                                row is one), also of gs://BUCKET; quote globs
+      openwebtext, fineweb-edu, c4, wikitext-103
+                                these datasets of the Hugging Face hub (tested
+                                only against a local imitation of the hub)
+      hf:REPO[:config][:split]  a Hugging Face dataset, streamed, or a local
+                                directory of one
+      tfds:NAME[:split]         a TFDS dataset prepared as array_record; needs no
+                                TensorFlow
+      python                    the sources of Python's standard library
     """
 
+    EXAMPLES: ClassVar = (
+        "maxmars data prepare 'books/*.txt' data/books",
+        "maxmars data prepare openwebtext data/openwebtext --tokenizer gpt2",
+    )
+    FIRST: ClassVar = (
+        "tokenizer",
+        "text-field",
+        "validation-fraction",
+        "workers",
+        "tasks",
+        "format",
+        "pack",
+        "pack-length",
+    )
+
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """What to read; see above."""
+    """What to read, as above."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to write, on a disk or gs://BUCKET/PATH."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
-    validation_fraction: float | None = None
-    """Part to hold out; by default 0.1, of the large datasets above less."""
+    validation_fraction: Fraction | None = None
+    """Part to hold out for validation; None is 0.1, of the large datasets above less. A hash of its
+    name and its place in its file decides whether a document is held out. Of fewer than 100 text
+    files and nothing else, the end of each is."""
     text_field: str | None = None
-    """Where the text is in a line or row; by default `text`, or what the preset says."""
+    """Where the text is in a line or row; None is `text`, or what the dataset above has."""
     data_dir: str | None = None
     """Where TFDS keeps its datasets, for tfds:NAME."""
     eot_token: str = "<|endoftext|>"
     """The token of a tokenizer.json that ends a document."""
-    workers: int | None = None
-    """Processes that tokenise, by default as many as there are cores; 0 starts none."""
+    workers: NotNegative[int] | None = None
+    """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Do only the tasks whose number leaves I when divided by N; see above."""
-    task_bytes: int | None = None
-    """Text of a task, about; by default 8 to 256 MB, by the size of the text."""
+    """Share the work: this is job I, from 0, of N over a shared directory or bucket. The work is
+    divided into tasks by the text alone, and this job does those whose number leaves I when divided
+    by N. Whoever does the last task completes OUT; the result is the same."""
+    task_bytes: Positive[int] | None = None
+    """Bytes of text of a task, about; None takes 8 to 256 MB, by the size of the text."""
     format: Literal["shards", "tfds"] = "shards"
     """`shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Positive[int] = 100_000_000
     """Tokens a file at most."""
-    record_tokens: int = 1024
+    record_tokens: Positive[int] = 1024
     """Tokens a record with --format tfds."""
     pack: Literal["none", "best_fit"] = "none"
     """`best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT is
     complete, only that is done."""
-    pack_length: int = 1024
+    pack_length: Positive[int] = 1024
     """Length of these windows: the --model.max-seq-len of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectArguments:
+class InspectArguments(CheckedConfig):
     """Show what prepared tokens hold, and compare every file with its checksum."""
 
+    EXAMPLES: ClassVar = (
+        "maxmars data inspect data/books",
+        "maxmars data inspect data/books --compare data/other --no-verify",
+    )
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """A directory that `prepare` made, on a disk or gs://BUCKET/PATH."""
     compare: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
@@ -169,7 +188,7 @@ def _prepare(arguments: PrepareArguments) -> int:
 def _parse_tasks(tasks: str) -> tuple[int, int]:
     index, slash, count = tasks.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise ValueError(f"--tasks {tasks} must be I/N with 0 <= I < N, such as 0/4.")
+        raise UsageError(f"--tasks {tasks} must be I/N with 0 <= I < N, such as 0/4.")
     return int(index), int(count)
 
 
@@ -325,21 +344,21 @@ def _matching_tokenizer(directory: Workdir, metadata: Metadata) -> Tokenizer:
 
 
 _USAGE = """\
-usage: maxmars data prepare SOURCE OUT [--tokenizer byte|gpt2|FILE.json] ...
-       maxmars data inspect DIR [--compare DIR] [--no-verify]
+usage: maxmars data prepare SOURCE OUT [OPTIONS]
+       maxmars data inspect DIR [OPTIONS]
 
 Turn text into tokens for training, and look at the result.
 
   maxmars data prepare 'books/*.txt' data/books --tokenizer gpt2
   maxmars data inspect data/books
 
-`maxmars data prepare --help` lists the sources and options."""
+`maxmars data prepare --help` lists the sources and the options."""
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars data`."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if name in ("-h", "--help"):
+    if name in HELP:
         print(_USAGE)
         return 0
     if name == "prepare":

@@ -5,36 +5,38 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import rich
 import tyro
 
 from maxmars.config import MeshConfig
+from maxmars.config.checks import CheckedConfig, NotNegative, Positive
 from maxmars.config.command_line import UsageError, parse_options
+from maxmars.config.options import HOSTS
 
 _TASKS = ("loss", "hellaswag")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataArguments:
+class DataArguments(CheckedConfig):
     """The data of the validation loss."""
 
     path: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of tokens, whose validation split is taken; None takes that of the run."""
-    num_windows: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_windows: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of sequences of the model's context to score; None takes as many as the run, or
     512."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HellaSwagArguments:
+class HellaSwagArguments(CheckedConfig):
     """The HellaSwag questions that are scored."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The file hellaswag_val.jsonl; None downloads it once into the cache directory (MAXMARS_CACHE,
     default ~/.cache/maxmars)."""
-    num_questions: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_questions: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
     too_long: Literal["cut", "leave_out"] = "cut"
     """Of a question that is longer than the model's context, `cut` the beginning of its context, as
@@ -43,12 +45,12 @@ class HellaSwagArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMEvalArguments:
+class LMEvalArguments(CheckedConfig):
     """Options of `--backend lm-eval`."""
 
-    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    limit: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions of each task only, the first ones."""
-    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_fewshot: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="N")] = None
     """Solved examples before each question; None is what the task says, mostly 0."""
     include_path: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of more task YAML files."""
@@ -57,37 +59,50 @@ class LMEvalArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalArguments:
-    """Score a trained model, or two on the same data.
+class EvalArguments(CheckedConfig):
+    """Score a trained model, or two on the same data."""
 
-    TARGET is the working directory of a run, one of its checkpoints, a Hugging Face directory, or
-    hf:OWNER/NAME[@REVISION] on the hub.
-    """
+    EXAMPLES: ClassVar = (
+        "maxmars eval runs/quickstart",
+        "maxmars eval runs/a --against runs/b --output scores.json",
+    )
+    FIRST: ClassVar = (
+        "tasks",
+        "against",
+        "output",
+        "data.path",
+        "data.num-windows",
+        "hellaswag.path",
+        "hellaswag.num-questions",
+        "batch-size",
+        "backend",
+    )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """What to score, such as runs/quickstart."""
+    """The working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging Face
+    directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
-    """One or more of loss and hellaswag; None takes hellaswag and, where there is validation data,
-    loss. With --backend lm-eval, tasks of lm-evaluation-harness, its groups and patterns, YAML
-    files, or mars_paper, the nine of the MARS paper."""
+    """What to measure: loss, hellaswag or both. None takes hellaswag and, where there is validation
+    data, loss. With --backend lm-eval, tasks of lm-evaluation-harness, its groups and patterns,
+    YAML files, or mars_paper, the nine of the MARS paper."""
     backend: Literal["native", "lm-eval"] = "native"
     """`lm-eval` runs the tasks of lm-evaluation-harness (extra `eval`)."""
     against: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
     """Also score this one on the same data, and say whether the difference may be chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the scores here, and those of each question beside it (FILE.hellaswag.jsonl)."""
-    batch_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    batch_size: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Rows scored at once, over all devices; None takes what suits the device. The scores do not
     depend on it."""
     hellaswag: HellaSwagArguments = field(default_factory=HellaSwagArguments)
     data: DataArguments = field(default_factory=DataArguments)
     lm_eval: LMEvalArguments = field(default_factory=LMEvalArguments)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, HOSTS, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes score together; goes with the next two."""
-    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_processes: Annotated[Positive[int] | None, HOSTS, tyro.conf.arg(metavar="N")] = None
     """Number of processes."""
-    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    process_id: Annotated[NotNegative[int] | None, HOSTS, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
 
 

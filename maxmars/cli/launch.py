@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from maxmars.cli.train import TrainArguments
 from maxmars.config.command_line import UsageError, load_config, parse_arguments, parse_options
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
+from maxmars.config.options import HELP
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.gke import GkeOptions, JobSet
@@ -26,23 +27,28 @@ from maxmars.launch.slurm import SlurmName, SlurmOptions
 from maxmars.launch.tpu_vm import TpuOptions, TpuVm
 
 _USAGE = """\
-usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR --zone ZONE --accelerator TYPE
+usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR
+                             --zone ZONE --accelerator TYPE
        maxmars launch tpu-vm status|logs|stop|delete --name NAME --zone ZONE
        maxmars launch gke CONFIG --name NAME --workdir DIR --topology TOPOLOGY
        maxmars launch gke status|logs|delete --name NAME
-       maxmars launch slurm CONFIG --name NAME --workdir DIR --nodes N --gpus-per-node N
+       maxmars launch slurm CONFIG --name NAME --workdir DIR
+                            --nodes N --gpus-per-node N
        maxmars launch slurm status|stop --name NAME
 
-Start a run on other machines by your own gcloud, kubectl or sbatch. The checkout that this maxmars
-runs from goes along, at its present state. After a preemption the run continues in its --workdir.
-What follows -- goes to `maxmars train`; --dry-run prints every command and file, and runs nothing.
+Start a run on other machines by your own gcloud, kubectl or sbatch. The
+checkout that this maxmars runs from goes along, at its present state. After a
+preemption the run continues in its --workdir. What follows -- goes to
+`maxmars train`; --dry-run prints every command and file, and runs nothing.
 
-  maxmars launch tpu-vm gpt2:size=xl,optimizer=mars --name run1 --zone us-east5-a \\
-    --accelerator v5p-128 --spot --queued --setup mount.sh --workdir /mnt/runs/run1 \\
-    -- --mesh.fsdp 64 --data.path /mnt/openwebtext
+  maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\
+    --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext
+  maxmars launch tpu-vm gpt2:size=xl,optimizer=mars --name run1 \\
+    --zone us-east5-a --accelerator v5p-128 --spot --queued \\
+    --setup mount.sh --workdir /mnt/runs/run1 -- --mesh.fsdp 64
 
-`maxmars launch PLATFORM --help` lists the options, `maxmars launch PLATFORM ACTION --help` those of
-an action."""
+`maxmars launch PLATFORM --help` lists the options, and
+`maxmars launch PLATFORM ACTION --help` those of an action."""
 
 _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
 
@@ -50,7 +56,7 @@ _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
 def run(argv: list[str]) -> int:
     """Run `maxmars launch`."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if name in ("-h", "--help"):
+    if name in HELP:
         print(_USAGE)
         sys.exit(0)
     if name not in _PLATFORMS:
@@ -61,6 +67,7 @@ def run(argv: list[str]) -> int:
     platform = _PLATFORMS[name]
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
+        target.check()
         try:
             return platform.actions[rest[0]](target) or 0
         except KeyboardInterrupt:
@@ -113,8 +120,6 @@ def _job(
     if chips:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, network_size)
         check_mesh(parsed.config, mesh_shape(mesh, chips, slices))
-    if options.max_restarts < 0:
-        raise UsageError(f"--max-restarts={options.max_restarts} must be at least 0.")
     return Job(
         name=options.name,
         source=pack(options.config, sources=sources, setup=options.setup, prolog=prolog),

@@ -8,53 +8,63 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
 from maxmars.config import GPT2Config
+from maxmars.config.checks import Group, NotNegative, Positive
 from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
-
-_USAGE = """\
-usage: maxmars plan CONFIG --topology NAME [--num-slices N] [--output plan.json] [--FIELD VALUE ...]
-
-Compile the train step and the evaluation step for chips that need not be there, and print what each
-chip holds in memory, what it sends over which network, and how long a step takes at best.
-
-  maxmars plan gpt2:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8
-  maxmars plan gpt2:size=xl,optimizer=mars_shampoo --topology v5p:2x2x4 --mesh.fsdp 16 \\
-    --global-batch-size 512 --num-microbatches 4 --price 4.2 --output plan.json
-
-NAME is a TPU slice (v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8; extra `tpu`), GPUs, eight to a host
-(h100:8, h200:16; extra `cuda`), or fake CPU devices (cpu:8), whose compiler keeps more in float32.
-Several plans may run at once. No chip of this machine is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(ConfigArguments):
-    """Compile a run's programs for chips that need not be there, and print what they need."""
+    """Print what a run needs on chips that need not be there: memory, traffic and time.
+
+    Compiles the train step and the evaluation step, and says what each chip holds in memory, what
+    it sends over which network, and how long a step takes at best. No chip of this machine is used,
+    and several plans may run at once.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars plan gpt2:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8",
+        "maxmars plan gpt2:size=xl,optimizer=mars --topology v5p:2x2x4 --price 4.2",
+    )
+    GROUP: ClassVar = Group("plan", "The chips, and what is printed.")
+    FIRST: ClassVar = (
+        "topology",
+        "num-slices",
+        "max-memory",
+        "price",
+        "output",
+        "global-batch-size",
+        "num-microbatches",
+        "model.remat",
+        "mesh.data",
+        "mesh.fsdp",
+    )
 
     topology: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The chips: v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8, h100:8, h200:16 or cpu:8."""
-    num_slices: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """The chips: a TPU slice such as v5e:4x4, GPUs such as h100:8, or cpu:8. TPU slices (v4:2x2x4,
+    v5e:4x4, v5p:4x4x8, v6e:8x8) need the extra `tpu`, GPUs, eight to a host (h100:8, h200:16), the
+    extra `cuda`; cpu:8 is eight fake CPU devices, whose compiler keeps more in float32."""
+    num_slices: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
     """TPU slices of that shape, joined by the data center's network, which only `data` crosses."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the plan to this JSON file."""
-    price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
+    price: Annotated[NotNegative[float] | None, tyro.conf.arg(metavar="MONEY")] = None
     """Price of one chip for an hour, in any currency; gives the cost of the run."""
     max_memory: Annotated[str | None, tyro.conf.arg(metavar="[GB]")] = None
-    """Search for the cheapest rematerialisation and the largest microbatch that fit: in so many GB
-    a chip, or in the chip's own memory if no number follows."""
+    """Search for the cheapest rematerialisation and the largest microbatch that fit. They fit in so
+    many GB a chip, or in the chip's own memory if no number follows."""
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars plan`."""
     words = _with_max_memory_value(argv)
-    arguments = parse_arguments(PlanArguments, words, prog="maxmars plan", usage=_USAGE)
+    arguments = parse_arguments(PlanArguments, words, prog="maxmars plan", example="gpt2")
     if arguments.topology is None:
         raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
-    if arguments.price is not None and not arguments.price >= 0:
-        raise UsageError(f"--price {arguments.price} must not be negative.")
     _choose_devices(arguments.topology)
     if arguments.max_memory is not None:  # compilers log pages about a program that does not fit
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

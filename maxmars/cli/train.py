@@ -7,67 +7,72 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
+from maxmars.config.checks import Group, NotNegative, Positive
 from maxmars.config.command_line import (
     ConfigArguments,
     UsageError,
     parse_arguments,
     without_secrets,
 )
+from maxmars.config.options import HOSTS, RUN
 from maxmars.distributed.exits import EXIT_CODE, Starting
-
-_TRAIN_USAGE = """\
-usage: maxmars train CONFIG [--workdir DIR] [--FIELD VALUE ...]
-
-Train a model as a config file says. Run the same command again to continue.
-SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
-A run of several processes also exits with 75 where one of them is killed, fails or hangs.
-
-CONFIG is the name of a config or the path of a Python file, with its choices:
-  maxmars train quickstart
-  maxmars train gpt2:size=small,optimizer=mars
-
-Any field of the config can be changed on the command line:
-  maxmars train quickstart --num-steps 100 --optimizer.learning-rate 3e-3
-
-Start a new run from the weights of another, or from a Hugging Face GPT-2:
-  maxmars train quickstart --init-from runs/quickstart --workdir runs/more
-
-`maxmars train CONFIG --help` lists the fields of that config and their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(ConfigArguments):
-    """Train a model as a config file says. Run the same command again to continue."""
+    """Train a model as a config says; the same command again continues the run.
+
+    SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
+    So does a run of several processes where one of them is killed, fails or hangs.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars train quickstart",
+        "maxmars train gpt2:size=small,optimizer=mars --data.path DIR --workdir runs/1",
+    )
+    GROUP: ClassVar = RUN
+    FIRST: ClassVar = (
+        "workdir",
+        "data.path",
+        "num-steps",
+        "global-batch-size",
+        "optimizer.learning-rate",
+        "schedule.warmup-steps",
+        "eval.every",
+        "checkpoint.every",
+        "init-from",
+        "log.wandb",
+    )
 
     workdir: Annotated[
-        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/NAME)")
+        str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="default: runs/NAME")
     ] = None
-    """Directory of the run's metrics and checkpoints, also on gs:// (extra `gcs`)."""
+    """Directory of the run's metrics and checkpoints; may be on gs:// (extra `gcs`)."""
     init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Start a new run from these weights: a run's directory (its newest sound checkpoint), one of
-    its checkpoints/STEP, also on gs://, a directory with a Hugging Face GPT-2, or
-    hf:OWNER/NAME[@REVISION]. Step, data, schedule and optimizer start anew, and the optimizer may
-    be another one."""
+    """Start a new run from these weights: a run, a checkpoint or a Hugging Face GPT-2. Of a run's
+    directory its newest sound checkpoint is taken, of runs/NAME/checkpoints/STEP that one, also on
+    gs://; hf:OWNER/NAME[@REVISION] is a model on the hub. Step, data, schedule and optimizer start
+    anew, and the optimizer may be another one."""
     init_optimizer_state: bool = False
     """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
     """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
     when a run continues; without it, fields that define the run are refused."""
-    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    profile: Annotated[str | None, Group("log"), tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace these steps, such as 20:24, into the run's directory `profile`, for TensorBoard's xprof
     and Perfetto, and print which operations took the time."""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, HOSTS, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two. On TPU
     pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""
-    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_processes: Annotated[Positive[int] | None, HOSTS, tyro.conf.arg(metavar="N")] = None
     """Number of processes of the run; 1 alone ignores the cluster."""
-    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    process_id: Annotated[NotNegative[int] | None, HOSTS, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
-    start_timeout_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0
+    start_timeout_s: Annotated[Positive[float], HOSTS, tyro.conf.arg(metavar="SECONDS")] = 300.0
     """How long to wait for all processes to come before the start fails."""
 
 
@@ -75,7 +80,7 @@ def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
     command = without_secrets(["maxmars", "train", *argv])
     with Starting() as starting:
-        arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", usage=_TRAIN_USAGE)
+        arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", example="gpt2")
         try:
             return _train(arguments, starting, command)
         except ValueError as error:
@@ -150,25 +155,35 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-_VERIFY_USAGE = """\
-usage: maxmars verify-resume CONFIG [--steps N] [--out DIR] [--FIELD VALUE ...]
-
-Prove on this hardware that a killed and continued run equals an undisturbed one. Trains the config
-for a few steps: undisturbed, once more as a control, and a third time, killed with SIGKILL and then
-continued. Says whether all losses and the last state agree bit by bit, writes receipt.json and
-receipt.txt, and exits with 1 if they do not.
-
-  maxmars verify-resume quickstart
-  maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyResumeArguments(ConfigArguments):
-    """Prove on this hardware that a killed and continued run equals an undisturbed one."""
+    """Prove on this hardware that a killed and continued run equals an undisturbed one.
 
-    steps: Annotated[int, tyro.conf.arg(metavar="N")] = 20
+    Trains the config for a few steps: undisturbed, once more as a control, and a third time, killed
+    with SIGKILL and then continued. Says whether all losses and the last state agree bit by bit,
+    writes receipt.json and receipt.txt, and exits with 1 if they do not.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars verify-resume quickstart",
+        "maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40",
+    )
+    GROUP: ClassVar = Group("proof", "The runs that are compared.")
+    FIRST: ClassVar = (
+        "steps",
+        "checkpoint-step",
+        "out",
+        "data.path",
+        "global-batch-size",
+        "num-microbatches",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.tensor",
+    )
+
+    steps: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 20
     """Steps of each run."""
-    checkpoint_step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    checkpoint_step: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Kill the third run after the checkpoint of this step; None takes half of the steps."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory to make, for the runs and the receipt; None is runs/NAME-verify-resume."""
@@ -176,9 +191,7 @@ class VerifyResumeArguments(ConfigArguments):
 
 def run_verify_resume(argv: list[str]) -> int:
     """Run `maxmars verify-resume`; 1 if the runs differ, else 0."""
-    arguments = parse_arguments(
-        VerifyResumeArguments, argv, prog="maxmars verify-resume", usage=_VERIFY_USAGE
-    )
+    arguments = parse_arguments(VerifyResumeArguments, argv, prog="maxmars verify-resume")
     from maxmars.train.verify_resume import verify_resume  # loads JAX
 
     out = Path(arguments.out or f"runs/{arguments.config.name}-verify-resume")

@@ -1,4 +1,4 @@
-"""The rules that many fields of a config share, written as annotations of the fields.
+"""The rules that many fields of a config share, and groups of fields, written as annotations.
 
 `num_steps: Positive[int]` is an integer that must be greater than zero; the class checks it when it
 is built, as every subclass of `CheckedConfig` does.
@@ -14,6 +14,28 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """A command line or config that is wrong; the process exits with code 2."""
+
+
+class RuleError(ValueError):
+    """A value that breaks the rule of its field."""
+
+    def __init__(self, config_class: type, field: str, value: Any, words: str) -> None:
+        """`words` say the rule, such as "must not be negative"."""
+        super().__init__(f"{config_class.__name__}.{field}={value} {words}.")
+        self.config_class, self.field, self.words = config_class, field, words
+
+
+@dataclass(frozen=True)
+class Group:
+    """A heading of `--help`. As an annotation of a field it puts the field's option there, in place
+    of the group of the dataclass around it."""
+
+    title: str
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,23 +60,23 @@ class CheckedConfig:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{type(self).__name__}.{name}={value} must be a finite number.")
+                raise RuleError(type(self), name, value, "must be a finite number")
         for name, rule in _rules(type(self)):
             value = getattr(self, name)
             if value is not None and not rule.holds(value):
-                raise ValueError(f"{type(self).__name__}.{name}={value} {rule.words}.")
+                raise RuleError(type(self), name, value, rule.words)
 
 
 @functools.cache
 def _rules(config_class: type) -> list[tuple[str, Rule]]:
     hints = typing.get_type_hints(config_class, include_extras=True)
-    return [
-        (name, rule)
-        for name, hint in hints.items()
-        for part in (hint, *typing.get_args(hint))  # `Positive[int]`, or a part of it `| None`
-        for rule in getattr(part, "__metadata__", ())
-        if isinstance(rule, Rule)
-    ]
+    return [(name, rule) for name, hint in hints.items() for rule in _rules_in(hint)]
+
+
+def _rules_in(hint: Any) -> list[Rule]:
+    """The rules of `Positive[int]`, of `Positive[int] | None`, and of those with annotations."""
+    own = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Rule)]
+    return own + [rule for part in typing.get_args(hint) for rule in _rules_in(part)]
 
 
 def require(condition: bool, message: str) -> None:

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from maxmars.config.checks import UsageError
+
 Network = Literal["ICI", "NVLink", "DCN", "host"]
 
 GiB = 2**30
@@ -123,17 +125,17 @@ class Shape:
         """Check that Google Cloud can join so many of these to train as one.
 
         Raises:
-          ValueError: they cannot; says why.
+          UsageError: they cannot; says why.
         """
         if num_slices < 1:
-            raise ValueError(f"--num-slices {num_slices} must be at least 1.")
+            raise UsageError(f"--num-slices {num_slices} must be at least 1.")
         if num_slices > 1 and self.chip.topology_axes is None:
-            raise ValueError(
+            raise UsageError(
                 f"--num-slices {num_slices} needs devices that come in slices, which {self.kind} "
                 "devices do not; leave it out, and name the number of all GPUs, such as h100:16."
             )
         if num_slices > 1 and self.num_hosts == 1:
-            raise ValueError(
+            raise UsageError(
                 f"--num-slices {num_slices}: Google Cloud joins only slices of several hosts, and "
                 f"{self.num_chips} chips of {self.kind} are one host; take larger slices."
             )
@@ -162,20 +164,20 @@ def parse_shape(text: str) -> Shape:
     """The chips of `v5p:4x4x8` (chips along each axis of a TPU slice) or `h100:16` (GPUs).
 
     Raises:
-      ValueError: there is no such kind or no such shape; names the nearest.
+      UsageError: there is no such kind or no such shape; names the nearest.
     """
     kind, _, size = text.partition(":")
     sizes = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
     if not sizes or kind not in CHIPS or (CHIPS[kind].topology_axes is None and len(sizes) > 1):
         tpus = ", ".join(name for name, chip in CHIPS.items() if chip.topology_axes)
         gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.topology_axes)
-        raise ValueError(
+        raise UsageError(
             f"--topology {text} is unknown; write a TPU slice as v5e:4x4 or v5p:2x2x4 (of {tpus}), "
             f"GPUs as h100:8 or h200:16 (of {gpus}), and fake devices of `maxmars plan` as cpu:8."
         )
     if CHIPS[kind].topology_axes is None:
         if sizes[0] > GPUS_PER_HOST and sizes[0] % GPUS_PER_HOST:
-            raise ValueError(
+            raise UsageError(
                 f"--topology {text} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
                 f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
             )
@@ -183,7 +185,7 @@ def parse_shape(text: str) -> Shape:
         wanted = math.prod(sizes)
         near = sorted(known, key=lambda sizes: abs(math.log(math.prod(sizes) / wanted)))[:3]
         names = ", ".join(f"{kind}:{'x'.join(map(str, sizes))}" for sizes in near)
-        raise ValueError(f"--topology {text}: there is no such slice; the nearest are {names}.")
+        raise UsageError(f"--topology {text}: there is no such slice; the nearest are {names}.")
     return Shape(kind, sizes)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import itertools
@@ -18,28 +17,35 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from maxmars.config.checks import CheckedConfig, RuleError, UsageError
 from maxmars.config.data import DataConfig, GrainSource, MixtureConfig, MixturePart
+from maxmars.config.help import asks_for_help, show_help
 from maxmars.config.model import ModuleConfig
 from maxmars.config.optimizer import OptaxConfig
+from maxmars.config.options import (
+    HELP,
+    Option,
+    check_words,
+    did_you_mean,
+    options_of,
+    refused,
+    wrong_value,
+)
 from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import import_file
 
 _CONFIG_ROOM = Path(__file__).parent
 
 
-class UsageError(ValueError):
-    """A command line or config that is wrong; the process exits with code 2."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ConfigArguments:
+class ConfigArguments(CheckedConfig):
     """The arguments of a command that takes a CONFIG. Subclasses add the command's own options."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
@@ -74,7 +80,7 @@ def find_config(spec: str) -> tuple[Path, str]:
         path = Path(name)
         if not path.is_file():
             known = map(str, path.parent.glob("*.py"))
-            raise UsageError(f"CONFIG={spec!r}: no file {path}{_did_you_mean(name, known)}.")
+            raise UsageError(f"CONFIG={spec!r}: no file {path}{did_you_mean(name, known)}.")
         return path, choices
     known = named_configs()
     if name not in known:
@@ -84,7 +90,7 @@ def find_config(spec: str) -> tuple[Path, str]:
                 f"my_configs/tiny.py, or one of the names {', '.join(known)}."
             )
         raise UsageError(
-            f"CONFIG={spec!r}: there is no config {name!r}{_did_you_mean(name, known)}; choose one "
+            f"CONFIG={spec!r}: there is no config {name!r}{did_you_mean(name, known)}; choose one "
             f"of {', '.join(known)}, or give the path of a Python file."
         )
     return known[name], choices
@@ -160,7 +166,7 @@ def parse_config(spec: str, overrides: Sequence[str], prog: str) -> TrainConfig:
 
 
 def parse_arguments(
-    arguments: type[Arguments], argv: Sequence[str], *, prog: str, usage: str = ""
+    arguments: type[Arguments], argv: Sequence[str], *, prog: str, example: str = "quickstart"
 ) -> Arguments:
     """Parse the command line of a command that takes a CONFIG, options and overrides of fields.
 
@@ -169,19 +175,19 @@ def parse_arguments(
       argv: the command line after the command's name. CONFIG is its first word that is neither an
         option nor the value of an option.
       prog: the command's name in help and errors.
-      usage: printed for `--help` without a CONFIG, when the fields of the config are unknown.
+      example: the CONFIG whose fields `--help` shows where none is given.
 
     Raises:
       UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
       SystemExit: 0 after `--help`.
     """
     words, options = split_positionals(argv)
+    if asks_for_help(argv):
+        _show_help_with_config(arguments, argv, words, prog=prog, example=example)
+        sys.exit(0)
     if not words:
-        if {"-h", "--help"} & set(argv):
-            print(usage)
-            sys.exit(0)
         raise UsageError(
-            f"{prog} needs a config: `{prog} quickstart`, for example. See `{prog} --help`."
+            f"{prog} needs a config: `{prog} {example}`, for example. See `{prog} --help`."
         )
     spec, *rest = words
     return parse_options(
@@ -189,8 +195,47 @@ def parse_arguments(
         [*options, *rest],
         prog=f"{prog} {shlex.quote(spec)}",
         default=arguments(config=load_config(spec)),
-        markers=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+        switches=False,
     )
+
+
+def _show_help_with_config(
+    arguments: type[ConfigArguments],
+    argv: Sequence[str],
+    words: Sequence[str],
+    *,
+    prog: str,
+    example: str,
+) -> None:
+    """Print the help of a command that takes a CONFIG, for the one given or for an example."""
+    options = options_of(arguments(config=load_config(example)), switches=False)
+    groups = {option.group.title for option in options}
+    spec = next((word for word in words if word not in groups), None)
+    if spec is None:
+        about = (
+            "CONFIG is the path of a Python file, or one of these names, with choices after a "
+            f"colon: gpt2:size=small,optimizer=mars. The defaults shown are those of {example}."
+        )
+        rows = [row for name in named_configs() for row in _describe_choices(name)]
+        name = f"{prog} CONFIG"
+    else:
+        options = options_of(arguments(config=load_config(spec)), switches=False)
+        rows = _describe_choices(spec)
+        about = f"The defaults shown are those of {spec}{', with the choices' if rows else '.'}"
+        about += ":" if rows else ""
+        name = f"{prog} {shlex.quote(spec)}"
+    show_help(arguments, options, argv, prog=name, about=about, rows=rows)
+
+
+def _describe_choices(spec: str) -> list[tuple[str, str]]:
+    """The choices of a CONFIG, and the values of each."""
+    path, _ = find_config(spec)
+    hints = typing.get_type_hints(import_file(path).get_config)
+    return [
+        (f"{spec.partition(':')[0]}:{name}=", ", ".join(map(str, typing.get_args(hint))) or "TEXT")
+        for name, hint in hints.items()
+        if name != "return"
+    ]
 
 
 def parse_options(
@@ -199,7 +244,7 @@ def parse_options(
     *,
     prog: str,
     default: Options | None = None,
-    markers: Sequence[Any] = (tyro.conf.AvoidSubcommands,),
+    switches: bool = True,
 ) -> Options:
     """Parse options by tyro into a dataclass, with errors of one line instead of tyro's frames.
 
@@ -208,131 +253,63 @@ def parse_options(
       argv: the options, and positional arguments if the dataclass has some.
       prog: the command's name in help and errors.
       default: the values of options that are not given; None takes the dataclass's own.
-      markers: of `tyro.conf`, such as `FlagConversionOff`, with which booleans take a value.
+      switches: whether a boolean is an option without a value; else True or False follows it.
 
     Raises:
-      UsageError: there is no such option, one that is needed is missing, or a value is missing, is
-        of another type than the field's, or is refused by the config.
-      SystemExit: 0 after `--help`; 2 after tyro's own words for any other error.
+      UsageError: there is no such option, one that is needed is missing or given twice, or a value
+        is missing, is of another type than the field's, or is refused by the dataclass.
+      SystemExit: 0 after `--help`.
     """
-    known = _annotations(default or arguments)
-    frames = io.StringIO()
+    options = options_of(arguments if default is None else default, switches=switches)
+    if asks_for_help(argv):
+        show_help(arguments, options, argv, prog=prog)
+        sys.exit(0)
+    given = check_words(argv, options, prog)
+    by_flag = {option.flag: option for option in options}
+    for flag, values in given.items():
+        _check_types(by_flag[flag], values)
+    markers = (tyro.conf.AvoidSubcommands, *([] if switches else [tyro.conf.FlagConversionOff]))
     try:
-        with contextlib.redirect_stderr(frames):
-            parsed, unknown = tyro.cli(
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(
                 arguments,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 args=argv,
                 prog=prog,
                 config=markers,
-                return_unknown_args=True,
             )
     except (ValueError, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
-        if tyro.conf.FlagConversionOff not in markers:
-            known = {flag: hint for flag, hint in known.items() if hint is not bool}
-        problem = _refusal(error) or _wrong_value(argv, known)
-        if problem is not None:
-            raise UsageError(problem) from error
-        missing = [] if default is not None else _missing(arguments, argv, known)
-        if missing:
-            names = ", ".join(missing)
-            raise UsageError(f"`{prog}` needs {names}. See `{prog} --help`.") from error
-        sys.stderr.write(frames.getvalue())
-        raise
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        hint = _did_you_mean(flag.replace("_", "-"), known)
-        raise UsageError(f"`{prog}` has no option {flag}{hint}; see `{prog} --help`.")
-    return parsed
+        raise UsageError(_problem(error, by_flag, given, prog)) from error
 
 
-def _annotations(arguments: Any, prefix: str = "--") -> dict[str, Any]:
-    """The annotation of each option of a dataclass, or of an instance with nested ones, by flag."""
-    found: dict[str, Any] = {}
-    kind = arguments if isinstance(arguments, type) else type(arguments)
-    for name, hint in typing.get_type_hints(kind).items():
-        flag, value = prefix + name.replace("_", "-"), getattr(arguments, name, None)
-        if value is None and dataclasses.is_dataclass(hint):
-            value = hint
-        if isinstance(value, TrainConfig):
-            found |= _annotations(value)
-        elif dataclasses.is_dataclass(value):
-            found |= _annotations(value, f"{flag}.")
-        elif value and isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
-            for i, part in enumerate(value):
-                found |= _annotations(part, f"{flag}.{i}.")
-        elif isinstance(value, dict):
-            found |= {f"{flag}.{key}": type(item) for key, item in value.items()}
-        else:
-            found[flag] = hint
-    return found
-
-
-def _refusal(error: BaseException | None) -> str | None:
-    """The error of a config class among the causes of an error."""
-    while error is not None:
-        if isinstance(error, ValueError) and _raised_by_config_module(error):
-            return str(error)
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _wrong_value(argv: Sequence[str], known: Mapping[str, Any]) -> str | None:
-    """The first option whose value is missing or of another type than its field's."""
-    for i, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        hint = known.get(flag.replace("_", "-"))
-        if hint is None:
-            continue
-        if not equals:
-            value = argv[i + 1] if i + 1 < len(argv) else "--"
-        if not equals and value.startswith("--"):
-            return f"{flag} needs a value: {_expected(hint)}."
+def _check_types(option: Option, values: Sequence[str]) -> None:
+    """Let tyro read each value alone, whose own errors speak of more than the value."""
+    untyped = (tuple, list, types.NoneType)  # of the user's own options
+    for value in [] if option.is_switch or option.hint in untyped else values:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                tyro.cli(hint, args=[value], config=(tyro.conf.FlagConversionOff,))
-        except SystemExit:
-            return f"{flag} {value} must be {_expected(hint)}."
-    return None
+                tyro.cli(option.hint, args=[value], config=(tyro.conf.FlagConversionOff,))
+        except SystemExit as error:
+            raise UsageError(wrong_value(option, value)) from error
 
 
-def _missing(arguments: type, argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """The fields without a default that a command line does not give, as `--help` calls them."""
-    given, num_words, rest = set(), 0, iter(argv)
-    for word in rest:
-        flag, equals, _ = word.replace("_", "-").partition("=")
-        given.add(flag)
-        if not word.startswith("-"):
-            num_words += 1
-        elif not equals and known.get(flag, bool) is not bool:
-            next(rest, None)  # the option's value
-    missing = []
-    hints = typing.get_type_hints(arguments, include_extras=True)
-    for field in dataclasses.fields(arguments):
-        if field.default is not field.default_factory:  # both are MISSING where there is none
-            continue
-        extras = typing.get_args(hints[field.name])[1:]
-        metavars = [extra.metavar for extra in extras if getattr(extra, "metavar", None)]
-        if tyro.conf.Positional not in extras:
-            flag = f"--{field.name.replace('_', '-')}"
-            missing += [] if flag in given else [" ".join([flag, *metavars])]
-        elif num_words:
-            num_words -= 1
-        else:
-            missing += metavars or [field.name.upper()]
-    return missing
-
-
-def _expected(annotation: Any) -> str:
-    parts = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
-        return " or ".join(map(str, parts))
-    if parts:
-        return " or ".join(_expected(part) for part in parts if part is not Ellipsis)
-    words = {bool: "True or False", int: "an integer", float: "a number", str: "text"}
-    return words.get(annotation, "None" if annotation is types.NoneType else str(annotation))
+def _problem(
+    error: BaseException, by_flag: dict[str, Option], given: dict[str, list[str]], prog: str
+) -> str:
+    """What is wrong with the values of a command line that a dataclass has refused."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuleError):
+            for flag, values in given.items():
+                option = by_flag[flag]
+                if option.field == cause.field and issubclass(cause.config_class, option.owner):
+                    return f"{flag} {' '.join(values)} {cause.words}."
+            return str(cause)
+        if isinstance(cause, ValueError) and _raised_by_config_module(cause):
+            return refused(str(cause), given)
+        cause = cause.__cause__ or cause.__context__
+    words = shlex.join(word for flag, values in given.items() for word in (flag, *values))
+    return f"`{prog}` cannot read {words}; see `{prog} --help`."
 
 
 def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -345,7 +322,7 @@ def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         options.append(word)
-        if "=" not in word and word not in ("-h", "--help"):
+        if "=" not in word and word not in HELP:
             options += itertools.islice(rest, 1)
     return words, options
 
@@ -394,12 +371,12 @@ def _choices(path: Path, text: str, get_config: Callable[..., Any]) -> dict[str,
             )
         if name not in values:
             raise UsageError(
-                f"{path} has no choice `{name}`{_did_you_mean(name, values)}; its choices: "
+                f"{path} has no choice `{name}`{did_you_mean(name, values)}; its choices: "
                 f"{', '.join(values) or 'none'}."
             )
         if values[name] and word not in values[name]:
             raise UsageError(
-                f"{path}: {name}={word} is not a choice{_did_you_mean(word, values[name])}; "
+                f"{path}: {name}={word} is not a choice{did_you_mean(word, values[name])}; "
                 f"{name} is one of {', '.join(values[name])}."
             )
         chosen[name] = values[name][word] if values[name] else word
@@ -408,11 +385,6 @@ def _choices(path: Path, text: str, get_config: Callable[..., Any]) -> dict[str,
             words = "|".join(values[name]) or "TEXT"
             raise UsageError(f"{path} needs the choice {name}={words}: {path}:{name}=....")
     return chosen
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def _raised_by_config_module(error: ValueError) -> bool:

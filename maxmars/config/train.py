@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from maxmars.config.checks import CheckedConfig, NotNegative, Positive, require
+from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, require
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptimizerConfig
@@ -123,8 +123,9 @@ class LogConfig(CheckedConfig):
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to `<workdir>/tensorboard` (extra `tensorboard`)."""
     wandb: Literal["online", "offline"] | None = None
-    """Also send the metrics to Weights & Biases, or keep them in `<workdir>/wandb` for `wandb sync`
-    (extra `wandb`). WANDB_MODE in the environment overrides which of the two; None does neither."""
+    """Also send the metrics to Weights & Biases (extra `wandb`); `offline` keeps them in
+    `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides which of the two;
+    None does neither."""
     wandb_project: str = "maxmars"
     """Project of Weights & Biases; see also WANDB_ENTITY."""
 
@@ -173,9 +174,9 @@ class TrainConfig(CheckedConfig):
     """Parts of the batch that go through the model one after the other; saves memory, and changes
     neither the tokens of a step nor, rounding aside, its gradient. None takes the fewest that
     divide over the mesh and fit in memory by an estimate."""
-    gradient_clip_norm: Positive[float] | None = 1.0
+    gradient_clip_norm: Annotated[Positive[float] | None, Group("optimizer")] = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
-    gradient_multiplier: Positive[float] = 1.0
+    gradient_multiplier: Annotated[Positive[float], Group("optimizer")] = 1.0
     """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
     where others average; a multiplier equal to its number of microbatches reproduces that."""
     model: ModelConfig
@@ -187,7 +188,7 @@ class TrainConfig(CheckedConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    hang_timeout_s: Positive[float] | None = 600.0
+    hang_timeout_s: Annotated[Positive[float] | None, Group("guard")] = 600.0
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, and checkpoints
     may take ten times this. None waits for ever."""

@@ -15,11 +15,12 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
 from tyro.conf import arg
 
+from maxmars.config.checks import UsageError
 from maxmars.config.chips import Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
@@ -69,7 +70,12 @@ fi
 
 @dataclass(frozen=True, kw_only=True)
 class JobSet:
-    """A JobSet by the name of its run."""
+    """A JobSet by the name of its run: look at it, follow its log, delete it."""
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch gke status --name run1",
+        "maxmars launch gke delete --name run1",
+    )
 
     name: Annotated[str, arg(metavar="NAME")]
     """Name of the run, which is that of its JobSet."""
@@ -80,7 +86,7 @@ class JobSet:
         """Check the words that go to kubectl.
 
         Raises:
-          ValueError: names the option that is wrong.
+          UsageError: names the option that is wrong.
         """
         check_name(self.name)
         pattern = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -128,7 +134,27 @@ class JobSet:
 
 @dataclass(frozen=True, kw_only=True)
 class GkeOptions(RunOptions, JobSet):
-    """Train on the nodes of a GKE cluster, by a JobSet. The cluster needs JobSet, as XPK's have."""
+    """Train on the nodes of a GKE cluster, by a JobSet. The cluster needs JobSet, as XPK's have.
+
+    What follows -- goes to `maxmars train`.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch gke gpt2 --name run1 --workdir gs://bucket/run1 \\",
+        "  --topology v6e:4x4 -- --data.path gs://bucket/tokens",
+    )
+    FIRST: ClassVar = (
+        "name",
+        "workdir",
+        "topology",
+        "num-slices",
+        "image",
+        "spot",
+        "claim",
+        "env",
+        "service-account",
+        "dry-run",
+    )
 
     topology: Annotated[str, arg(metavar="TOPOLOGY")]
     """A TPU slice such as v5p:4x4x4 or v5e:4x4, or a number of GPUs such as h100:16."""
@@ -193,7 +219,7 @@ class GkeOptions(RunOptions, JobSet):
             _read_patch(self.patch)
         self.slice.check_slices(self.num_slices)
         if not self.has_tpu and self.slice.num_hosts > 1 and self.patch is None:
-            raise ValueError(
+            raise UsageError(
                 f"--topology {self.topology} is {self.slice.num_hosts} nodes, whose GPUs reach "
                 "each other at full speed only with the cluster's network interfaces, NCCL plugin "
                 "and NCCL's variables. Start it by `xpk workload create`, which writes them, or "
@@ -256,9 +282,9 @@ def _read_patch(path: Path) -> dict[str, Any]:
     try:
         patch = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"--patch {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"--patch {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(patch, dict):
-        raise ValueError(f"--patch {path} must be a mapping, such as a part of a JobSet.")
+        raise UsageError(f"--patch {path} must be a mapping, such as a part of a JobSet.")
     return patch
 
 

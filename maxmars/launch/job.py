@@ -24,6 +24,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 import maxmars
+from maxmars.config.checks import CheckedConfig, NotNegative, UsageError
 from maxmars.config.command_line import find_config
 from maxmars.config.user_code import split_source
 
@@ -46,7 +47,7 @@ _MAX_BYTES = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(CheckedConfig):
     """Options of `maxmars launch PLATFORM CONFIG` on every platform."""
 
     config: Annotated[str, Positional, arg(metavar="CONFIG")]
@@ -54,14 +55,15 @@ class RunOptions:
     name: Annotated[str, arg(metavar="NAME")]
     """Name of the run, and of the machines and files that are created for it."""
     workdir: Annotated[str, arg(metavar="DIR")]
-    """Directory of the run's metrics and checkpoints, which every host must reach by this path: in
-    a bucket (gs://), or on a shared file system, mounted by --setup or --claim for example."""
+    """Directory of the run's metrics and checkpoints, which every host must reach by this path. It
+    is in a bucket (gs://), or on a shared file system, mounted by --setup or --claim for example.
+    """
     env: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values appear
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
-    max_restarts: int = 10_000
+    max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Starts that make no new
     checkpoint end it much earlier: 3 on the same machines, 10 after lost machines."""
     dry_run: bool = False
@@ -225,10 +227,10 @@ def check_word(value: str, what: str, pattern: str, example: str) -> str:
     """The value, if all of it matches the pattern.
 
     Raises:
-      ValueError: it does not; names `what` and the example.
+      UsageError: it does not; names `what` and the example.
     """
     if re.fullmatch(pattern, value) is None:
-        raise ValueError(f"{what}={value!r} does not look like {example}.")
+        raise UsageError(f"{what}={value!r} does not look like {example}.")
     return value
 
 
@@ -242,7 +244,7 @@ def check_shared_workdir(workdir: str) -> str:
     """A working directory that means the same on every host.
 
     Raises:
-      ValueError: it is neither an absolute path nor in a bucket.
+      UsageError: it is neither an absolute path nor in a bucket.
     """
     example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
     return check_word(workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
@@ -252,7 +254,7 @@ def take_environment(names: Sequence[str]) -> dict[str, str]:
     """Values of these variables here.
 
     Raises:
-      ValueError: a name that cannot be one, a variable that is not set, or one of several lines.
+      UsageError: a name that cannot be one, a variable that is not set, or one of several lines.
     """
     taken = {}
     for name in names:
@@ -260,7 +262,7 @@ def take_environment(names: Sequence[str]) -> dict[str, str]:
         check_word(name, "--env", r"[A-Za-z_][A-Za-z0-9_]*", example)
         value = os.environ.get(name)
         if value is None or "\n" in value:
-            raise ValueError(
+            raise UsageError(
                 f"--env {name}: that variable must be set here, to one line, for the run to get it."
             )
         taken[name] = value

@@ -16,10 +16,11 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from maxmars.config.checks import NotNegative, Positive, UsageError
 from maxmars.launch.job import (
     ABORTED,
     FAILED,
@@ -38,7 +39,12 @@ _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmName:
-    """SLURM jobs by the name of their run."""
+    """SLURM jobs by the name of their run: look at them, or stop the run, which saves first."""
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch slurm status --name run1",
+        "maxmars launch slurm stop --name run1",
+    )
 
     name: Annotated[str, arg(metavar="NAME")]
     """Name of the run, which is that of its jobs."""
@@ -47,7 +53,7 @@ class SlurmName:
         """Check the words that go to SLURM.
 
         Raises:
-          ValueError: names the option that is wrong.
+          UsageError: names the option that is wrong.
         """
         pattern = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
         check_word(self.name, "--name", pattern, "run-1: letters, digits and _ . -")
@@ -63,15 +69,35 @@ class SlurmName:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(RunOptions, SlurmName):
-    """Train under SLURM. The job is queued again before its time ends, until all steps are done."""
+    """Train under SLURM. The job is queued again before its time ends, until all steps are done.
 
-    nodes: int = 1
+    What follows -- goes to `maxmars train`.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\",
+        "  --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext",
+    )
+    FIRST: ClassVar = (
+        "name",
+        "workdir",
+        "nodes",
+        "gpus-per-node",
+        "cpus-per-task",
+        "mem",
+        "time",
+        "partition",
+        "account",
+        "dry-run",
+    )
+
+    nodes: Positive[int] = 1
     """Number of nodes."""
-    gpus_per_node: int = 0
+    gpus_per_node: NotNegative[int] = 0
     """GPUs of each node."""
     process_per: Literal["node", "gpu"] = "node"
     """Whether a process takes all GPUs of its node, or one."""
-    cpus_per_task: int | None = None
+    cpus_per_task: Positive[int] | None = None
     """Cores for each process."""
     mem: str | None = None
     """Memory of each node."""
@@ -105,13 +131,8 @@ class SlurmOptions(RunOptions, SlurmName):
             check_word(option, "--sbatch", f"--{_WORD}", "--gres=gpu:8, one option of sbatch")
         for option in self.srun:
             check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
-        if self.nodes < 1 or self.gpus_per_node < 0:
-            raise ValueError(
-                f"--nodes={self.nodes} must be at least 1 and "
-                f"--gpus-per-node={self.gpus_per_node} at least 0."
-            )
         if self.process_per == "gpu" and not self.gpus_per_node:
-            raise ValueError("--process-per gpu needs --gpus-per-node.")
+            raise UsageError("--process-per gpu needs --gpus-per-node.")
 
     def absolute_workdir(self) -> str:
         """The workdir as it may stand in the script's #SBATCH lines, where quoting is impossible.
@@ -120,7 +141,7 @@ class SlurmOptions(RunOptions, SlurmName):
           ValueError: it is in a bucket, or has other characters.
         """
         if self.workdir.startswith("gs:"):
-            raise ValueError(
+            raise UsageError(
                 f"--workdir {self.workdir} is in a bucket, and SLURM's own output and the checkout "
                 "go there too: name a directory that all nodes share."
             )

@@ -26,10 +26,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
+from maxmars.config.checks import Positive, UsageError
 from maxmars.config.chips import Shape, slice_sizes
 from maxmars.launch.job import (
     ABORTED,
@@ -107,7 +108,12 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuVm:
-    """A TPU by the name of its run, whether it is there or not."""
+    """A TPU by the name of its run: look at it, follow its log, stop the run, delete it."""
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch tpu-vm status --name run1 --zone us-east5-a",
+        "maxmars launch tpu-vm delete --name run1 --zone us-east5-a",
+    )
 
     name: Annotated[str, arg(metavar="NAME")]
     """Name of the run, which is that of its TPU."""
@@ -130,11 +136,11 @@ class TpuVm:
         """Check the words that go to gcloud.
 
         Raises:
-          ValueError: names the option that is wrong.
+          UsageError: names the option that is wrong.
         """
         check_name(self.name)
         if self.tunnel_through_iap and self.internal_ip:
-            raise ValueError("take one of --tunnel-through-iap and --internal-ip.")
+            raise UsageError("take one of --tunnel-through-iap and --internal-ip.")
         zone = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
         check_word(self.zone, "--zone", zone, "us-east5-a, a zone that has TPUs")
         if self.project is not None:
@@ -316,7 +322,27 @@ def _read_reports(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuOptions(RunOptions, TpuVm):
-    """Train on a TPU, which is created if need be. The same command again takes up the run."""
+    """Train on a TPU, which is created if need be; the same command again takes up the run.
+
+    What follows -- goes to `maxmars train`.
+    """
+
+    EXAMPLES: ClassVar = (
+        "maxmars launch tpu-vm gpt2 --name run1 --workdir gs://bucket/run1 \\",
+        "  --zone us-east5-a --accelerator v6e-8 -- --data.path gs://bucket/tokens",
+    )
+    FIRST: ClassVar = (
+        "name",
+        "workdir",
+        "zone",
+        "accelerator",
+        "project",
+        "spot",
+        "queued",
+        "setup",
+        "delete-when-done",
+        "dry-run",
+    )
 
     accelerator: Annotated[str, arg(metavar="TYPE")]
     """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32."""
@@ -334,7 +360,7 @@ class TpuOptions(RunOptions, TpuVm):
     repeated."""
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
-    poll_s: Annotated[float, arg(metavar="SECONDS")] = 20.0
+    poll_s: Annotated[Positive[float], arg(metavar="SECONDS")] = 20.0
     """Seconds between two questions for the TPU's state, and before ssh is tried again."""
 
     def check(self) -> None:
@@ -342,7 +368,7 @@ class TpuOptions(RunOptions, TpuVm):
         kind, _, size = self.accelerator.partition("-")
         if kind not in _ACCELERATORS or not re.fullmatch(r"[1-9]\d*", size):
             kinds = ", ".join(f"{kind}-N" for kind in _ACCELERATORS)
-            raise ValueError(
+            raise UsageError(
                 f"--accelerator={self.accelerator!r} must be one of {kinds}, such as v5p-128 (64 "
                 "chips: N counts cores for v4 and v5p, chips for the others)."
             )
@@ -351,7 +377,7 @@ class TpuOptions(RunOptions, TpuVm):
         if int(size) not in sizes:
             near = sorted(sizes, key=lambda known: abs(math.log(known / int(size))))[:3]
             names = ", ".join(f"{kind}-{known}" for known in near)
-            raise ValueError(
+            raise UsageError(
                 f"--accelerator={self.accelerator!r}: there is no such slice; the nearest are "
                 f"{names}."
             )
@@ -363,7 +389,7 @@ class TpuOptions(RunOptions, TpuVm):
             check_word(self.runtime_version, "--runtime-version", version, "v2-alpha-tpuv5")
         self.slice.check_slices(self.num_slices)
         if self.num_slices > 1 and not self.queued:
-            raise ValueError(
+            raise UsageError(
                 f"--num-slices={self.num_slices} needs --queued: only a queued resource joins "
                 "slices into one TPU."
             )

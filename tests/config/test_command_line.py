@@ -215,7 +215,7 @@ def get_config():
             "no option --model.num-layer (did you mean `--model.num-layers`",
         ),
         (["--xyzzy", "3"], "no option --xyzzy; see `maxmars train "),
-        (["3"], "has no option 3; see"),
+        (["3"], "takes no argument '3'; see"),
         (["--model.use-bias", "maybe"], "--model.use-bias maybe must be True or False."),
         (["--num-steps=many"], "--num-steps many must be an integer."),
         (["--eval.every", "often"], "--eval.every often must be an integer or None."),
@@ -226,7 +226,19 @@ def get_config():
             ["--model.num-heads", "5"],
             "model.embed_dim=768 must be a multiple of model.num_heads=5.",
         ),
-        (["--optimizer.b1", "2"], "AdamWConfig.b1=2.0 must lie in [0, 1)."),
+        (["--optimizer.b1", "2"], "--optimizer.b1 2 must lie in [0, 1)."),
+        (["--optimizer.learning-rate", "abc"], "--optimizer.learning-rate abc must be a number."),
+        (["--num-steps", "1e3"], "--num-steps 1e3 must be an integer; write 1000."),
+        (["--num-steps", "-5"], "--num-steps -5 must be greater than zero."),
+        (["--mesh.fsdp", "0"], "--mesh.fsdp 0 must be greater than zero."),
+        (["--optimizer.eps", "nan"], "--optimizer.eps nan must be a finite number."),
+        (["--seed", "1", "--seed=2"], "--seed is given twice, as 1 and 2; give it once."),
+        (["--model.remat", "atention"], "(did you mean `attention`?)"),
+        (["--name", "-x"], "--name needs a value: text; write --name=-x if that is it."),
+        (
+            ["--schedule.warmup-steps", "9", "--schedule.decay-steps", "5"],
+            "--schedule.warmup-steps 9 --schedule.decay-steps 5: schedule.warmup_steps=9 must not",
+        ),
         (["--num-microbatches", "3"], "global_batch_size=8 must be a multiple of num_microbatches"),
     ],
 )
@@ -253,13 +265,15 @@ class OwnOptions:
         (["a", "--greedy", "--seed", "x"], "--seed x must be an integer."),
         (["a", "--greedy", "--seed"], "--seed needs a value: an integer."),
         (["a", "--mesh.fsdp", "x"], "--mesh.fsdp x must be an integer or None."),
-        (["a", "--mesh.fsdp", "0"], "MeshConfig.fsdp=0 must be greater than zero."),
-        (["a", "b"], "`maxmars x` has no option b; see"),
+        (["a", "--mesh.fsdp", "0"], "--mesh.fsdp 0 must be greater than zero."),
+        (["a", "b"], "`maxmars x` takes no argument 'b'; see"),
+        (["a", "--greedy=True"], "--greedy takes no value; write --greedy or nothing."),
+        (["a", "--greedy", "--no-greedy"], "--no-greedy is given twice, as --greedy and"),
         (
             ["a", "--promt", "b"],
             "`maxmars x` has no option --promt (did you mean `--prompt`?); see",
         ),
-        (["--greedy", "--prompt", "b"], "`maxmars x` needs RUN. See `maxmars x --help`."),
+        (["--greedy", "--prompt", "b"], "`maxmars x` needs RUN; see `maxmars x --help`."),
     ],
 )
 def test_a_command_without_a_config_has_the_same_errors(argv, message):
@@ -279,7 +293,7 @@ def test_help_explains_every_field(write, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     spec = write(CHOICES) + ":optimizer=mars"
     with pytest.raises(SystemExit) as exit_info:
-        parse_config(spec, ["--help"], "maxmars train")
+        parse_config(spec, ["--help-all"], "maxmars train")
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
     config = load_config(spec)

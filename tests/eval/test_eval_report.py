@@ -169,9 +169,12 @@ def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys):
     [
         (["--tasks", "loss,arc"], "there is no task 'arc'"),
         (["--tasks", ","], "no task is named"),
-        (["--data.num-windows", "0"], "num_windows=0 must be positive"),
-        (["--batch-size", "0"], "batch_size=0 must be positive"),
-        (["--hellaswag.num-questions", "0"], "0, must be at least 1"),
+        (["--data.num-windows", "0"], "--data.num-windows 0 must be greater than zero"),
+        (["--batch-size", "0"], "--batch-size 0 must be greater than zero"),
+        (
+            ["--hellaswag.num-questions", "0"],
+            "--hellaswag.num-questions 0 must be greater than zero",
+        ),
         (["--against", "nowhere"], "nowhere does not exist"),
         (["--data.path", "nowhere"], "--tasks hellaswag"),
     ],

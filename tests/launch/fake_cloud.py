@@ -38,6 +38,18 @@ def launch(*arguments):
     return 0
 
 
+def with_options(words, options):
+    """The words of a command with other options, in place of their own of the same names."""
+    kept, rest = [], iter(words)
+    named = options[: options.index("--")] if "--" in options else options
+    for word in rest:
+        if word in named and word.startswith("--"):
+            next(rest)
+        else:
+            kept.append(word)
+    return [*kept, *options]
+
+
 def program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch, program
+from fake_cloud import launch, program, with_options
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
@@ -261,7 +261,7 @@ def test_a_jobset_that_is_there(cloud, capsys):
     ],
 )
 def test_what_is_wrong_is_said(cloud, capsys, changed, message):
-    assert launch(*TPU, *changed) == 1
+    assert launch(*with_options(TPU, changed)) == 2
     assert message in capsys.readouterr().err
     assert not (cloud / "calls").exists()
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cloud import launch, program
+from fake_cloud import launch, program, with_options
 
 from maxmars.config.command_line import load_config
 from maxmars.config.user_code import load_function, sources_in
@@ -77,7 +77,8 @@ def cloud(tmp_path, monkeypatch):
 
 
 def start(*options):
-    return launch("launch", "slurm", CONFIG, "--name", "run1", "--workdir", "runs/run1", *options)
+    words = ["launch", "slurm", CONFIG, "--name", "run1", "--workdir", "runs/run1"]
+    return launch(*with_options(words, options))
 
 
 def submit(cloud, capsys, *options):
@@ -220,7 +221,7 @@ def test_status_and_stop(cloud, capfd):
         (["--sbatch", "--x\n#SBATCH --y"], "--sbatch='--x\\n#SBATCH --y' does not look like"),
         (["--sbatch", "--comment=a b"], "--sbatch='--comment=a b' does not look like"),
         (["--srun", "bash"], "--srun='bash' does not look like --mpi=none"),
-        (["--nodes", "0"], "--nodes=0 must be at least 1"),
+        (["--nodes", "0"], "--nodes 0 must be greater than zero"),
         (["--process-per", "gpu"], "--process-per gpu needs --gpus-per-node"),
         (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket, and SLURM's own output"),
         (["--workdir", "a b"], "does not look like /shared/runs/run-1"),
@@ -228,7 +229,7 @@ def test_status_and_stop(cloud, capfd):
     ],
 )
 def test_what_is_wrong_is_said(cloud, capsys, options, message):
-    assert start(*options) == 1
+    assert start(*options) == 2
     assert message in capsys.readouterr().err
     assert not (cloud / "calls").exists()
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_cloud import FakeCloud, launch, program
+from fake_cloud import FakeCloud, launch, program, with_options
 from xla_flags import xla_flags
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
 @pytest.mark.slow
 def test_starts_of_which_no_step_is_seen_have_an_end(cloud, capsys):
     cloud.train("exit 134")
-    assert launch(*START, "--poll-s", "0.0001") == 1
+    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
     assert "and no step was seen in 11 starts in a row; look at the" in capsys.readouterr().err
     assert cloud.count("tpu-vm ssh", "start") == 11
 
@@ -151,13 +151,13 @@ def test_starts_of_which_no_step_is_seen_have_an_end(cloud, capsys):
 def test_starts_that_make_steps_go_on(cloud, capsys):
     once = 'echo x >>"$FAKE_CLOUD/starts$FAKE_HOST"; n=$(wc -l <"$FAKE_CLOUD/starts$FAKE_HOST")'
     cloud.train(f'{once}; echo "05:00:00 step  $n/400  loss 3.1"; ((n > 12)) || exit 75')
-    assert launch(*START, "--poll-s", "0.0001") == 0
+    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 0
     assert cloud.count("tpu-vm ssh", "start") == 13
 
 
 def test_ssh_that_never_works_ends(cloud, capsys):
     cloud.write("ssh_failures", 10_000)
-    assert launch(*START, "--poll-s", "0.0001") == 1
+    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
     error = capsys.readouterr().err
     assert "ssh never worked on run1: ERROR: (gcloud.compute.tpus) ssh exited with 255." in error
     assert "costs until `maxmars launch tpu-vm delete" in error
@@ -210,7 +210,7 @@ def test_an_agent_without_the_key_is_told_before_anything_is_created(
 
 def test_a_broken_host_means_a_new_tpu(cloud, capsys):
     cloud.write("unreachable", [1])
-    assert launch(*START, "--poll-s", "0.0001") == 0
+    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 0
     output = capsys.readouterr().out
     assert "1 of 2 hosts answered by ssh" in output
     assert "run1: deleting it, as a new one has other hosts" in output
@@ -455,13 +455,13 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
             "8 chips of v6e are one host",
         ),
         (["--queued", "--num-slices", "0"], "--num-slices 0 must be at least 1"),
-        (["--max-restarts", "-1"], "--max-restarts=-1 must be at least 0"),
+        (["--max-restarts", "-1"], "--max-restarts -1 must not be negative"),
         (["--", "--workdir", "x"], "--workdir goes before --"),
         (["--", "--model.num-layer", "2"], "--model.num-layers"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_created(cloud, capsys, changed, message):
-    assert launch(*START, *changed) in (1, 2)
+    assert launch(*with_options(START, changed)) in (1, 2)
     assert message in capsys.readouterr().err
     assert not (cloud.folder / "calls").exists()
 
