@@ -22,7 +22,7 @@ class AuditArguments(CheckedConfig):
     Exits with 1 where it is not, and says where it breaks.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars audit runs/quickstart",
         "maxmars audit runs/quickstart --replay 10",
     )

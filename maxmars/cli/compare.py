@@ -47,13 +47,13 @@ class CompareArguments(ConfigArguments):
     --cells 2/2 two processes or machines share them. DIR gets report.md, report.json and figures.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars compare compare_tiny --optimizers adamw,mars,muon --workdir runs/which",
         "maxmars compare compare_tiny --optimizers adamw,mars --budget 20 --seeds 5 \\",
         "  --tune learning_rate,weight_decay,b1,b2 --workdir runs/tuned",
     )
-    GROUP: ClassVar = Group("comparison", "What is compared, and how.")
-    FIRST: ClassVar = (
+    GROUP: ClassVar[Group] = Group("comparison", "What is compared, and how.")
+    FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
         "optimizers",
         "learning-rates",
@@ -165,7 +165,7 @@ class ReportArguments(CheckedConfig):
     before it is complete.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars report runs/quickstart",
         "maxmars report runs/a runs/b --out reports/ab",
     )

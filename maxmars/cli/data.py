@@ -53,11 +53,11 @@ class PrepareArguments(CheckedConfig):
       python                    the sources of Python's standard library
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars data prepare 'books/*.txt' data/books",
         "maxmars data prepare openwebtext data/openwebtext --tokenizer gpt2",
     )
-    FIRST: ClassVar = (
+    FIRST: ClassVar[tuple[str, ...]] = (
         "tokenizer",
         "text-field",
         "validation-fraction",
@@ -109,7 +109,7 @@ class PrepareArguments(CheckedConfig):
 class InspectArguments(CheckedConfig):
     """Show what prepared tokens hold, and compare every file with its checksum."""
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars data inspect data/books",
         "maxmars data inspect data/books --compare data/other --no-verify",
     )

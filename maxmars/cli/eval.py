@@ -62,11 +62,11 @@ class LMEvalArguments(CheckedConfig):
 class EvalArguments(CheckedConfig):
     """Score a trained model, or two on the same data."""
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars eval runs/quickstart",
         "maxmars eval runs/a --against runs/b --output scores.json",
     )
-    FIRST: ClassVar = (
+    FIRST: ClassVar[tuple[str, ...]] = (
         "tasks",
         "against",
         "output",
@@ -79,8 +79,8 @@ class EvalArguments(CheckedConfig):
     )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """The working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging Face
-    directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    """The working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging
+    Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
     """What to measure: loss, hellaswag or both. None takes hellaswag and, where there is validation
     data, loss. With --backend lm-eval, tasks of lm-evaluation-harness, its groups and patterns,

@@ -26,12 +26,12 @@ class PlanArguments(ConfigArguments):
     and several plans may run at once.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars plan gpt2:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8",
         "maxmars plan gpt2:size=xl,optimizer=mars --topology v5p:2x2x4 --price 4.2",
     )
-    GROUP: ClassVar = Group("plan", "The chips, and what is printed.")
-    FIRST: ClassVar = (
+    GROUP: ClassVar[Group] = Group("plan", "The chips, and what is printed.")
+    FIRST: ClassVar[tuple[str, ...]] = (
         "topology",
         "num-slices",
         "max-memory",

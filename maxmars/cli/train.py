@@ -30,12 +30,12 @@ class TrainArguments(ConfigArguments):
     So does a run of several processes where one of them is killed, fails or hangs.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars train quickstart",
         "maxmars train gpt2:size=small,optimizer=mars --data.path DIR --workdir runs/1",
     )
-    GROUP: ClassVar = RUN
-    FIRST: ClassVar = (
+    GROUP: ClassVar[Group] = RUN
+    FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
         "data.path",
         "num-steps",
@@ -164,12 +164,12 @@ class VerifyResumeArguments(ConfigArguments):
     writes receipt.json and receipt.txt, and exits with 1 if they do not.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars verify-resume quickstart",
         "maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40",
     )
-    GROUP: ClassVar = Group("proof", "The runs that are compared.")
-    FIRST: ClassVar = (
+    GROUP: ClassVar[Group] = Group("proof", "The runs that are compared.")
+    FIRST: ClassVar[tuple[str, ...]] = (
         "steps",
         "checkpoint-step",
         "out",

@@ -72,7 +72,7 @@ fi
 class JobSet:
     """A JobSet by the name of its run: look at it, follow its log, delete it."""
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch gke status --name run1",
         "maxmars launch gke delete --name run1",
     )
@@ -139,11 +139,11 @@ class GkeOptions(RunOptions, JobSet):
     What follows -- goes to `maxmars train`.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch gke gpt2 --name run1 --workdir gs://bucket/run1 \\",
         "  --topology v6e:4x4 -- --data.path gs://bucket/tokens",
     )
-    FIRST: ClassVar = (
+    FIRST: ClassVar[tuple[str, ...]] = (
         "name",
         "workdir",
         "topology",

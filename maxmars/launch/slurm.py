@@ -41,7 +41,7 @@ _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 class SlurmName:
     """SLURM jobs by the name of their run: look at them, or stop the run, which saves first."""
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch slurm status --name run1",
         "maxmars launch slurm stop --name run1",
     )
@@ -74,11 +74,11 @@ class SlurmOptions(RunOptions, SlurmName):
     What follows -- goes to `maxmars train`.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\",
         "  --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext",
     )
-    FIRST: ClassVar = (
+    FIRST: ClassVar[tuple[str, ...]] = (
         "name",
         "workdir",
         "nodes",

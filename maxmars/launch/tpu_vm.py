@@ -110,7 +110,7 @@ class State:
 class TpuVm:
     """A TPU by the name of its run: look at it, follow its log, stop the run, delete it."""
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch tpu-vm status --name run1 --zone us-east5-a",
         "maxmars launch tpu-vm delete --name run1 --zone us-east5-a",
     )
@@ -327,11 +327,11 @@ class TpuOptions(RunOptions, TpuVm):
     What follows -- goes to `maxmars train`.
     """
 
-    EXAMPLES: ClassVar = (
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch tpu-vm gpt2 --name run1 --workdir gs://bucket/run1 \\",
         "  --zone us-east5-a --accelerator v6e-8 -- --data.path gs://bucket/tokens",
     )
-    FIRST: ClassVar = (
+    FIRST: ClassVar[tuple[str, ...]] = (
         "name",
         "workdir",
         "zone",
