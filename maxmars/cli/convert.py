@@ -7,15 +7,16 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from maxmars.config.checks import CheckedConfig
 from maxmars.config.command_line import UsageError, parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportArguments:
+class ExportArguments(CheckedConfig):
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
     Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
@@ -25,6 +26,11 @@ class ExportArguments:
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
     in memory at once. With --push, the directory is then uploaded to the Hugging Face hub.
     """
+
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
+        "maxmars export runs/quickstart hf/quickstart",
+        "maxmars export runs/quickstart hf/quickstart --push OWNER/NAME --private",
+    )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, a
@@ -44,12 +50,17 @@ class ExportArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportArguments:
+class ImportArguments(CheckedConfig):
     """Write a Hugging Face GPT-2 as a checkpoint, with digests, in a new directory.
 
     Commands that take a run also take a Hugging Face model as it is; import it where later damage
     must be noticed, or the model must be in a bucket.
     """
+
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
+        "maxmars import hf:openai-community/gpt2 runs/gpt2",
+        "maxmars import hf/my_model gs://bucket/runs/my_model",
+    )
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
     """hf:OWNER/NAME[@REVISION] on the hub, or a directory with config.json, model.safetensors (or

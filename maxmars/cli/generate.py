@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
 from maxmars.config import MeshConfig
+from maxmars.config.checks import CheckedConfig, NotNegative, Positive, Rule
 from maxmars.config.command_line import UsageError, parse_options
 from maxmars.distributed.progress import Progress
 
@@ -22,15 +23,33 @@ if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wai
     from maxmars.eval.generate import TextPiece
 
 _SEPARATOR = "---------------"
+_PART = Rule(lambda value: 0 < value <= 1, "must lie in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArguments:
+class GenerateArguments(CheckedConfig):
     """Continue prompts with a trained model.
 
     Text is printed as it comes, each prompt before its continuation. Several prompts are continued
     together and printed in their order. When the model's context is full, generation goes on from
     the last half of it."""
+
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
+        'maxmars generate runs/quickstart --prompt "def "',
+        "maxmars generate hf:openai-community/gpt2 --interactive",
+    )
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "prompt",
+        "prompt-file",
+        "interactive",
+        "json",
+        "output",
+        "max-new-tokens",
+        "temperature",
+        "top-k",
+        "top-p",
+        "seed",
+    )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Working directory of a run, such as runs/quickstart (its newest checkpoint is taken), one of
@@ -49,18 +68,18 @@ class GenerateArguments:
     `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
     """Write the lines of --json there, and print no text."""
-    max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 200
+    max_new_tokens: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 200
     """Most tokens to add to a prompt; it ends earlier at an end of text."""
-    temperature: float = 0.8
+    temperature: NotNegative[float] = 0.8
     """Below 1 takes likely tokens more often, 0 always the likeliest."""
-    top_k: int | None = 40
+    top_k: Positive[int] | None = 40
     """Sample among this many likeliest tokens only; None takes them all."""
-    top_p: float | None = None
+    top_p: Annotated[float, _PART] | None = None
     """Sample among the likeliest tokens that together have this probability; None takes all."""
     seed: int = 0
     """Seed of the sampling. A continuation does not depend on the other prompts; a prompt that is
     given twice gets two samples."""
-    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    batch_size: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 16
     """Number of prompts continued at once."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Devices: `tensor` and `fsdp` split a model that is too large for one."""

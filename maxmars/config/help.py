@@ -114,9 +114,10 @@ def _explained(group: Sequence[Option]) -> list[str]:
 
 
 def _text(option: Option) -> str:
-    if option.is_required:
-        return option.doc if option.is_positional else f"{option.doc} (required)"
-    return f"{option.doc} ({option.default_text})" if option.default_text else option.doc
+    if option.is_positional:
+        return option.doc
+    note = "required" if option.is_required else option.default_text
+    return f"{option.doc} ({note})" if note else option.doc
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -64,7 +64,9 @@ class Option:
     default_text: str | None
     is_positional: bool
     is_switch: bool
-    """Whether it takes no value: `--spot`, `--no-spot`."""
+    """Whether it takes no value, such as `--spot`."""
+    has_opposite: bool
+    """Whether `--no-spot` is an option too."""
     takes_many: bool
     """Whether several values may follow."""
     is_repeated: bool
@@ -169,6 +171,7 @@ def _option(
         default_text=text,
         is_positional=positional,
         is_switch=switches and hint is bool,
+        has_opposite=switches and hint is bool and tyro.conf.FlagCreatePairsOff not in extras,
         takes_many=(typing.get_origin(hint) or hint) in (tuple, list) and not repeated,
         is_repeated=repeated,
     )
@@ -245,7 +248,7 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
         one that is needed is missing.
     """
     known = {option.flag: option for option in options if not option.is_positional}
-    switches = {f"--no-{flag[2:]}": flag for flag, option in known.items() if option.is_switch}
+    switches = {f"--no-{flag[2:]}": flag for flag, option in known.items() if option.has_opposite}
     places = [option for option in options if option.is_positional]
     given: dict[str, list[str]] = {}
     num_words, i = 0, 0

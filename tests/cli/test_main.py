@@ -106,7 +106,7 @@ ERRORS = [
     (1, "generate x --prompt-file MISSING", "MISSING: No such file"),
     (2, "generate x --prompt a --output MISSING/out.jsonl", "does not exist"),
     (2, "generate x --prompt a --output .", "is a directory"),
-    (1, "generate x --prompt a --top-p 2", "top_p=2"),
+    (2, "generate x --prompt a --top-p 2", "--top-p 2 must lie in (0, 1]"),
     (1, "generate x --prompt a", "x does not exist; name the working directory of a run"),
     (2, "eval x --backend lm-eval", "needs --tasks"),
     (2, "eval x --backend lm-eval --tasks ,", "needs --tasks"),
