@@ -284,8 +284,11 @@ def parse_options(
 
 def _check_types(option: Option, values: Sequence[str]) -> None:
     """Let tyro read each value alone, whose own errors speak of more than the value."""
-    untyped = (tuple, list, types.NoneType)  # of the user's own options
-    for value in [] if option.is_switch or option.hint in untyped else values:
+    takes_text = {str, Path} & {option.hint, *typing.get_args(option.hint)}
+    is_untyped = option.hint in (tuple, list, types.NoneType)  # an option of the user's own
+    if option.is_switch or takes_text or is_untyped:
+        return
+    for value in values:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 tyro.cli(option.hint, args=[value], config=(tyro.conf.FlagConversionOff,))
