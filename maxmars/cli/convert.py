@@ -117,8 +117,9 @@ def _check_push(arguments: ExportArguments) -> None:
         huggingface.open_weights(directory, huggingface.read_config(directory))
     elif Path(out).expanduser().exists():
         raise FileExistsError(
-            f"{out} exists; push it as it is by `{_push_command(out, repository)}`, delete it, or "
-            "choose another name."
+            f"{out} exists; push it as it is by "
+            f"`{_push_command(out, repository, private=arguments.private)}`, delete it, or choose "
+            "another name."
         )
     hub.check_push(repository, private=arguments.private)
 
@@ -148,7 +149,7 @@ def _export(arguments: ExportArguments, out: str) -> None:
 def _push(directory: str, repository: str, *, private: bool) -> int:
     from maxmars.model import hub
 
-    again = _push_command(directory, repository) + (" --private" if private else "")
+    again = _push_command(directory, repository, private=private)
     still_here = f"{directory} is whole; push it again by `{again}`"
     pushed = None
     with contextlib.suppress(KeyboardInterrupt):
@@ -170,8 +171,9 @@ def _push(directory: str, repository: str, *, private: bool) -> int:
     return 0
 
 
-def _push_command(directory: str, repository: str) -> str:
-    return shlex.join(["maxmars", "export", directory, "--push", repository])
+def _push_command(directory: str, repository: str, *, private: bool) -> str:
+    words = ["maxmars", "export", directory, "--push", repository]
+    return shlex.join([*words, "--private"] if private else words)
 
 
 def run_import(argv: list[str]) -> int:

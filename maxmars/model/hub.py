@@ -270,13 +270,10 @@ def check_push(repository: str, *, private: bool) -> None:
         raise PermissionError(f"--push {repository} needs a token that may write: {_LOG_IN}.")
     hub, info = _library(), None
     api = hub.HfApi()
-    try:
-        with _quiet():
-            with contextlib.suppress(hub.errors.RepositoryNotFoundError):
-                info = api.model_info(repository, timeout=_ANSWER_S)
-            token = api.whoami().get("auth", {}).get("accessToken", {})
-    except Exception as error:  # as in `_fetch_revision`
-        _refuse_push(error, repository)
+    with _refusing_push(repository, "when the cause is gone, run the same command again"), _quiet():
+        with contextlib.suppress(hub.errors.RepositoryNotFoundError):
+            info = api.model_info(repository, timeout=_ANSWER_S)
+        token = api.whoami().get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         raise PermissionError(
             f"the token may only read, and --push {repository} writes; {_LOG_IN} to one that may "
@@ -314,27 +311,25 @@ def push(directory: Path, repository: str, *, private: bool) -> Pushed:
         def again() -> None:
             status.message("the hub does not answer well; trying again")
 
-        try:
-            with _quiet(again), _bars(shown=sys.stderr.isatty()):
-                api.create_repo(repository, private=private or None, exist_ok=True)
-                before = api.model_info(repository)
-                if private:
-                    _check_private(before.private, repository)
-                theirs = [file.rfilename for file in before.siblings or ()]
-                stale = [file for file in theirs if _is_of_model(file) and file not in files]
-                status.message(f"uploading {num_bytes / 1e6:,.1f} MB to {_endpoint()}/{repository}")
-                added = [hub.CommitOperationAdd(file, directory / file) for file in files]
-                for addition in added:
-                    # One after the other, as in `_download`.
-                    if addition.path_in_repo.endswith(".safetensors"):
-                        api.preupload_lfs_files(repository, [addition], free_memory=False)
-                commit = api.create_commit(
-                    repository,
-                    [*(hub.CommitOperationDelete(file) for file in stale), *added],
-                    commit_message=f"Upload by maxmars {maxmars.__version__}",
-                )
-        except Exception as error:  # as in `_fetch_revision`
-            _refuse_push(error, repository)
+        with _refusing_push(repository), _quiet(again):
+            api.create_repo(repository, private=private or None, exist_ok=True)
+            before = api.model_info(repository)
+        if private:
+            _check_private(before.private, repository)
+        theirs = [file.rfilename for file in before.siblings or ()]
+        stale = [file for file in theirs if _is_of_model(file) and file not in files]
+        status.message(f"uploading {num_bytes / 1e6:,.1f} MB to {_endpoint()}/{repository}")
+        with _refusing_push(repository), _quiet(again), _bars(shown=sys.stderr.isatty()):
+            added = [hub.CommitOperationAdd(file, directory / file) for file in files]
+            for addition in added:
+                # One after the other, as in `_download`.
+                if addition.path_in_repo.endswith(".safetensors"):
+                    api.preupload_lfs_files(repository, [addition], free_memory=False)
+            commit = api.create_commit(
+                repository,
+                [*(hub.CommitOperationDelete(file) for file in stale), *added],
+                commit_message=f"Upload by maxmars {maxmars.__version__}",
+            )
     return Pushed(
         url=f"{_endpoint()}/{repository}/commit/{commit.oid}",
         is_new=commit.oid != before.sha,
@@ -467,7 +462,7 @@ def _reason(error: BaseException) -> str:
         text = f"it answers {error.response.status_code} {error.server_message or ''}"
     else:
         text = f"{type(error).__name__}: {error}"
-    line = next(iter(text.strip().splitlines()), "").strip()[:200]
+    line = " ".join(text.split())[:200]
     token = _token()
     return line if token is None else line.replace(token, "***")
 
@@ -514,15 +509,18 @@ def _refuse(error: Exception, repository: str, revision: str) -> NoReturn:
     ) from error
 
 
-def _refuse_push(error: Exception, repository: str) -> NoReturn:
+@contextlib.contextmanager
+def _refusing_push(repository: str, way_out: str = "") -> Generator[None]:
     """Raise what keeps a model from being pushed, in one line."""
-    errors = _library().errors
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    if status in (401, 403, 404):
-        raise PermissionError(
-            f"the hub refuses to push to {repository} ({_reason(error)}); {_LOG_IN} to a token "
-            "that may write there."
-        ) from error
-    if isinstance(error, ValueError) and not isinstance(error, OSError):
-        raise error
-    raise OSError(f"the push to {repository} failed ({_reason(error)}).") from error
+    try:
+        yield
+    except Exception as error:  # as in `_fetch_revision`
+        if isinstance(error, _library().errors.HfHubHTTPError) and (
+            error.response.status_code in (401, 403, 404)
+        ):
+            raise PermissionError(
+                f"the hub refuses to push to {repository} ({_reason(error)}); {_LOG_IN} to a token "
+                "that may write there."
+            ) from error
+        end = f"; {way_out}." if way_out else "."
+        raise OSError(f"the push to {repository} failed ({_reason(error)}){end}") from error

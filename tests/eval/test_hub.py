@@ -262,12 +262,17 @@ def test_a_push_that_cannot_work_is_refused_before_the_export(
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     assert "the token may only read, and --push me/new writes" in error_of("--push", "me/new")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.broken["/whoami"] = 503
+    error = error_of("--push", "me/new")
+    assert "failed (it answers 503 out of order); when the cause is gone, run the same" in error
+    hub.broken.clear()
     hub.add("me/public", one)
     error = error_of("--push", "me/public", "--private")
     assert "me/public is public, and the hub ignores --private for a repository" in error
     (tmp_path / "exists").mkdir()
-    error = refusal(capsys, "export", run, tmp_path / "exists", "--push", "me/new")
-    assert f"push it as it is by `maxmars export {tmp_path / 'exists'} --push me/new`" in error
+    words = ["export", run, tmp_path / "exists", "--push", "me/new", "--private"]
+    again = f"push it as it is by `maxmars export {tmp_path / 'exists'} --push me/new --private`"
+    assert again in refusal(capsys, *words)
     assert not any(method in ("POST", "PUT") for method, _, _ in hub.requests)
 
 
@@ -280,6 +285,11 @@ def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsy
     np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
     error = refusal(capsys, "export", run, tmp_path / "other", "--push", "other/name")
     assert "the hub refuses to push to other/name (it answers 403 You don't have the" in error
+    hub.broken = {"/validate-yaml": 400}
+    error = refusal(capsys, "export", out, "--push", "me/fails", "--private")
+    assert "me/fails is public, and the hub ignores" in error
+    error = refusal(capsys, "export", out, "--push", "me/fails")
+    assert "failed (ValueError: Invalid metadata in README.md.). " in error
     hub.broken.clear()
     assert call("export", out, "--push", "me/fails") == 0
     np.testing.assert_array_equal(logits(load("hf:me/fails")), logits(load(run)))
