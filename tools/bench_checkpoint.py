@@ -1,6 +1,7 @@
-"""What a checkpoint of GPT-2 small costs: blocking time, time to completion, restore, host memory.
+"""What a checkpoint of GPT-2 costs: blocking time, time to completion, restore, host memory.
 
-    python tools/bench_checkpoint.py [--directory DIR] [--rounds 5] [--moments 2] [--layers 12]
+    python tools/bench_checkpoint.py [--directory DIR] [--rounds 5] [--size small] [--moments 2]
+        [--layers 12] [--output F.json]
 
 The state is float32 parameters and `--moments` arrays of the same shapes, as AdamW has 2 and MARS
 3, of random normal numbers, on one device. Each round is a process of its own, which saves three
@@ -17,6 +18,7 @@ The files are read back through the operating system's cache: a cold disk adds i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -41,8 +43,8 @@ def memory_bytes(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-def run_config(num_layers: int) -> TrainConfig:
-    """A run of GPT-2 small, to be stored with its checkpoints."""
+def run_config(size: str, num_layers: int | None) -> TrainConfig:
+    """A run of GPT-2, to be stored with its checkpoints."""
     from maxmars.config import (
         AdamWConfig,
         CheckpointConfig,
@@ -51,11 +53,17 @@ def run_config(num_layers: int) -> TrainConfig:
         TrainConfig,
     )
 
+    model = {
+        "small": GPT2Config.small,
+        "medium": GPT2Config.medium,
+        "large": GPT2Config.large,
+        "xl": GPT2Config.xl,
+    }[size]()
     return TrainConfig(
         name="bench",
         num_steps=1000,
         global_batch_size=8,
-        model=GPT2Config(num_layers=num_layers),
+        model=dataclasses.replace(model, num_layers=num_layers or model.num_layers),
         optimizer=AdamWConfig(),
         data=PythonSourcesConfig(),
         checkpoint=CheckpointConfig(keep_last=1),
@@ -87,7 +95,9 @@ def random_state(abstract: Any) -> Any:
     return jax.tree.unflatten(treedef, [leaf(i, a.shape) for i, a in enumerate(leaves)])
 
 
-def measure(action: str, directory: str, moments: int, num_layers: int) -> dict[str, Any]:
+def measure(
+    action: str, directory: str, moments: int, size: str, num_layers: int | None
+) -> dict[str, Any]:
     """Save or restore in this process."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -96,12 +106,12 @@ def measure(action: str, directory: str, moments: int, num_layers: int) -> dict[
     from maxmars.config import MeshConfig
     from maxmars.distributed.sharding import make_mesh
 
-    config = run_config(num_layers)
+    config = run_config(size, num_layers)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     abstract = abstract_state(config, moments, NamedSharding(mesh, PartitionSpec()))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     before = memory_bytes("VmRSS")
-    result: dict[str, Any] = {"state_bytes": size, "device": jax.devices()[0].device_kind}
+    result: dict[str, Any] = {"state_bytes": state, "device": jax.devices()[0].device_kind}
     with Checkpointer(directory, config, mesh=mesh) as checkpointer:
         if action == "save":
             result |= save(checkpointer, random_state(abstract))
@@ -110,7 +120,7 @@ def measure(action: str, directory: str, moments: int, num_layers: int) -> dict[
             restored = checkpointer.restore(abstract)
             jax.block_until_ready(restored.state)
             result["restore"] = time.perf_counter() - started
-    result["peak"] = (memory_bytes("VmHWM") - before) / size
+    result["peak"] = (memory_bytes("VmHWM") - before) / state
     return result
 
 
@@ -133,7 +143,8 @@ def save(checkpointer: Any, state: Any) -> dict[str, Any]:
 def spawn(action: str, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a new process."""
     command = [sys.executable, __file__, "--directory", str(directory), "--measure", action]
-    command += ["--moments", str(args.moments), "--layers", str(args.layers)]
+    command += ["--moments", str(args.moments), "--size", args.size]
+    command += [] if args.layers is None else ["--layers", str(args.layers)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -175,6 +186,9 @@ def print_table(args: argparse.Namespace) -> None:
     print(row("restore, digests checked", "s", numbers["restore"]))
     print(row("save, peak host memory / state", "x", numbers["save peak"]))
     print(row("restore, peak host memory / state", "x", numbers["restore peak"]))
+    if args.output is not None:
+        found = {"state_bytes": size, "bytes_on_disk": size_on_disk, "device": first["device"]}
+        args.output.write_text(json.dumps(found | numbers, indent=2))
 
 
 def main() -> None:
@@ -184,13 +198,18 @@ def main() -> None:
     parser.add_argument("--directory", help="where to write (default: the temporary directory)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of processes")
     parser.add_argument("--moments", type=int, default=2, help="arrays beside each parameter")
-    parser.add_argument("--layers", type=int, default=12, help="fewer for a quick look")
+    parser.add_argument(
+        "--size", choices=("small", "medium", "large", "xl"), default="small", help="of GPT-2"
+    )
+    parser.add_argument("--layers", type=int, help="fewer for a quick look")
+    parser.add_argument("--output", type=Path, help="also write what was measured as JSON")
     parser.add_argument("--measure", choices=("save", "restore"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if min(args.rounds, args.moments, args.layers) < 1:
+    if min(args.rounds, args.moments, args.layers or 1) < 1:
         parser.error("--rounds, --moments and --layers must be at least 1.")
     if args.measure:
-        print(json.dumps(measure(args.measure, args.directory, args.moments, args.layers)))
+        shape = (args.moments, args.size, args.layers)
+        print(json.dumps(measure(args.measure, args.directory, *shape)))
     else:
         print_table(args)
 

@@ -1,11 +1,12 @@
 """HellaSwag beside lm-evaluation-harness: the same weights and questions, in one run.
 
     python tools/bench_eval.py QUESTIONS [--model DIR] [--num-questions 600] [--rounds 3]
-        [--peer-batch-sizes 1,8,32]
+        [--peer-batch-sizes 1,8,32] [--no-peer] [--output F.json]
 
 QUESTIONS is a file in HellaSwag's own format. `--model` is a Hugging Face GPT-2; without it, the
-weights are random and of GPT-2 small's shapes. It needs the extras `hf` and `peers`, and the GPT-2
-vocabulary (TIKTOKEN_CACHE_DIR). Nothing else is downloaded.
+weights are random and of GPT-2 small's shapes. `--no-peer` times maxmars alone.
+It needs the extras `hf` and `peers`, and the GPT-2 vocabulary (TIKTOKEN_CACHE_DIR). Nothing else is
+downloaded.
 
 Timed is what is done for each question: texts to tokens, the model, the log-likelihoods; on our
 side the protocol `lm_eval` alone, on the peer's `HFLM.loglikelihood` on the requests of its own
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import statistics
@@ -126,14 +128,14 @@ def make_model(arguments: argparse.Namespace, directory: Path) -> None:
 def compare(directory: Path, arguments: argparse.Namespace) -> None:
     """Run both sides in turns and print what was measured."""
     questions, count = arguments.questions, arguments.num_questions
-    few = peer(directory, questions, min(_SEARCHED, count))
-    seconds = {size: timed(few(size))[0] for size in arguments.peer_batch_sizes}
-    best = min(seconds, key=lambda size: seconds[size])
-    rates = ", ".join(f"{size}: {min(_SEARCHED, count) / s:.1f}" for size, s in seconds.items())
-    print(f"peer's questions/s by batch size: {rates}; taken: {best}", flush=True)
-
     sides = {"maxmars": ours(directory, questions, count)}
-    sides["peer"] = peer(directory, questions, count)(best)
+    if not arguments.no_peer:
+        few = peer(directory, questions, min(_SEARCHED, count))
+        seconds = {size: timed(few(size))[0] for size in arguments.peer_batch_sizes}
+        best = min(seconds, key=lambda size: seconds[size])
+        rates = ", ".join(f"{size}: {min(_SEARCHED, count) / s:.1f}" for size, s in seconds.items())
+        print(f"peer's questions/s by batch size: {rates}; taken: {best}", flush=True)
+        sides["peer"] = peer(directory, questions, count)(best)
     first = {name: timed(run)[0] for name, run in sides.items()}
     rounds, scores = [], {}
     for _ in range(arguments.rounds):
@@ -147,6 +149,10 @@ def compare(directory: Path, arguments: argparse.Namespace) -> None:
             f"{name:8} {statistics.median(values):8.1f} questions/s "
             f"({min(values):.1f} to {max(values):.1f}); first time {count / first[name]:.1f}"
         )
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({"questions_per_sec": rates}, indent=2))
+    if arguments.no_peer:
+        return
     ratios = [times["peer"] / times["maxmars"] for times in rounds]
     print(
         f"ratio    {statistics.median(ratios):8.2f} ({min(ratios):.2f} to {max(ratios):.2f}) over "
@@ -163,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="Hugging Face GPT-2; default: random weights")
     parser.add_argument("--num-questions", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-peer", action="store_true", help="time maxmars alone")
+    parser.add_argument("--output", type=Path, help="also write the rates as JSON")
     parser.add_argument(
         "--peer-batch-sizes",
         type=lambda text: [int(size) for size in text.split(",")],

@@ -1,7 +1,7 @@
 """Tokens/s of generation, with cached keys and values and by full forward passes.
 
     python tools/bench_generate.py [--batch-sizes 1,8] [--new-tokens 128] [--layers 12]
-                                   [--compute-dtype float32]
+                                   [--compute-dtype float32] [--output F.json]
 
 GPT-2 small with random weights on one device, prompts of 64 random tokens, greedy. Without a cache,
 each new token takes a forward pass over what is seen: over the whole context of 1024, which is one
@@ -12,7 +12,9 @@ sixteenth token. Compilation is not counted.
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +93,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--compute-dtype", default="float32")
+    parser.add_argument("--output", type=Path, help="also write the rates as JSON")
     arguments = parser.parse_args()
     model = make_model(
         GPT2Config(num_layers=arguments.layers, compute_dtype=arguments.compute_dtype)
     )
+    rates = []
     print("batch  tokens/s: cached  uncached, multiples of 64  uncached, whole context")
     for batch_size in map(int, arguments.batch_sizes.split(",")):
         prompts = np.random.default_rng(0).integers(0, 50257, (batch_size, PROMPT), np.int32)
@@ -102,6 +106,10 @@ def main() -> None:
         growing = uncached_rate(model, prompts, arguments.new_tokens, PROMPT)
         whole = uncached_rate(model, prompts, arguments.new_tokens, model.config.max_seq_len)
         print(f"{batch_size:5d}  {cached:16.1f}  {growing:25.2f}  {whole:23.2f}", flush=True)
+        rates.append({"batch": batch_size, "cached": cached, "growing": growing, "whole": whole})
+    if arguments.output is not None:
+        found = {"compute_dtype": arguments.compute_dtype, "tokens_per_sec": rates}
+        arguments.output.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Tokens a second of a config's train step, where its time goes, and against PyTorch.
 
     python tools/bench_train.py CONFIG [--peer torch] [--against CONFIG ...] [--rounds 5]
-        [--steps 10] [--random-tokens] [--output F.json] [--model.num-layers 3 ...]
+        [--steps 10] [--random-tokens] [--one-at-a-time] [--output F.json]
+        [--model.num-layers 3 ...]
 
 Every contestant is a process of its own: CONFIG with its train step and input pipeline, other
 CONFIGs (of another optimizer, for example; the overrides apply to all), and with `--peer torch`
 (extra `peers`) a plain PyTorch GPT-2 of the same shapes and precision under AdamW, eager and
-compiled. They take turns, round after round, so that what else the machine does falls on all;
-each round gives a ratio. A contestant that waits uses no core, but keeps its memory.
+compiled (`--peer torch-compiled`: compiled alone). They take turns, round after round, so that what
+else the machine does falls on all; each round gives a ratio. A contestant that waits uses no core,
+but keeps its memory; where that is too much, `--one-at-a-time` ends each before the next starts.
 
 `--random-tokens` trains on random tokens in place of the config's data. Time to the first step
 counts from the start of the process. Host time is what the Python thread itself computes in a step.
@@ -206,17 +208,18 @@ def contestants_of(args: argparse.Namespace, overrides: list[str]) -> list[tuple
     """Name, kind and config of each contestant; the first is what the others are compared with."""
     specs = [args.config, *args.against]
     configs = [parse_config(spec, overrides, "bench_train.py") for spec in specs]
-    if args.peer == "torch":  # which has no rule to choose it, and must compute in the same parts
+    if args.peer is not None:  # which has no rule to choose it, and must compute in the same parts
         configs = [dataclasses.replace(c, num_microbatches=c.microbatches) for c in configs]
     names = [
         c.name if len({c.name for c in configs}) == len(configs) else s
         for s, c in zip(specs, configs, strict=True)
     ]
     found = [(name, "maxmars", config) for name, config in zip(names, configs, strict=True)]
-    if args.peer == "torch":
+    if args.peer is not None:
         if importlib.util.find_spec("torch") is None:
-            raise UsageError("--peer torch needs PyTorch: pip install -e '.[peers]'.")
-        found += [("PyTorch", "torch", configs[0])]
+            raise UsageError(f"--peer {args.peer} needs PyTorch: pip install -e '.[peers]'.")
+        if args.peer == "torch":
+            found += [("PyTorch", "torch", configs[0])]
         found += [("PyTorch, compiled", "torch-compiled", configs[0])]
     return found
 
@@ -227,31 +230,46 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> list[dict[str, An
     Raises:
       RuntimeError: a config of ours failed.
     """
-    running: list[Contestant] = []
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
-        for name, kind, config in contestants_of(args, overrides):
-            place = Path(tempfile.mkdtemp(dir=scratch))
-            used = random_tokens(config, place / "tokens") if args.random_tokens else config
-            print(f"starting {name}", file=sys.stderr, flush=True)
-            try:
-                contestant = Contestant(name, kind, used, place)
-            except RuntimeError as error:
-                if kind != "torch-compiled":
-                    raise
-                print(f"left out: {error}", file=sys.stderr)  # no C++ compiler, for example
-                continue
-            stack.callback(contestant.close)
-            running.append(contestant)
-        for number in range(args.rounds + 1):
-            print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
-            # Each second round goes backwards: no one always runs after the same one.
-            for contestant in running[:: 1 if number % 2 else -1]:
-                found = contestant.ask(str(args.steps if number else 1))
-                print(f"  {contestant.name}: {found['step']:.4f} s a step", file=sys.stderr)
-                if number:  # the first one warms up
-                    contestant.rounds.append(found)
-        return [result(contestant, running[0]) for contestant in running]
+    contestants = contestants_of(args, overrides)
+    groups = [[contestant] for contestant in contestants] if args.one_at_a_time else [contestants]
+    results: list[dict[str, Any]] = []
+    baseline: Contestant | None = None
+    for group in groups:
+        with contextlib.ExitStack() as stack:
+            running = start(group, args, stack)
+            for number in range(args.rounds + 1):
+                print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
+                # Each second round goes backwards: no one always runs after the same one.
+                for contestant in running[:: 1 if number % 2 else -1]:
+                    found = contestant.ask(str(args.steps if number else 1))
+                    print(f"  {contestant.name}: {found['step']:.4f} s a step", file=sys.stderr)
+                    if number:  # the first one warms up
+                        contestant.rounds.append(found)
+            baseline = baseline or running[0]
+            results += [result(contestant, baseline) for contestant in running]
+    return results
+
+
+def start(
+    contestants: list[tuple[str, str, Any]], args: argparse.Namespace, stack: contextlib.ExitStack
+) -> list[Contestant]:
+    """Processes that have taken their first step; they end with the stack."""
+    running = []
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
+    for name, kind, config in contestants:
+        place = Path(tempfile.mkdtemp(dir=scratch))
+        used = random_tokens(config, place / "tokens") if args.random_tokens else config
+        print(f"starting {name}", file=sys.stderr, flush=True)
+        try:
+            contestant = Contestant(name, kind, used, place)
+        except RuntimeError as error:
+            if kind != "torch-compiled":
+                raise
+            print(f"left out: {error}", file=sys.stderr)  # no C++ compiler, for example
+            continue
+        stack.callback(contestant.close)
+        running.append(contestant)
+    return running
 
 
 def main() -> None:
@@ -263,12 +281,15 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG", help="as for `maxmars train`")
     parser.add_argument(
         "--peer",
-        choices=("torch",),
+        choices=("torch", "torch-compiled"),
         help="also run a plain PyTorch GPT-2; num_microbatches that is not set is then 1",
     )
     parser.add_argument("--against", nargs="+", default=(), metavar="CONFIG", help="other configs")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument(
+        "--one-at-a-time", action="store_true", help="end each before the next one starts"
+    )
     parser.add_argument("--random-tokens", action="store_true", help="instead of the config's data")
     parser.add_argument("--output", type=Path, help="also write all that was found as JSON")
     args, overrides = parser.parse_known_args()

@@ -98,31 +98,71 @@ class MaxmarsSteps:
         from maxmars.config.chips import peak_flops
         from maxmars.model.language_model import flops_per_token, num_parameters
         from maxmars.plan.compile import compiler_memory
-        from maxmars.plan.trace import PHASES, format_trace, read_trace
         from maxmars.train.tracer import start_trace
 
+        device = self.mesh.devices.flat[0]
+        peak_bytes = (device.memory_stats() or {}).get("peak_bytes_in_use")
         text = self.train_step.text()
         program = compiler_memory(self.train_step.lower().compile())  # from the cache
         start_trace(self.scratch / "trace")
         self.run(TRACED_STEPS)
         jax.profiler.stop_trace()
-        trace = read_trace(self.scratch / "trace", text)
-        phases = trace.seconds_of_phases()
         self.batches.close()
         model = self.config.model
-        device = self.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind)
         parameters = num_parameters(model)
         return {
             "parameters": parameters,
             "flops_per_token": flops_per_token(model),
             "peak_flops": None if peak is None else peak * self.mesh.size,
-            "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+            "peak_bytes": peak_bytes,
             "program_bytes": program.peak_bytes,
-            "phases": {name: phases[name] / trace.busy_seconds for name in PHASES},
-            "operations": format_trace(trace, steps=TRACED_STEPS),
             "environment": environment(self.mesh),
+            **self.parts(text),
+            "plan": self.plan(),
         }
+
+    def parts(self, text: str) -> dict[str, Any]:
+        """Phases of the traced steps, and the operations that took most; why not, if it failed."""
+        from maxmars.plan.trace import PHASES, format_trace, read_trace
+
+        try:
+            trace = read_trace(self.scratch / "trace", text)
+        except ValueError as error:  # a new kind of device may name its operations otherwise
+            return {"phases": {}, "longest": [], "operations": f"No operations: {error}"}
+        phases = trace.seconds_of_phases()
+        total = sum(op.seconds for op in trace.operations)
+        longest = [
+            {
+                "name": op.name,
+                "phase": op.phase,
+                "source": op.source,
+                "ms": 1e3 * op.seconds / TRACED_STEPS,
+                "share": op.seconds / total,
+            }
+            for op in trace.operations[:10]
+        ]
+        return {
+            "phases": {name: phases[name] / trace.busy_seconds for name in PHASES},
+            "longest": longest,
+            "operations": format_trace(trace, steps=TRACED_STEPS),
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """What `maxmars plan` says of this config on these devices, with their own compiler."""
+        from maxmars.config.chips import CHIPS, chip_name
+        from maxmars.plan import Topology, make_plan
+
+        devices = list(self.mesh.devices.flat)
+        kind = chip_name(devices[0].device_kind)
+        chip = None if kind is None else CHIPS[kind]
+        topology = Topology(name="here", devices=devices, num_slices=1, chip=chip)
+        try:
+            found = make_plan(self.config, topology, evaluate=False).to_json()
+        except ValueError as error:
+            return {"error": str(error)}
+        keys = ("chip", "num_parameters", "memory", "flops", "estimate")
+        return {key: found[key] for key in keys}
 
 
 def resident_peak_bytes() -> int | None:

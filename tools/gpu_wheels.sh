@@ -6,18 +6,17 @@
 # There: python3 -m pip install --no-index --no-deps --target SITE DIR/*.whl; PYTHONPATH=SITE.
 # Taken are what maxmars needs beside JAX, each in the version that this Python has installed (PYTHON
 # names another one), and the newest Flax. Left to the machine: jax, jaxlib, CUDA, torch, numpy,
-# scipy, transformers, pytest, rich, protobuf, pyarrow and what these bring along.
+# scipy, tensorstore, transformers, pytest, rich, protobuf, pyarrow and what these bring along.
 set -euo pipefail
 
 folder="${1:-.wheels}" version="${2:-3.12}" python="${PYTHON:-python3}"
 packages=(
-  optax orbax-checkpoint tensorstore etils                 # beside JAX
-  grain array-record dm-tree portpicker                    # the input pipeline
-  tensorflow-datasets tensorflow-metadata googleapis-common-protos immutabledict simple-parsing
-  docstring-parser termcolor toml wrapt     # token files of TFDS
-  tyro typeguard                                           # the command line
-  jaxtyping wadler-lindig safetensors tiktoken beartype    # small, and older ones would not do
-  aiofiles msgpack humanize simplejson treescope uvloop
+  optax orbax-checkpoint etils aiofiles humanize simplejson treescope  # beside JAX and Flax
+  grain array-record dm-tree portpicker                                # the input pipeline
+  tensorflow-datasets tensorflow-metadata googleapis-common-protos     # files of TFDS
+  immutabledict simple-parsing docstring-parser termcolor toml wrapt
+  tyro typeguard                                                       # the command line
+  jaxtyping wadler-lindig beartype safetensors tiktoken                # small
 )
 platforms=()
 for number in 2014 _2_17 _2_24 _2_26 _2_27 _2_28 _2_31 _2_34 _2_35; do
