@@ -79,7 +79,7 @@ def mark(number: int) -> str:
     return f"@@@ block {number}"
 
 
-def run_blocks(blocks: list[Block], folder: Path, timeout_s: float = 300) -> dict[Block, str]:
+def run_blocks(blocks: list[Block], folder: Path, timeout_s: float = 600) -> dict[Block, str]:
     """Run blocks in order, in one shell in `folder`; what each printed, without times of day.
 
     Blocks of `sh` are typed into the shell, which stops at the first command that fails; blocks of
@@ -111,7 +111,7 @@ def run_blocks(blocks: list[Block], folder: Path, timeout_s: float = 300) -> dic
         python = None
     environment = os.environ | {
         "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(1),
         "COLUMNS": "120",

@@ -64,8 +64,15 @@ def test_python_runs(name, code, place):
     exec(compile(code, name, "exec"), {"__name__": "readme", "SMALL": SMALL})
 
 
-@pytest.mark.parametrize("words", MAXMARS.values(), ids=map(" ".join, MAXMARS))
-def test_commands_have_these_flags(words, place, capsys):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(name, words) for (name, *_), words in MAXMARS.items()],
+    ids=map(" ".join, MAXMARS),
+)
+def test_commands_have_these_flags(name, words, place, capsys):
+    for block in blocks_of(TEXTS[name]):
+        if file := block.said("file"):
+            Path(file).write_text(block.code)
     command, *rest = words
     assert command in COMMANDS
     if command == "train" and not {"--help", "--help-all"} & set(rest):

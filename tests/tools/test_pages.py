@@ -7,7 +7,8 @@ import pytest
 from markdown_pages import NEEDS, Block, blocks_of, is_run, missing_line, run_blocks
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "examples"
-PAGES = {path.stem: blocks_of(path.read_text()) for path in sorted(FOLDER.glob("*.md"))}
+FILES = {path.stem: path for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
+PAGES = {name: blocks_of(path.read_text()) for name, path in FILES.items()}
 # `text` is no code: a formula, or output that differs from machine to machine.
 LANGUAGES = ("sh", "python", "output", "text")
 
@@ -34,6 +35,13 @@ def test_every_block_runs_or_says_what_it_needs(page):
         if block.language == "output":
             assert before is not None, f"line {block.line}"
             assert before.language in ("sh", "python"), f"line {block.line}"
+
+
+def test_the_list_of_pages_names_them_all():
+    listed = (FOLDER / "README.md").read_text()
+    assert [p.name for p in FOLDER.iterdir() if p.suffix and f"]({p.name})" not in listed] == [
+        "README.md"
+    ]
 
 
 BROKEN = {
