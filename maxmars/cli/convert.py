@@ -143,7 +143,7 @@ def _export(arguments: ExportArguments, out: str) -> None:
     )
     for note in [*exported.notes, *card_notes]:
         print(note)
-    print(f"{CARD} in it is the model card; choose a license there")
+    print(f"{CARD} in it is the model card; read it, and choose a license there")
 
 
 def _push(directory: str, repository: str, *, private: bool) -> int:

@@ -157,15 +157,17 @@ def write_card(
         body += _data(facts) + _training(facts) + _losses(facts, measured, drawn)
     elif measured.loss is not None:
         body += ["## Loss", "", _reported_loss(measured), ""]
-    body += _scores(exported, measured, target)
+    body += _scores(measured, target)
     body += _tasks(measured)
     if not measured.scores:
         notes.append(_how_to_measure(exported))
+    if facts is not None and facts.config is not None:
+        body += _hardware(facts)
     if facts is not None:
-        body += _hardware(facts) + _receipts(facts)
+        body += _receipts(facts)
     if facts is not None and facts.config is not None:
         body += _commands(facts)
-    body += _limits(exported) + _license(directory, exported, facts)
+    body += _limits(exported, facts) + _license(directory, exported, facts)
     front = yaml.safe_dump(
         _front_matter(title, exported, facts, measured), sort_keys=False, allow_unicode=True
     )
@@ -279,16 +281,27 @@ class _Facts:
             return str(error)
 
     @property
+    def is_from_scratch(self) -> bool:
+        """Whether the receipts say that the first weights were drawn at random."""
+        return bool(self.began) and self.began[0]["step"] == 0 and not self._start
+
+    @property
+    def _start(self) -> Any:
+        """The `init_from` of the first session; True where that is unknown."""
+        return self.began[0].get("init_from", True) if self.began else True
+
+    @property
     def origin(self) -> str | None:
         """What the first weights were; None where that is unknown."""
-        if not self.began or self.began[0]["step"] or "init_from" not in self.began[0]:
-            return None
-        start = self.began[0]["init_from"]
-        if start is None:
+        start = self._start
+        if self.is_from_scratch:
             assert self.config is not None
             return f"drawn at random (seed {self.config.seed})"
+        if not isinstance(start, dict):
+            return None
         state = " with their optimizer's state" if start["optimizer_state"] else ""
-        place = "/".join(Path(start["weights"]).parts[-3:])
+        run, _, step = start["weights"].rpartition("/checkpoints/")
+        place = f"{_public(run)}/checkpoints/{step}" if run else _public(start["weights"])
         return f"those of `{place}`{state} (digest `{start['params_digest']}`)"
 
 
@@ -304,9 +317,10 @@ def _reported(exported: Exported, reports: Sequence[Fields]) -> Measured:
             if model.get("digest") == digest and (digest or model["name"] == exported.name)
         ]
         if not found:
+            which = "" if digest is None else f", digest {digest[:16]}"
             raise ValueError(
                 f"--report: these are scores of {' and '.join(m['name'] for m in models)}, and "
-                f"not of {exported.name}, digest {digest}; `{_measure(exported)}` makes those."
+                f"not of {exported.name}{which}; `{_measure(exported)}` makes those."
             )
         try:
             if "loss" in found[0]:
@@ -603,7 +617,7 @@ def _reported_loss(measured: Measured) -> str:
     return f"By `maxmars eval`: validation loss {loss:.4f} nats a token, over {count:,} tokens."
 
 
-def _scores(exported: Exported, measured: Measured, target: str) -> list[str]:
+def _scores(measured: Measured, target: str) -> list[str]:
     lines = ["## HellaSwag", ""]
     if not measured.scores:
         command = shlex.join(["maxmars", "eval", target, "--tasks", "hellaswag"])
@@ -625,8 +639,6 @@ def _scores(exported: Exported, measured: Measured, target: str) -> list[str]:
         "that of nanoGPT and llm.c. The intervals are Wilson's. Guesses are right in 25 % of the "
         f"questions. {measured.remark}"
     )
-    if exported.dtype != "float32":
-        told += f" Scored before the weights were rounded to {exported.dtype}."
     return [*lines, "", told, ""]
 
 
@@ -684,7 +696,7 @@ def _devices(environment: Fields) -> str:
 def _receipts(facts: _Facts) -> list[str]:
     lines = ["## Receipts", ""]
     lines += [
-        f"Digest of the exported checkpoint (parameters and optimizer): "
+        f"Digest of the exported checkpoint, over all of its arrays: "
         f"`{facts.stored.digest}`. The exported arrays agree with their digests."
     ]
     if facts.config is None:
@@ -726,11 +738,14 @@ def _commands(facts: _Facts) -> list[str]:
     return [*lines, "```sh", *shell, "```", "", "Paths are shortened to their last name.", ""]
 
 
-def _limits(exported: Exported) -> list[str]:
-    lines = ["## Limits", ""]
-    lines.append("- A base model: it continues text, and was not tuned to follow instructions.")
+def _limits(exported: Exported, facts: _Facts | None) -> list[str]:
+    lines = []
+    if facts is not None and facts.is_from_scratch:
+        lines.append("- A base model: it continues text, and was not tuned to follow instructions.")
+    if exported.dtype != "float32":
+        lines.append(f"- Losses and scores are those before the rounding to {exported.dtype}.")
     lines += [f"- {_public(note)}" for note in exported.notes]
-    return [*lines, ""]
+    return ["## Limits", "", *lines, ""] if lines else []
 
 
 def _license(directory: Path, exported: Exported, facts: _Facts | None) -> list[str]:

@@ -60,6 +60,7 @@ def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
     assert stored.digest in sections["Receipts"]
     assert "maxmars train quickstart:data=tokens --workdir run" in sections["How it was made"]
     assert 'from_pretrained("mine")' in sections["Use"]
+    assert "not tuned to follow instructions" in sections["Limits"]
 
     assert "Not measured" in sections["HellaSwag"]
     assert f"maxmars eval {stored.path} --output scores.json" in capsys.readouterr().out
@@ -151,6 +152,7 @@ def test_cards_of_other_models(tmp_path, capsys):
     assert "from the Hugging Face model `gpt2`. Of its training nothing is known here." in text
     assert "model-index" not in fields
     assert {"Training", "Loss", "Receipts"}.isdisjoint(sections)
+    assert "tuned" not in text  # it may be
     assert "That of the original, which is not recorded here" in sections["License"]
     (hf / "README.md").write_text("---\nlicense: mit\n---\n# theirs\n")
     fields, _, sections = export(hf, tmp_path / "second")
@@ -158,6 +160,21 @@ def test_cards_of_other_models(tmp_path, capsys):
     assert "which says `mit`" in sections["License"]
     assert (tmp_path / "second" / "SOURCE_README.md").read_text().endswith("# theirs\n")
     assert str(tmp_path) not in text
+
+
+@pytest.mark.slow
+def test_the_first_weights_are_named_without_their_place(finished_run, byte_tokens, tmp_path):
+    start = f"""train quickstart:data={byte_tokens} --num-processes 1 --num-steps 1
+        --global-batch-size 8 --model.num-layers 2 --model.num-heads 2 --model.embed-dim 32
+        --model.max-seq-len 32 --model.scan-unroll 1 --eval.every None""".split()
+    main(["export", str(finished_run), str(tmp_path / "hf")])
+    for source, name in ((finished_run, "`run/checkpoints/6`"), (tmp_path / "hf", "`hf`")):
+        workdir = tmp_path / f"from_{source.name}"
+        main([*start, "--workdir", str(workdir), "--init-from", str(source)])
+        _, text, sections = export(workdir, tmp_path / f"out_{source.name}")
+        assert f"| first weights | those of {name} (digest" in sections["Training"]
+        assert str(tmp_path) not in text
+        assert "tuned" not in text
 
 
 def test_what_changed_on_the_way_is_told(finished_run, tmp_path, monkeypatch):
@@ -191,7 +208,9 @@ def test_an_imported_model_has_an_honest_card(finished_run, tmp_path):
     fields, text, sections = export(tmp_path / "imported", tmp_path / "second")
     assert "`imported, step 0`, which was made by `maxmars import` from `first`." in text
     assert "model-index" not in fields
-    assert {"Training", "Loss", "How it was made"}.isdisjoint(sections)
+    # What it says of devices and limits would be of the import, or a guess.
+    unknown = {"Training", "Loss", "How it was made", "Hardware and versions", "Limits"}
+    assert unknown.isdisjoint(sections)
     assert read(tmp_path / "imported" / "checkpoints").digest in sections["Receipts"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
     assert weights[0] == weights[1]
