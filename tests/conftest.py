@@ -17,7 +17,8 @@ from xla_flags import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 GIVEN = os.environ.get("XLA_FLAGS", "")
-ADDED = [flag for flag in xla_flags(8).split() if flag.split("=")[0] not in GIVEN]
+IS_CPU = os.environ["JAX_PLATFORMS"] == "cpu"  # on a GPU, `-m gpu`, programs are the users'
+ADDED = [flag for flag in xla_flags(8).split() if IS_CPU and flag.split("=")[0] not in GIVEN]
 os.environ["XLA_FLAGS"] = " ".join([GIVEN, *ADDED]).strip()
 
 

@@ -68,19 +68,20 @@ class Shape:
     """Sequences of 1,024 tokens a step; 480 in the published runs."""
     microbatch: int
     remat: str
+    in_turns: bool
+    """Whether the four optimizers fit into the memory at once."""
     peer_microbatch: int
-    """With PyTorch, which recomputes nothing."""
-    together: bool
-    """Whether all contestants fit into the memory at once, and take turns."""
+    """Beside PyTorch, which recomputes nothing."""
+    peer_in_turns: bool
     seconds: int
     """Expected of one contestant."""
 
 
 SHAPES = {
-    "small": Shape(480, 16, "None", 16, True, 45),
-    "medium": Shape(480, 16, "dots", 8, True, 65),
-    "large": Shape(240, 8, "dots", 8, False, 75),
-    "xl": Shape(240, 8, "dots", 4, False, 110),
+    "small": Shape(480, 12, "None", True, 12, True, 45),
+    "medium": Shape(480, 16, "None", False, 8, True, 65),
+    "large": Shape(240, 8, "None", False, 8, False, 75),
+    "xl": Shape(240, 8, "dots", False, 4, False, 110),
 }
 TINY = [
     *("--model.compute-dtype", "float32", "--model.max-seq-len", "64", "--model.num-layers", "2"),
@@ -168,6 +169,12 @@ def shape_options(args: argparse.Namespace, shape: Shape, microbatch: int) -> li
     return [*options, *args.overrides]
 
 
+def memory_for(processes: int) -> dict[str, str]:
+    """The memory of the card for each of some processes, which JAX takes at once."""
+    share = f"{0.92 / processes:.3f}"
+    return {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": share}
+
+
 def step_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     """Four optimizers at each size: in turns where the memory holds all, else each alone."""
     for size in args.sizes:
@@ -176,12 +183,13 @@ def step_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
         rounds = ("--rounds", 5 if size == "small" else 3, "--steps", 2 if size == "small" else 1)
         names = [config_name(args, size, optimizer) for optimizer in OPTIMIZERS]
         groups = {f"steps-{size}": names}
-        if not shape.together:
+        if not shape.in_turns:
             groups = {f"steps-{size}-{o}": [n] for o, n in zip(OPTIMIZERS, names, strict=True)}
         for name, (first, *others) in groups.items():
             against = ["--against", *others] if others else []
             command = tool("bench_train", first, "--random-tokens", *rounds, *options, *against)
-            yield Unit(name, command, shape.seconds * (1 + len(others)))
+            count = 1 + len(others)
+            yield Unit(name, command, shape.seconds * count, memory_for(count))
 
 
 def peer_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
@@ -189,12 +197,13 @@ def peer_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     no_torch = None if importlib.util.find_spec("torch") else "no PyTorch here"
     for size in args.sizes:
         shape = SHAPES[size]
-        turns = () if shape.together else ("--one-at-a-time",)
+        turns = () if shape.peer_in_turns else ("--one-at-a-time",)
         words = ["--random-tokens", "--rounds", 3, "--steps", 2 if size == "small" else 1, *turns]
         words += shape_options(args, shape, shape.peer_microbatch)
         name = config_name(args, size, "adamw")
         command = tool("bench_train", name, "--peer", "torch-compiled", *words)
-        yield Unit(f"peer-{size}", command, 3 * shape.seconds, missing=no_torch)
+        memory = memory_for(2 if turns == () else 1)
+        yield Unit(f"peer-{size}", command, 3 * shape.seconds, memory, no_torch)
 
 
 def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
@@ -272,7 +281,7 @@ def environment_of(args: argparse.Namespace, unit: Unit) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "MAXMARS_REFERENCE_DIR": str(args.shared),
         "TIKTOKEN_CACHE_DIR": str(args.shared / "data" / "tiktoken"),
-        # Several processes share the card: each takes what it needs, and may take nearly all.
+        # Tests and runs start processes of their own: each takes what it needs of the card.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
         **unit.environment,
