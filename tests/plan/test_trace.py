@@ -59,7 +59,7 @@ def test_a_trace_of_this_machine_names_the_operations_of_all_phases(tmp_path):
     train(config, tmp_path / "run", profile=(2, 3), trace_tables=trace_tables)
     text = (tmp_path / "run" / "profile" / "host_000" / "operations.txt").read_text()
     shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
-    assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 1
+    assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 0
 
 
 PROGRAM = """HloModule step

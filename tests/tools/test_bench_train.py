@@ -37,7 +37,9 @@ def bench(*arguments):
 @pytest.mark.slow
 def test_the_table_and_the_json_of_one_config(tmp_path):
     output = tmp_path / "found.json"
-    done = bench(str(ROOT / "configs" / "quickstart.py"), "--output", str(output))
+    done = bench(
+        str(ROOT / "configs" / "quickstart.py"), "--output", str(output), "--one-at-a-time"
+    )
     assert done.returncode == 0, done.stderr
     for name in ("tokens/s", "backward, %", "host, ms", "compile, s", "time to first step, s"):
         assert name in done.stdout
@@ -50,6 +52,9 @@ def test_the_table_and_the_json_of_one_config(tmp_path):
     assert 0 < found["compile_time"] < found["first_step_time"] < found["time_to_first_step"]
     assert found["tokens_per_sec"]["min"] <= found["tokens_per_sec"]["median"]
     assert found["tokens_per_sec"]["max"] * found["step_time"]["min"] == pytest.approx(8 * 16)
+    assert 0 < len(found["longest"]) <= 10
+    assert sum(operation["share"] for operation in found["longest"]) <= 1
+    assert found["plan"]["memory"]["peak_bytes"] > found["plan"]["memory"]["parameters_bytes"]
     assert found["environment"]["platform"] == "cpu"
     assert "mfu" not in found  # a CPU's peak is not known
 
