@@ -171,9 +171,8 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         batch_size=arguments.batch_size,
     )
     if processes.is_primary():
-        rich.get_console().print(report.table(), soft_wrap=True)
-        for count in report.hellaswag_counts():
-            print(f"HellaSwag: {count}; ± is one standard error")
+        rich.print(report.table())
+        print(*report.notes(), sep="\n")
     if arguments.output is not None:
         report.write(arguments.output)
     elif processes.is_primary() and not against:
@@ -200,7 +199,7 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         seed=options.seed,
     )
     if processes.is_primary():
-        rich.get_console().print(harness_table(model.name, found), soft_wrap=True)
+        rich.print(harness_table(model.name, found))
         print(f"{found['harness']}; ± is one standard error")
         if arguments.output is not None:
             about = {"target": arguments.target, "name": model.name, "digest": model.digest}

@@ -115,7 +115,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
     """Print what a comparison found, in 80 columns, and where its report is."""
     rows = [_result(outcome, summary) for outcome in summary.outcomes]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(no_wrap=True)  # a long name is cut, a number is not
+    table.add_column(overflow="fold")  # a long name is folded, a number is not
     columns = {
         "rate": "rate",
         "loss": "loss",

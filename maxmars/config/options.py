@@ -244,7 +244,7 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
       The values given, by flag.
 
     Raises:
-      UsageError: an option is unknown, given twice or has no value, there are too many words, or
+      UsageError: an option is unknown, has two different values or none, there are too many words, or
         one that is needed is missing.
     """
     known = {option.flag: option for option in options if not option.is_positional}
@@ -285,12 +285,12 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
                     else ""
                 )
                 raise UsageError(f"{flag} needs a value: {expected(option.hint)}{dash}.")
-        if option.flag in given and not option.is_repeated:
+        if given.get(option.flag, values) != values and not option.is_repeated:
             raise UsageError(
                 f"{flag} is given twice, as {' '.join(given[option.flag])} and "
                 f"{' '.join(values)}; give it once."
             )
-        given[option.flag] = given.get(option.flag, []) + values
+        given[option.flag] = (given.get(option.flag, []) if option.is_repeated else []) + values
     missing = [place.flag for place in places[num_words:] if place.is_required]
     missing += [o.words for o in known.values() if o.is_required and o.flag not in given]
     if missing:

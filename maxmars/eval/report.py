@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -68,35 +69,38 @@ class Report:
                 file = path.with_name(f"{path.stem}{part}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
 
-    def hellaswag_counts(self) -> list[str]:
-        """How many questions were scored, cut and left out; each model's, where they differ."""
-        if "hellaswag" not in self.fields:
-            return []
-        models = [self.fields, self.fields.get("against", self.fields)]
-        left_out = self.fields["hellaswag_left_out"]
-        first, second = [describe_count(model["hellaswag"], left_out) for model in models]
-        if first == second:
-            return [first]
-        return [f"{first} by {models[0]['name']}", f"{second} by {models[1]['name']}"]
+    def notes(self) -> list[str]:
+        """What the numbers of the table are of; the models' names, where there are two."""
+        models = [self.fields, *filter(None, [self.fields.get("against")])]
+        notes = [f"{key}: {model['name']}" for key, model in zip("AB", models, strict=False)]
+        notes = notes if len(models) > 1 else []
+        if "loss" in self.fields:
+            notes.append(f"loss: nats a token, mean over {self.fields['loss_tokens']:,} tokens")
+        if "hellaswag" in self.fields:
+            left_out = self.fields["hellaswag_left_out"]
+            counts = [describe_count(model["hellaswag"], left_out) for model in models]
+            if len(set(counts)) > 1:  # a model of a shorter context cuts more questions
+                counts = [f"{count} by {key}" for key, count in zip("AB", counts, strict=True)]
+            notes += [f"HellaSwag: {count}" for count in dict.fromkeys(counts)]
+            notes.append("HellaSwag is in %, by two protocols; ± is one standard error")
+        return notes
 
     def table(self) -> Table:
-        """The scores and, for two models, their differences."""
+        """The scores and, for two models, their differences with McNemar's p; fits 80 columns."""
         first, second = self.fields, self.fields.get("against")
-        difference = first.get("difference", {})
+        if second is None:
+            table = _table("", first["name"])
+        else:
+            table = _table("", "A", "B", "A - B", "95 % interval", "p")
         models = [first] if second is None else [first, second]
-        table = Table("")
-        for name in [model["name"] for model in models]:
-            table.add_column(escape(name), justify="right")
-        if second is not None:
-            for name in ("difference", "95 % interval", "McNemar's p"):
-                table.add_column(name, justify="right")
+        difference = first.get("difference", {})
         if "loss" in first:
-            row = [f"loss, nats a token ({first['loss_tokens']:,} tokens)"]
-            row += [f"{model['loss']:.4f}" for model in models]
+            row = ["loss", *(f"{model['loss']:.4f}" for model in models)]
             table.add_row(*row, *([f"{difference['loss']:+.4f}"] if second is not None else []))
         for protocol in first.get("hellaswag", {}):
+            table.add_row(f"hellaswag {protocol}" if second is None else protocol)
             for metric in ("acc", "acc_norm"):
-                row = [f"hellaswag {metric} ({protocol}), %"]
+                row = [f"  {metric}"]
                 for model in models:
                     scores = model["hellaswag"][protocol]
                     error = 100 * scores[f"{metric}_stderr"]
@@ -111,6 +115,15 @@ class Report:
                     ]
                 table.add_row(*row)
         return table
+
+
+def _table(label: str, *columns: str) -> Table:
+    """A table of numbers beside labels; what is too long is folded, not cut."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(label, overflow="fold")
+    for name in columns:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    return table
 
 
 def score_models(
@@ -310,8 +323,15 @@ def harness_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
 
 def harness_table(name: str, found: Mapping[str, Any]) -> Table:
     """The result of `run_lm_eval` for a model of this name."""
-    table = Table("task", "few-shot", "metric", escape(name))
-    table.columns[-1].justify = "right"
-    for row in harness_rows(found):
-        table.add_row(*row)
+    table = _table("task", "few-shot", "metric", name)
+    table.columns[2].justify = "left"
+    for task, metrics in found["results"].items():
+        for metric, value in metrics.items():
+            if "_stderr" in metric:
+                continue
+            metric_name, comma, its_filter = metric.partition(",")
+            error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
+            text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+            shots = str(found["num_fewshot"].get(task, ""))
+            table.add_row(task, shots, metric.removesuffix(",none"), text)
     return table

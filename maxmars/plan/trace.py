@@ -181,7 +181,7 @@ def _source(path: str) -> str:
 def format_trace(trace: StepTrace, *, steps: int) -> str:
     """Tables of the phases and of the operations that took most of the time, per step."""
     text = io.StringIO()
-    console = Console(file=text, width=120)
+    console = Console(file=text, width=80)
     phases = Table("phase", *map(_right, ("ms", "share")), title="Device time a step, by phase")
     for phase, seconds in trace.seconds_of_phases().items():
         share = seconds / trace.busy_seconds
@@ -193,8 +193,8 @@ def format_trace(trace: StepTrace, *, steps: int) -> str:
     shown = trace.operations[:20]
     table = Table(
         *(Column(name, overflow="fold") for name in ("operation", "phase", "made from")),
-        *map(_right, ("times a step", "ms a step", "share")),
-        title=f"The {len(shown)} operations that took most, of {len(trace.operations)}",
+        *map(_right, ("times", "ms", "share")),
+        title=f"The {len(shown)} operations that took most a step, of {len(trace.operations)}",
     )
     for op in shown:
         times, ms = f"{op.count / steps:g}", f"{1e3 * op.seconds / steps:.3f}"

@@ -267,3 +267,38 @@ def test_data_prepare_and_inspect(tmp_path, capsys):
     cli.main(["data", "prepare", source, other, *options])
     assert exit_code("data", "inspect", shared, "--compare", other) == 1
     assert exit_code("data", "inspect", tmp_path / "none") == 1
+
+
+HELPS = [
+    *("train", "train quickstart", "verify-resume", "compare", "plan", "plan gpt2:optimizer=muon"),
+    *("eval", "generate", "export", "import", "audit", "report", "data prepare", "data inspect"),
+    *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
+]
+
+
+@pytest.mark.parametrize("words", HELPS)
+def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert exit_code(*words.split(), "--help") == 0
+    usage, _, what, *rest = capsys.readouterr().out.splitlines()
+    assert usage.startswith(f"usage: maxmars {words}")
+    assert re.match(r"[A-Z].*", what)
+    assert any(line.startswith(f"  maxmars {words.split()[0]} ") for line in rest[:5])
+    assert max(map(len, (usage, what, *rest))) <= 80
+    first = [line for line in rest if re.match(r"  --[a-z]", line)]
+    assert len(first) <= 10
+    assert exit_code(*words.split(), "--help-all") == 0
+    everything = capsys.readouterr().out
+    assert max(map(len, everything.splitlines())) <= 80
+    explained = re.findall(r"^  (--\S+)", everything, re.MULTILINE)
+    assert len(set(explained)) == len(explained)
+    assert {line.split()[0] for line in first} <= set(explained)
+    for flag in explained:  # of one group, `--model.remat` is `remat` in the group of `model`
+        assert re.search(rf"[ ,]({flag}|{flag.partition('.')[2] or flag})\b", "\n".join(rest))
+
+
+def test_help_of_one_group(capsys):
+    assert exit_code("train", "quickstart", "--help", "schedule") == 0
+    printed = capsys.readouterr().out
+    assert "--schedule.warmup-steps" in printed
+    assert "--model.num-layers" not in printed
