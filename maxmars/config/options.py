@@ -244,8 +244,8 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
       The values given, by flag.
 
     Raises:
-      UsageError: an option is unknown, has two different values or none, there are too many words, or
-        one that is needed is missing.
+      UsageError: an option is unknown, has no value or two that differ, there are too many words,
+        or one that is needed is missing.
     """
     known = {option.flag: option for option in options if not option.is_positional}
     switches = {f"--no-{flag[2:]}": flag for flag, option in known.items() if option.has_opposite}
@@ -277,14 +277,11 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
                 values.append(argv[i])
                 i += 1
             if not values:
-                following = argv[i] if i < len(argv) else ""
-                is_other = following.partition("=")[0].replace("_", "-") in known
-                dash = (
-                    f"; write {flag}={following} if that is it"
-                    if not is_other and following
-                    else ""
-                )
-                raise UsageError(f"{flag} needs a value: {expected(option.hint)}{dash}.")
+                problem = f"{flag} needs a value: {expected(option.hint)}"
+                following = argv[i] if i < len(argv) else "--"
+                if following.partition("=")[0].replace("_", "-") not in {*known, *switches, "--"}:
+                    problem += f"; write {flag}={following} if that is it"
+                raise UsageError(f"{problem}.")
         if given.get(option.flag, values) != values and not option.is_repeated:
             raise UsageError(
                 f"{flag} is given twice, as {' '.join(given[option.flag])} and "
