@@ -92,8 +92,7 @@ def run(argv: list[str]) -> int:
     prompts, output = _prompts(arguments), arguments.output
     _check_output(arguments)
     with Progress(stderr=True) as progress:
-        with progress.waiting(f"loading {arguments.target}"):
-            model = _Model(arguments, progress)
+        model = _Model(arguments, progress)
         loading_s = time.monotonic() - start
         if arguments.interactive:
             _answer(model, as_json=arguments.json)
@@ -170,14 +169,17 @@ class _Model:
         from maxmars.distributed import programs, sharding
         from maxmars.eval import load
         from maxmars.eval.generate import Sampling
+        from maxmars.eval.trained_model import find_target
 
         self._arguments, self._progress = arguments, progress
         self._sampling = Sampling(
             temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
         )
-        mesh = sharding.make_mesh(arguments.mesh)
-        programs.keep_in_cache(mesh.devices.flat[0].platform)
-        self._trained = load(arguments.target, mesh=mesh)
+        target = find_target(arguments.target)  # a model on the hub is fetched, which has its line
+        with progress.waiting(f"loading {arguments.target}"):
+            mesh = sharding.make_mesh(arguments.mesh)
+            programs.keep_in_cache(mesh.devices.flat[0].platform)
+            self._trained = load(target, mesh=mesh)
         self._seen = Counter[bytes]()
 
     def stream(self, prompts: list[str]) -> Iterator[TextPiece]:
