@@ -312,7 +312,9 @@ class _Rates:
             yield piece
 
     def __str__(self) -> str:
-        words = f"{self._num_tokens:,} tokens"
+        if not self._num_tokens:
+            return "0 tokens"
+        words = f"{self._num_tokens:,} token{'s' * (self._num_tokens > 1)}"
         seconds, num_timed = self._last - self._first, self._num_tokens - self._num_first
         if num_timed:
             words += f" in {seconds:.2f} s, {num_timed / seconds:,.1f} tokens/s"
