@@ -43,8 +43,9 @@ class CompareArguments(ConfigArguments):
     is better. Any field of the configs can be changed for all, such as --eval.every 100.
 
     Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
-    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 1/2 and
-    --cells 2/2 two processes or machines share them. DIR gets report.md, report.json and figures.
+    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 0/2 and
+    --cells 1/2 two processes or machines share them. DIR gets report.md, report.json, figures and
+    a receipt of each contender, which `maxmars track verify` repeats.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -90,8 +91,8 @@ class CompareArguments(ConfigArguments):
     """Steps of each run, over which the schedule decays; None is the config's num_steps."""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The contender that the others are tested against; None is the first."""
-    cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "1/1"
-    """Run the I-th of N parts of the cells, beside other processes with the same command and DIR,
+    cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
+    """Run part I, from 0, of N of the cells, beside other processes with the same command and DIR,
     and wait for what they run."""
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
@@ -340,7 +341,7 @@ def _lists(flag: str, text: str | None) -> dict[str, list[float]]:
 
 
 def _part(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
-    if match is None or int(match[1]) > int(match[2]):
-        raise UsageError(f"--cells {text} must be I/N with 1 <= I <= N, such as 1/2.")
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise UsageError(f"--cells {text} must be I/N with 0 <= I < N, such as 0/2.")
     return int(match[1]), int(match[2])

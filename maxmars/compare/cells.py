@@ -36,7 +36,7 @@ _FORMAT = 3
 _MAY_CHANGE = ("name", "data.verify", "hang_timeout_s", "checkpoint.")
 
 # Fields in which contenders may differ: the loss is measured in the same way whatever they are.
-_MAY_DIFFER = (
+MAY_DIFFER = (
     "name",
     "optimizer",
     "schedule.",
@@ -164,7 +164,7 @@ def check_comparable(contenders: Sequence[Contender]) -> None:
     """
     first = contenders[0]
     for other in contenders[1:]:
-        if rows := _differences(first, other.config, _MAY_DIFFER):
+        if rows := _differences(first, other.config, MAY_DIFFER):
             listed = ", ".join(f"{name} is {ours} there and {new} here" for name, ours, new in rows)
             raise ValueError(
                 f"{first.name} and {other.name} cannot be compared: {listed}. Give both the same "
@@ -248,11 +248,28 @@ def read_comparison(workdir: Path) -> Comparison:
 
 def write_result(result: CellResult, workdir: Path) -> None:
     """Write `result.json`: from now on the cell is finished."""
+    write_json(result.cell.directory(workdir) / _RESULT, cell_to_json(result))
+
+
+def cell_to_json(result: CellResult) -> dict[str, Any]:
+    """The fields of a result for JSON."""
     fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
     fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
     if result.curve is not None:
         fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
-    write_json(result.cell.directory(workdir) / _RESULT, fields)
+    return fields
+
+
+def cell_from_json(fields: Mapping[str, Any]) -> CellResult:
+    """The result that `cell_to_json` made these fields of."""
+    cell, curve = fields["cell"], fields["curve"]
+    if curve is not None:
+        losses = tuple(map(float, curve["losses"]))
+        curve = Curve(**curve | {"tokens": tuple(curve["tokens"]), "losses": losses})
+    setting = tuple((field, value) for field, value in cell["setting"])
+    own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
+    own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
+    return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
 
 
 def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellResult]:
@@ -262,19 +279,8 @@ def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellR
         for path in sorted((workdir / "cells" / contender.name).glob(f"*/{_RESULT}")):
             fields = read_json(path)
             if fields is not None:  # a result that cannot be read is no result: it is run again
-                results.append(_result(fields))
+                results.append(cell_from_json(fields))
     return results
-
-
-def _result(fields: Mapping[str, Any]) -> CellResult:
-    cell, curve = fields["cell"], fields["curve"]
-    if curve is not None:
-        losses = tuple(map(float, curve["losses"]))
-        curve = Curve(**curve | {"tokens": tuple(curve["tokens"]), "losses": losses})
-    setting = tuple((field, value) for field, value in cell["setting"])
-    own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
-    own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
-    return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
 
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:

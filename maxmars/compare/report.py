@@ -21,6 +21,7 @@ from maxmars.compare.cells import describe_setting
 from maxmars.compare.curves import Line
 from maxmars.compare.figures import draw_losses, draw_tuning, require_matplotlib
 from maxmars.compare.grids import LEARNING_RATE
+from maxmars.compare.receipt import write_receipts
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
 from maxmars.config import to_dict
@@ -58,6 +59,7 @@ def write_report(workdir: Path) -> Summary:
         *_comparison_figures(summary, workdir),
     ]
     write_json(workdir / "report.json", summary_json(summary))
+    write_receipts(summary, workdir)
     _write_markdown(workdir, blocks)
     return summary
 
@@ -162,8 +164,8 @@ def _escape(text: str) -> str:
     return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns after the first hold numbers."""
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns after the first are aligned as numbers."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 
@@ -256,7 +258,7 @@ def _result_table(summary: Summary) -> str:
             str(best.seeds_needed or _NONE),
         )
         rows.append((cells["name"], setting, cells["loss"], *tested, *reached, diverged))
-    return _table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _notes(summary: Summary) -> Iterator[str]:
@@ -342,7 +344,7 @@ def _cost_table(summary: Summary) -> str:
             ratio = ratio if cost["num_devices"] == 1 else _NONE
             memory = [f"{short(state)}B", ratio, f"{short(cost['collective_bytes'])}B"]
         rows.append((outcome.contender.name, *speed, *memory))
-    return _table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _tuning_text(summary: Summary) -> str:
@@ -365,7 +367,7 @@ def _tuning_table(summary: Summary) -> str:
             mark = " (best)" if setting == best else ""
             name = describe_setting(setting).replace(",", ", ")
             rows.append((outcome.contender.name, f"{name}{mark}", ", ".join(texts) or _NONE))
-    return _table(("optimizer", "setting", "loss by seed"), rows)
+    return markdown_table(("optimizer", "setting", "loss by seed"), rows)
 
 
 def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
@@ -406,7 +408,7 @@ def _run_table(lines: Sequence[Line]) -> str:
         step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f} ms"
         final, lowest = f"{means[-1]:.4f}", f"{means.min():.4f}"
         rows.append((line.name, curve.loss_of, f"{tokens[-1]:,}", final, lowest, step))
-    return _table(("run", "loss of", "tokens", "final loss", "lowest loss", "step"), rows)
+    return markdown_table(("run", "loss of", "tokens", "final loss", "lowest loss", "step"), rows)
 
 
 def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
@@ -418,7 +420,7 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
         for activity, text in ACTIVITIES.items()
         if any(of[activity] for of in found.values())
     ]
-    return _table(("share of the time", *found), rows)
+    return markdown_table(("share of the time", *found), rows)
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:

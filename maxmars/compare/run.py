@@ -62,9 +62,10 @@ Digests = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which cells a process runs where several share a comparison: part `index` of `count`."""
+    """Which cells a process runs where several share a comparison."""
 
-    index: int = 1
+    index: int = 0
+    """From 0 on, below `count`."""
     count: int = 1
 
     @property
@@ -75,7 +76,7 @@ class Part:
     def has(self, cell: Cell) -> bool:
         """Whether a cell belongs to this part; every process gives the same answer."""
         sha = hashlib.sha256(f"{cell.contender}/{cell.name}".encode()).digest()
-        return int.from_bytes(sha[:8], "big") % self.count == self.index - 1
+        return int.from_bytes(sha[:8], "big") % self.count == self.index
 
 
 def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
@@ -125,9 +126,9 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                 write_json(cost, step_cost(contender.config))
             config, key = cell.config(contender), (cell.contender, cell.seed)
             if key not in starts:
-                starts[key] = _find_start(config)
+                starts[key] = find_start(config)
             _check_same_start(cell, starts[key], results.values())
-            result = _run_cell(cell, config, workdir, starts[key])
+            result = run_cell(cell, config, workdir, starts[key])
             if result is None:
                 break
             write_result(result, workdir)
@@ -167,9 +168,14 @@ def _with_precision(comparison: Comparison) -> Comparison:
     return dataclasses.replace(comparison, contenders=contenders)
 
 
-def _find_start(config: TrainConfig) -> Digests:
-    """What a run starts from and reads: every batch between the first and the last step follows
-    from the same data and seed, by the same rule."""
+def find_start(config: TrainConfig) -> Digests:
+    """Digest what a run starts from and reads: every batch between the first and the last step
+    follows from the same data and seed, by the same rule.
+
+    Raises:
+      ValueError: data, model and mesh do not fit together.
+      FileNotFoundError: there is no data.
+    """
     mesh = sharding.training_mesh(config)
     check_mesh(config, mesh.shape)
     data = open_data(config.data, "train", model=config.model)
@@ -196,7 +202,7 @@ def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult])
             )
 
 
-def _run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
+def run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
     """Train a cell, or continue it; None if a signal stopped it before its end."""
     directory, began = cell.directory(workdir), time.monotonic()
     loss, diverged, curve = math.inf, None, None

@@ -113,7 +113,7 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
         ([TINY, *WORKDIR, "--tune", "b1", "--grids", "muon.b1=0.9"], "'muon' is none of"),
         ([TINY, *WORKDIR, "--budget", "0"], "--budget 0 must be greater than zero"),
         ([TINY, *WORKDIR, "--finalists", "0"], "--finalists 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--cells", "3/2"], "--cells 3/2 must be I/N"),
+        ([TINY, *WORKDIR, "--cells", "2/2"], "--cells 2/2 must be I/N"),
         ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
         ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
     ],

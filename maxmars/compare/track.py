@@ -1,0 +1,279 @@
+"""Check receipts by repeating their cells, and rank them on a board."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxmars.compare.cells import MAY_DIFFER, CellResult, describe_setting
+from maxmars.compare.curves import Line
+from maxmars.compare.figures import draw_losses, require_matplotlib
+from maxmars.compare.receipt import Receipt
+from maxmars.compare.report import markdown_table
+from maxmars.compare.run import find_start, run_cell
+from maxmars.compare.statistics import Interval, mean_interval
+from maxmars.config import TokenShardsConfig, TrainConfig, differences
+from maxmars.config.numbers import short
+from maxmars.distributed.files import json_number, write_json, write_text
+from maxmars.model.language_model import num_parameters
+
+STEPS_TOLERANCE = 1e-3
+"""Nats by which repeated training losses of the first steps may differ on another machine."""
+LOSS_TOLERANCE = 0.02
+"""Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
+losses of cells by up to 0.009 from one mesh to another."""
+MARGIN = 0.004
+"""A target counts as reached if (target - mean) times the root of the number of seeds is at least
+this many nats, as in the speedruns of modded-nanogpt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """A cell of a receipt that was computed again."""
+
+    seed: int
+    steps: int
+    is_equal: bool
+    """Whether all its losses, and the end if it was reached, are equal bit by bit."""
+    difference: float
+    """The largest difference of its losses, in nats."""
+    problem: str | None
+    """Why it does not confirm the receipt; None if it does."""
+
+
+def verify(
+    receipt: Receipt,
+    scratch: Path,
+    *,
+    num_cells: int = 1,
+    steps: int | None = None,
+    data_path: str | None = None,
+    log: Callable[[str], None],
+) -> list[Repeated]:
+    """Compute cells of a receipt again, and compare digests and losses.
+
+    Args:
+      receipt: see `receipt.read_receipt`.
+      scratch: an empty directory for the runs.
+      num_cells: how many, in the order of their seeds.
+      steps: only so many first steps of each; None is all of them.
+      data_path: directory of the tokens here; None is that in the receipt.
+      log: gets a line for each cell.
+
+    Raises:
+      ValueError: the receipt has fewer cells, its data is not read from a directory, or model,
+        data and mesh do not fit together.
+      FileNotFoundError: there is no data.
+      KeyboardInterrupt: a signal stopped a run.
+    """
+    if num_cells > len(receipt.cells):
+        raise ValueError(f"--cells {num_cells}: the receipt has {len(receipt.cells)} cells.")
+    config = receipt.config
+    if data_path is not None:
+        if not isinstance(config.data, TokenShardsConfig):
+            raise ValueError(f"--data {data_path}: the receipt's tokens are not read from a path.")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data_path))
+    found = []
+    for theirs in receipt.cells[:num_cells]:
+        own = dataclasses.replace(config, seed=theirs.cell.seed)
+        found.append(_repeat(theirs, own, scratch, steps))
+        log(describe(found[-1]))
+        if found[-1].problem is not None:
+            break
+    return found
+
+
+def describe(repeated: Repeated) -> str:
+    """One line on a cell."""
+    text = f"seed {repeated.seed}, {repeated.steps:,} steps: "
+    if repeated.problem is not None:
+        return f"{text}REFUSED, {repeated.problem}"
+    if repeated.is_equal:
+        return f"{text}equal bit by bit"
+    return f"{text}equal up to rounding (losses differ by {repeated.difference:.1e} at most)"
+
+
+def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int | None) -> Repeated:
+    weights, tokens = find_start(config)
+
+    def repeated(difference: float, problem: str | None, *, is_equal: bool = False) -> Repeated:
+        return Repeated(
+            seed=theirs.cell.seed,
+            steps=num_steps,
+            is_equal=is_equal,
+            difference=difference,
+            problem=problem,
+        )
+
+    num_steps = 0
+    if weights != theirs.initial_weights:
+        return repeated(math.inf, f"it starts from other weights, digest {weights}.")
+    if tokens != theirs.tokens:
+        return repeated(math.inf, f"the tokens are other ones, digest {tokens}.")
+    num_steps = min(steps or config.num_steps, config.num_steps)
+    schedule = dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
+    cut = dataclasses.replace(config, num_steps=num_steps, schedule=schedule)
+    if num_steps < config.num_steps:
+        every = dataclasses.replace(config.eval, every=num_steps)
+        cut = dataclasses.replace(cut, eval=every)
+    ours = run_cell(theirs.cell, cut, scratch, (weights, tokens))
+    if ours is None:
+        raise KeyboardInterrupt
+    wanted = [(step, loss) for step, loss in theirs.train_losses if step <= num_steps]
+    if not wanted or [step for step, _ in wanted] != [step for step, _ in ours.train_losses]:
+        return repeated(math.inf, "the receipt has not the training losses of these steps.")
+    pairs = [(a, b) for (_, a), (_, b) in zip(wanted, ours.train_losses, strict=True)]
+    is_whole = num_steps == config.num_steps
+    if is_whole:
+        pairs.append((theirs.loss, ours.loss))
+        difference, tolerance = abs(theirs.loss - ours.loss), LOSS_TOLERANCE
+        if theirs.loss == ours.loss:  # of two runs that diverged it is not a number
+            difference = 0.0
+    else:
+        difference, tolerance = max(abs(a - b) for a, b in pairs), STEPS_TOLERANCE
+    is_equal = all(a == b for a, b in pairs)
+    is_equal &= not is_whole or theirs.final_state == ours.final_state
+    what = "the final loss" if is_whole else "a training loss"
+    problem = f"{what} differs by {difference:.2g} nats, more than {tolerance:g}."
+    return repeated(difference, None if difference <= tolerance else problem, is_equal=is_equal)
+
+
+# --- the board ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A receipt on the board."""
+
+    path: str
+    receipt: Receipt
+    loss: Interval
+    """Over the seeds, nats a token."""
+    reached: bool | None
+    """Whether the mean is below the target by more than chance; None without a target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Entries whose losses are measured on the same thing: model, data, batch and evaluation."""
+
+    entries: tuple[Entry, ...]
+    """The best first."""
+    target: float | None
+
+    @property
+    def title(self) -> str:
+        """What all entries share."""
+        first = self.entries[0].receipt
+        config, tokens = first.config, first.config.tokens_per_step
+        steps = "" if self.target is not None else f"{config.num_steps:,} steps of "
+        return (
+            f"{short(num_parameters(config.model))} parameters, {steps}{tokens:,} tokens a step, "
+            f"tokens {first.cells[0].tokens[:12]}"
+        )
+
+
+def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> list[Division]:
+    """Sort receipts into divisions, and rank each.
+
+    Args:
+      receipts: by path.
+      target: a validation loss. The entries that reach it rank by their number of steps, which then
+        may differ within a division; without a target all entries rank by their mean loss.
+    """
+    groups: list[list[Entry]] = []
+    for path, receipt in receipts.items():
+        losses, reached = receipt.losses, None
+        if target is not None:
+            reached = (target - sum(losses) / len(losses)) * math.sqrt(len(losses)) >= MARGIN
+        entry = Entry(path=path, receipt=receipt, loss=mean_interval(losses), reached=reached)
+        own = [g for g in groups if _is_same_division(g[0].receipt, receipt, target is not None)]
+        if own:
+            own[0].append(entry)
+        else:
+            groups.append([entry])
+
+    def rank(entry: Entry) -> tuple[bool, float, float]:
+        steps = float(entry.receipt.config.num_steps) if entry.reached else 0.0
+        return entry.reached is False, steps, entry.loss.mean
+
+    return [Division(entries=tuple(sorted(group, key=rank)), target=target) for group in groups]
+
+
+def _is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
+    ignored = (*MAY_DIFFER, "seed", "data.path", "data.verify", "mesh.")
+    ignored = (*ignored, "num_steps") if any_steps else ignored
+    rows = differences(first.config, second.config)
+    if not all(name.startswith(ignored) for name, _, _ in rows):
+        return False
+    # Their digests are those of the first and the last batch.
+    tokens = {cell.cell.seed: cell.tokens for cell in first.cells}
+    return first.config.num_steps != second.config.num_steps or all(
+        tokens.get(cell.cell.seed, cell.tokens) == cell.tokens for cell in second.cells
+    )
+
+
+def write_board(divisions: Sequence[Division], directory: Path) -> None:
+    """Write `board.md`, `board.json` and a PNG of the losses of each division.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    blocks, fields = ["# Board"], []
+    for number, division in enumerate(divisions, 1):
+        blocks += [f"## {division.title}", _division_table(division)]
+        lines = [
+            Line(name=entry.receipt.name, curves=curves)
+            for entry in division.entries
+            if (curves := tuple(c.curve for c in entry.receipt.cells if c.curve is not None))
+        ]
+        picture = directory / f"board-{number}.png"
+        if draw_losses(lines, picture, against="tokens"):
+            blocks.append(f"![validation loss against tokens]({picture.name})")
+        fields.append(
+            {
+                "division": division.title,
+                "target": division.target,
+                "entries": [_entry_fields(entry) for entry in division.entries],
+            }
+        )
+    write_text(directory / "board.md", "\n\n".join(blocks) + "\n")
+    write_json(directory / "board.json", fields)
+
+
+def _division_table(division: Division) -> str:
+    columns = ["optimizer", "loss (95%)", "seeds", "steps", "setting", "step", "receipt"]
+    columns += [] if division.target is None else [f"reached {division.target:g}"]
+    rows = []
+    for entry in division.entries:
+        receipt, first, loss = entry.receipt, entry.receipt.cells[0], entry.loss
+        text = f"{loss.mean:.4f}"
+        if loss.low is not None and loss.high is not None:
+            text += f" ± {(loss.high - loss.low) / 2:.4f}"
+        row = [receipt.name, text, str(len(receipt.cells)), f"{receipt.config.num_steps:,}"]
+        row += [describe_setting(first.cell.setting).replace(",", ", ")]
+        row += ["" if first.step_time_s is None else f"{1000 * first.step_time_s:.1f} ms"]
+        row += [entry.path]
+        row += [] if entry.reached is None else ["yes" if entry.reached else "no"]
+        rows.append(row)
+    return markdown_table(columns, rows)
+
+
+def _entry_fields(entry: Entry) -> dict[str, Any]:
+    receipt, first = entry.receipt, entry.receipt.cells[0]
+    return {
+        "name": receipt.name,
+        "receipt": entry.path,
+        "loss": dataclasses.asdict(entry.loss) | {"mean": json_number(entry.loss.mean)},
+        "losses": list(map(json_number, receipt.losses)),
+        "num_steps": receipt.config.num_steps,
+        "reached": entry.reached,
+        "setting": dict(first.cell.setting),
+        "step_time_s": first.step_time_s,
+        "environment": dict(first.environment),
+    }

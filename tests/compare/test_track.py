@@ -1,0 +1,152 @@
+"""Receipts of a real comparison of tiny models: repeated, forged, and ranked."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from maxmars import cli
+from maxmars.compare.receipt import read_receipt
+
+
+@pytest.fixture
+def receipt(compared, tmp_path):
+    """A copy of the receipt of Lion."""
+    return shutil.copy(compared / "receipt-lion.json", tmp_path / "receipt-lion.json")
+
+
+def forge(path, change):
+    """Change the fields of a receipt, and its hash with them."""
+    fields = json.loads(path.read_text())
+    change(fields)
+    del fields["sha256"]
+    text = json.dumps(fields, sort_keys=True)
+    path.write_text(json.dumps(fields | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def test_a_receipt_holds_what_the_comparison_found(compared, receipt):
+    found = read_receipt(receipt)
+    report = json.loads((compared / "report.json").read_text())
+    (lion,) = (o for o in report["outcomes"] if o["name"] == "lion")
+    assert sum(found.losses) / len(found.losses) == pytest.approx(lion["loss"]["mean"])
+    assert found.config.optimizer.learning_rate == lion["setting"]["learning_rate"]
+    assert [cell.cell.seed for cell in found.cells] == report["seeds"]
+    assert [row["setting"] for row in found.tuning["tried"]] == [
+        row["setting"] for row in lion["settings"]
+    ]
+
+
+def test_its_cells_are_repeated_bit_by_bit(receipt, capsys):
+    cli.main(["track", "verify", str(receipt), "--cells", "2"])
+    printed = capsys.readouterr().out
+    assert "seed 0, 4 steps: equal bit by bit" in printed
+    assert "seed 1, 4 steps: equal bit by bit" in printed
+    assert "confirmed, 2 of 2 cells" in printed
+
+
+@pytest.mark.slow
+def test_its_first_steps_are_repeated_bit_by_bit(receipt, capsys):
+    cli.main(["track", "verify", str(receipt), "--steps", "2"])
+    assert "seed 0, 2 steps: equal bit by bit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_on_another_mesh_rounding_may_differ(receipt, capsys):
+    def split(fields):
+        fields["config"]["mesh"]["fsdp"] = 4
+
+    forge(receipt, split)
+    cli.main(["track", "verify", str(receipt)])
+    assert "seed 0, 4 steps: equal" in capsys.readouterr().out
+
+
+def better(fields):
+    fields["cells"][0]["loss"] -= 0.05
+
+
+def easier_start(fields):
+    fields["cells"][0]["train_losses"][0][1] -= 0.01
+
+
+def other_tokens(fields):
+    fields["cells"][0]["tokens"] = "0" * 64
+
+
+def higher_rate(fields):
+    fields["config"]["optimizer"]["learning_rate"] *= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "problem"),
+    [
+        (better, "4", "the final loss differs by 0.05 nats"),
+        pytest.param(easier_start, "2", "a training loss differs by 0.01", marks=pytest.mark.slow),
+        (other_tokens, "4", "the tokens are other ones"),
+        pytest.param(higher_rate, "4", "the final loss differs by", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forged_receipt_is_refused(change, steps, problem, receipt, capsys):
+    forge(receipt, change)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["track", "verify", str(receipt), "--steps", steps])
+    assert stop.value.code == 1
+    printed = capsys.readouterr().out
+    assert f"REFUSED, {problem}" in printed
+    assert printed.endswith(f"{receipt}: REFUSED\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["verify", "{receipt}", "--cells", "3"], 1, "--cells 3: the receipt has 2 cells"),
+        (["verify", "{receipt}", "--cells", "0"], 2, "--cells 0 must be greater than zero"),
+        (["verify", "{receipt}", "--data", "{folder}/x"], 1, "x does not exist"),
+        (["verify", "{folder}/none.json"], 1, "has no none.json"),
+        (["verify", "{folder}/other.json"], 1, "is no receipt of `maxmars compare`"),
+        (["verify", "{folder}/changed.json"], 1, "was changed after it was written"),
+        (["board", "{folder}/empty"], 1, "has no receipt-*.json"),
+        (["verfy"], 2, "needs one of verify, board, not 'verfy'"),
+    ],
+)
+def test_what_cannot_be_tracked(words, code, message, receipt, tmp_path, capsys):
+    text = receipt.read_text()
+    (tmp_path / "changed.json").write_text(text.replace('"name": "lion"', '"name": "lioN"'))
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["track", *(w.format(receipt=receipt, folder=tmp_path) for w in words)])
+    assert stop.value.code == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys):
+    for name in ("adamw", "lion"):
+        (tmp_path / name).mkdir()
+        shutil.copy(compared / f"receipt-{name}.json", tmp_path / name)
+    other = tmp_path / "receipt-longer.json"
+    shutil.copy(compared / "receipt-lion.json", other)
+
+    def longer(fields):
+        fields["name"] = "longer"
+        fields["config"]["num_steps"] = 8
+
+    forge(other, longer)
+    cli.main(["track", "board", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.count("parameters, ") == 2  # two divisions
+    divisions = json.loads((tmp_path / "board.json").read_text())
+    ranked = max((division["entries"] for division in divisions), key=len)
+    assert {entry["name"] for entry in ranked} == {"adamw", "lion"}
+    assert ranked[0]["loss"]["mean"] <= ranked[1]["loss"]["mean"]
+    page = (tmp_path / "board.md").read_text()
+    assert "| adamw/receipt-adamw.json |" in page
+    assert (tmp_path / "board-1.png").read_bytes()[:4] == b"\x89PNG"
+    # By the steps to a loss that all have reached, or none.
+    cli.main(["track", "board", str(tmp_path), "--target", "9"])
+    (division,) = json.loads((tmp_path / "board.json").read_text())
+    assert [entry["num_steps"] for entry in division["entries"]] == [4, 4, 8]
+    assert all(entry["reached"] for entry in division["entries"])
+    cli.main(["track", "board", str(tmp_path), "--target", "0.1"])
+    (division,) = json.loads((tmp_path / "board.json").read_text())
+    assert not any(entry["reached"] for entry in division["entries"])
