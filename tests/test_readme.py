@@ -88,6 +88,7 @@ def test_commands_have_these_flags(name, words, place, capsys):
     words_of_help = {
         "launch": 2,
         "data": 1,
+        "track": 1,
         "plan": 1,
         "train": 1,
         "compare": 1,
