@@ -140,9 +140,16 @@ def machine_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
 
 
 def test_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
-    """The tests marked `gpu`, in three parts."""
+    """The tests marked `gpu`, in three parts; other files would miss a second device at once."""
     parts = {
-        "tests-kernels": (60, "tests/model", "tests/optim", "tests/checkpoint", "tests/plan"),
+        "tests-kernels": (
+            60,
+            "tests/model/test_attention.py",
+            "tests/model/test_cross_entropy.py",
+            "tests/optim/test_newton_schulz.py",
+            "tests/checkpoint/test_digest.py",
+            "tests/plan/test_trace.py",
+        ),
         "tests-training": (100, "tests/train/test_step.py"),
         "tests-resume": (120, "tests/train/test_verify_resume.py"),
     }
@@ -275,7 +282,11 @@ def plan_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
 def environment_of(args: argparse.Namespace, unit: Unit) -> dict[str, str]:
     """What every unit's process gets."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    flags = os.environ.get("XLA_FLAGS", "")
+    if args.rehearse:  # one device, as there
+        flags = f"{flags} --xla_force_host_platform_device_count=1".strip()
     return os.environ | {
+        "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu" if args.rehearse else "cuda,cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",

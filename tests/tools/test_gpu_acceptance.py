@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_what_is_left_is_listed_and_what_is_done_is_not(acceptance, capsys, tmp_
     assert "steps-small" not in left  # failed: only on demand
     assert "steps-xl-adamw" in left  # what it lacked may be there now
     assert "steps-small" in listed(acceptance, capsys, *words, "--retry")
+
+
+def test_every_test_for_a_gpu_is_run():
+    marked = {
+        str(path.relative_to(TOOLS.parent))
+        for path in (TOOLS.parent / "tests").rglob("test_*.py")
+        if "\n@pytest.mark.gpu\n" in path.read_text()
+    }
+    text = (TOOLS / "gpu_acceptance.py").read_text()
+    assert marked == set(re.findall(r'"(tests/\w+/test_\w+\.py)"', text))
 
 
 def test_all_done_runs_nothing(acceptance, capsys, tmp_path):
