@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
+from maxmars.config.checks import UsageError
 from maxmars.config.chips import Chip, Network, Shape, parse_shape
 from maxmars.distributed import sharding
 from maxmars.plan.collectives import Collective
@@ -113,9 +114,9 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
     kind, _, size = name.partition(":")
     if kind == "cpu":
         if not re.fullmatch(r"[1-9]\d*", size):
-            raise ValueError(f"--topology {name} must be cpu:N, N fake devices.")
+            raise UsageError(f"--topology {name} must be cpu:N, N fake devices.")
         if num_slices != 1:
-            raise ValueError(f"--num-slices {num_slices} needs a TPU topology such as v5e:4x4.")
+            raise UsageError(f"--num-slices {num_slices} needs a TPU topology such as v5e:4x4.")
         devices = _cpu_devices(int(size))
         return Topology(name=name, devices=devices, num_slices=1, chip=None)
     shape = parse_shape(name)

@@ -53,7 +53,7 @@ PLAIN = {
     "launch slurm status --name a": SlurmName,
 }
 GPT2 = "gpt2:size=tiny,optimizer="
-OPTIMIZERS = ("nadamw", "ademamix", "muon", "lion", "adopt", "sophia", "soap", "mars")
+OPTIMIZERS = ("ademamix", "muon", "sophia", "mars")
 
 
 def options_and_words(command):
@@ -138,10 +138,10 @@ def is_number(option):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [f"{GPT2}{name}" for name in OPTIMIZERS])
-def test_every_field_of_every_config(spec, capsys):
+def test_every_field_of_every_config(spec):
     """Also by numbers out of range: a field takes them, or names itself and the rule."""
     for option in filter(is_number, options_of(load_config(spec), switches=False)):
-        for value in ("-1", "0", "nan", "999999999"):
+        for value in ("-1", "nan", "999999999"):
             error = refusal(parse_config, spec, [f"{option.flag}={value}"], "maxmars train")
             assert re.fullmatch(rf"({option.flag} {value}.*)?", error)
 
