@@ -287,7 +287,7 @@ def environment_of(args: argparse.Namespace, unit: Unit) -> dict[str, str]:
         flags = f"{flags} --xla_force_host_platform_device_count=1".strip()
     return os.environ | {
         "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu" if args.rehearse else "cuda,cpu",
+        "JAX_PLATFORMS": "cpu" if args.rehearse else "cuda",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "MAXMARS_REFERENCE_DIR": str(args.shared),
@@ -645,6 +645,11 @@ def print_table(done: dict[str, dict[str, Any]]) -> None:
             f"Optax {versions['optax']}, maxmars {versions['maxmars']}. A large bfloat16 product: "
             f"{product / 1e12:.0f} TFLOP/s; memory: {copy / 1e9:,.0f} GB/s.\n"
         )
+    measured = [row for r in results.values() for row in r.get("results", []) if "plan" in row]
+    kinds = {kind for row in measured for kind in row["environment"]["device_kinds"]}
+    kinds |= {machine["device_kind"]} if machine else set()
+    if len(kinds) > 1:
+        print(f"These are of different devices: {', '.join(sorted(kinds))}.\n")
     head = ["size", "optimizer", "tokens/s (range)", "MFU", "step, ms", "over AdamW"]
     head += ["optimizer's share", "peak, GB", "compile, s"]
     print(markdown([head, *step_rows(results)]), "\n")
@@ -699,10 +704,14 @@ def main(words: list[str]) -> None:
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])
     args.overrides, args.shared = words[cut + 1 :], args.shared.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
+    if args.tokens is not None and not args.tokens.is_dir():
+        parser.error(f"--tokens {args.tokens} is no directory; `maxmars data prepare` makes one.")
     if args.table:
-        print_table(read_results(args.out))
+        if not (done := read_results(args.out)):
+            parser.error(f"--out {args.out} holds no results.")
+        print_table(done)
         return
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.retry:
         for name, result in read_results(args.out).items():
             if result["status"] in ("failed", "timed out"):

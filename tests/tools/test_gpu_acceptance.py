@@ -12,6 +12,7 @@ import pytest
 from maxmars.config.chips import CHIPS
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+CARD = "NVIDIA H100 80GB HBM3"
 PEAK, MEMORY = CHIPS["h100"].peak_flops, CHIPS["h100"].memory_bandwidth
 
 
@@ -46,6 +47,7 @@ def step(
         "longest": [
             {"name": "gemm.1", "phase": "forward", "source": "dot", "ms": 1.5, "share": 0.25}
         ],
+        "environment": {"device_kinds": [CARD]},
         "plan": {
             "num_parameters": int(parameters),
             "chip": {"peak_flops": PEAK, "memory_bandwidth": MEMORY},
@@ -120,7 +122,7 @@ def test_the_table_judges_every_goal(acceptance, capsys, tmp_path):
         "machine",
         {
             "date": "2026-12-01",
-            "device_kind": "NVIDIA H100 80GB HBM3",
+            "device_kind": CARD,
             "driver": None,
             "matmul_flops": [7e14, 8e14, 9e14],
             "copy_bytes_per_sec": [3e12],
@@ -159,6 +161,7 @@ def test_the_table_judges_every_goal(acceptance, capsys, tmp_path):
         "A large bfloat16 product: 800 TFLOP/s",
     ):
         assert line in printed, line
+    assert "different devices" not in printed
     data = printed.split("roofline.py:")[1]
     assert "'H100 SXM': Calibration(measured='2026-12-01, NVIDIA H100 80GB HBM3, JAX 1'" in data
     assert "arithmetic=((100000000, 0.5), (1600000000, 0.5)), memory=0.8, error=0.0)" in data
@@ -171,6 +174,11 @@ def test_the_table_judges_every_goal(acceptance, capsys, tmp_path):
     [
         (["--pieces", "stesp"], "stesp is none of machine, tests, steps"),
         (["--sizes", "huge"], "huge is none of small, medium"),
+        (
+            ["--tokens", "/nowhere"],
+            "--tokens /nowhere is no directory; `maxmars data prepare` makes one",
+        ),
+        (["--table"], "holds no results"),
     ],
 )
 def test_wrong_names_are_refused(acceptance, capsys, tmp_path, words, message):
