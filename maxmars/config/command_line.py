@@ -190,12 +190,18 @@ def parse_arguments(
             f"{prog} needs a config: `{prog} {example}`, for example. See `{prog} --help`."
         )
     spec, *rest = words
+
+    def advise(group: str) -> str:  # which options a group has depends on the choice of its name
+        written = [written for name, written, _ in _choices_of(spec) if name == group]
+        return f"; other choices of {written[0]}... have others" if written else ""
+
     return parse_options(
         arguments,
         [*options, *rest],
         prog=f"{prog} {shlex.quote(spec)}",
         default=arguments(config=load_config(spec)),
         switches=False,
+        advise=advise,
     )
 
 
@@ -216,26 +222,25 @@ def _show_help_with_config(
             "CONFIG is the path of a Python file, or one of these names, with choices after a "
             f"colon: gpt2:size=small,optimizer=mars. The defaults shown are those of {example}."
         )
-        rows = [row for name in named_configs() for row in _describe_choices(name)]
+        rows = [row[1:] for name in named_configs() for row in _choices_of(name)]
         name = f"{prog} CONFIG"
     else:
         options = options_of(arguments(config=load_config(spec)), switches=False)
-        rows = _describe_choices(spec)
+        rows = [row[1:] for row in _choices_of(spec)]
         about = f"The defaults shown are those of {spec}{', with the choices' if rows else '.'}"
         about += ":" if rows else ""
         name = f"{prog} {shlex.quote(spec)}"
     show_help(arguments, options, argv, prog=name, about=about, rows=rows)
 
 
-def _describe_choices(spec: str) -> list[tuple[str, str]]:
-    """The choices of a CONFIG, and the values of each."""
+def _choices_of(spec: str) -> list[tuple[str, str, str]]:
+    """The choices of a CONFIG: the name, how it is written, and its values."""
     path, _ = find_config(spec)
     hints = typing.get_type_hints(import_file(path).get_config)
-    return [
-        (f"{spec.partition(':')[0]}:{name}=", ", ".join(map(str, typing.get_args(hint))) or "TEXT")
-        for name, hint in hints.items()
-        if name != "return"
-    ]
+    hints.pop("return", None)
+    config = spec.partition(":")[0]
+    values = {name: ", ".join(map(str, typing.get_args(hint))) for name, hint in hints.items()}
+    return [(name, f"{config}:{name}=", words or "TEXT") for name, words in values.items()]
 
 
 def parse_options(
@@ -245,6 +250,7 @@ def parse_options(
     prog: str,
     default: Options | None = None,
     switches: bool = True,
+    advise: Callable[[str], str] = lambda group: "",
 ) -> Options:
     """Parse options by tyro into a dataclass, with errors of one line instead of tyro's frames.
 
@@ -254,6 +260,7 @@ def parse_options(
       prog: the command's name in help and errors.
       default: the values of options that are not given; None takes the dataclass's own.
       switches: whether a boolean is an option without a value; else True or False follows it.
+      advise: see `check_words`.
 
     Raises:
       UsageError: there is no such option, one that is needed is missing or given twice, or a value
@@ -264,7 +271,7 @@ def parse_options(
     if asks_for_help(argv):
         show_help(arguments, options, argv, prog=prog)
         sys.exit(0)
-    given = check_words(argv, options, prog)
+    given = check_words(argv, options, prog, advise)
     by_flag = {option.flag: option for option in options}
     for flag, values in given.items():
         _check_types(by_flag[flag], values)

@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +56,6 @@ class Option:
     field: str
     hint: Any
     """Type of the value, without annotations."""
-    doc: str
     default: Any
     """`dataclasses.MISSING` where the option must be given."""
     group: Group
@@ -71,6 +70,11 @@ class Option:
     """Whether several values may follow."""
     is_repeated: bool
     """Whether the option may be given several times."""
+
+    @property
+    def doc(self) -> str:
+        """The text below its field."""
+        return _field_docs(self.owner).get(self.field, "")
 
     @property
     def is_required(self) -> bool:
@@ -125,12 +129,11 @@ def _walk(arguments: Any, prefix: str, group: Group, switches: bool) -> list[Opt
                 found += _walk(part, f"{flag}.{i}.", group, switches)
         else:
             own = next((extra for extra in extras if isinstance(extra, Group)), group)
-            doc = _field_docs(kind).get(field.name, "")
             leaves = _leaves(flag, default) if isinstance(default, dict) else {flag: default}
             for name, value in leaves.items():
                 its = type(value) if isinstance(default, dict) else hint
                 made = _option(kind, field.name, name, its, extras, value, switches)
-                found.append(dataclasses.replace(made, group=own, doc=doc))
+                found.append(dataclasses.replace(made, group=own))
     return found + config
 
 
@@ -164,7 +167,6 @@ def _option(
         owner=owner,
         field=field,
         hint=hint,
-        doc="",
         default=default,
         group=OPTIONS,
         metavar=metavar,
@@ -237,8 +239,12 @@ def first_sentence(doc: str) -> str:
     return match[1] if match else paragraph
 
 
-def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> dict[str, list[str]]:
+def check_words(
+    argv: Sequence[str], options: Sequence[Option], prog: str, advise: Callable[[str], str]
+) -> dict[str, list[str]]:
     """Check the words of a command line, except the types of values.
+
+    `advise` is asked for a word on options of a group, of which one is unknown.
 
     Returns:
       The values given, by flag.
@@ -264,6 +270,7 @@ def check_words(argv: Sequence[str], options: Sequence[Option], prog: str) -> di
         option = known.get(switches.get(name, name))
         if option is None:
             hint = did_you_mean(name, [*known, *switches])
+            hint += advise(flag.lstrip("-").partition(".")[0])
             raise UsageError(f"`{prog}` has no option {flag}{hint}; see `{prog} --help`.")
         if option.is_switch:
             if equals:

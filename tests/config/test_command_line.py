@@ -215,6 +215,7 @@ def get_config():
             "no option --model.num-layer (did you mean `--model.num-layers`",
         ),
         (["--xyzzy", "3"], "no option --xyzzy; see `maxmars train "),
+        (["--optimizer.qkv", "heads"], "tiny.py:optimizer=... have others; see `maxmars train "),
         (["3"], "takes no argument '3'; see"),
         (["--model.use-bias", "maybe"], "--model.use-bias maybe must be True or False."),
         (["--num-steps=many"], "--num-steps many must be an integer."),
