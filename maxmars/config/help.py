@@ -100,7 +100,7 @@ def _in_short(option: Option) -> str:
         return f"Do not {text[0].lower()}{text[1:]}" if option.default else text
     if option.default is not None or option.default_text != "default: None":
         return f"{text} ({option.default_text})" if option.default_text else text
-    what = re.search(r"(?:^|[.;]\s)None ([^.;]+)", option.doc)
+    what = re.search(r"(?:^|[.;]\s)None (.+?)(?:[.;]\s|\.?$)", option.doc, re.DOTALL)
     return f"{text} (default: None, which {' '.join(what[1].split())})" if what else text
 
 
