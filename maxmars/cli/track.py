@@ -63,13 +63,14 @@ _USAGE = """\
 usage: maxmars track verify RECEIPT [--cells K] [--steps N]
        maxmars track board DIR [--target LOSS]
 
-Results that anybody can repeat: `maxmars compare` writes a receipt of each contender, `verify`
-computes its runs again, and `board` ranks receipts.
+Results that anybody can repeat: `maxmars compare` writes a receipt of each
+contender, `verify` computes its runs again, and `board` ranks receipts.
 
   maxmars track verify runs/which/receipt-mars.json
   maxmars track board .github/results
 
-`maxmars track verify --help` and `maxmars track board --help` explain the options."""
+`maxmars track verify --help` and `maxmars track board --help` explain the
+options."""
 
 
 def run(argv: list[str]) -> int:

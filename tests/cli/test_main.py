@@ -57,9 +57,13 @@ def test_no_command_is_wrong_usage(capsys):
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_has_help(name, capsys):
-    assert exit_code(name, "--help") == 0
-    assert f"usage: maxmars {name}" in capsys.readouterr().out
+def test_every_command_has_help(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag in ("-h", "--help", "--help-all"):
+        assert exit_code(name, flag) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"usage: maxmars {name}")
+        assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -273,6 +277,7 @@ HELPS = [
     *("train", "train quickstart", "verify-resume", "compare", "plan", "plan gpt2:optimizer=muon"),
     *("eval", "generate", "export", "import", "audit", "report", "data prepare", "data inspect"),
     *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
+    *("track verify", "track board"),
 ]
 
 

@@ -14,6 +14,7 @@ from maxmars.cli.data import InspectArguments, PrepareArguments
 from maxmars.cli.eval import EvalArguments
 from maxmars.cli.generate import GenerateArguments
 from maxmars.cli.plan import PlanArguments
+from maxmars.cli.track import BoardArguments, VerifyArguments
 from maxmars.cli.train import TrainArguments, VerifyResumeArguments
 from maxmars.config.command_line import (
     UsageError,
@@ -45,6 +46,8 @@ PLAIN = {
     "report x": ReportArguments,
     "data prepare x y": PrepareArguments,
     "data inspect x": InspectArguments,
+    "track verify x": VerifyArguments,
+    "track board x": BoardArguments,
     f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8": TpuOptions,
     "launch tpu-vm status --name a --zone us-east5-a": TpuVm,
     f"launch gke quickstart {RUN} --topology v6e:4x4": GkeOptions,
@@ -156,6 +159,6 @@ def test_numbers_out_of_range_name_the_option(command):
             if command in WITH_CONFIG:
                 error = refusal(parse_arguments, WITH_CONFIG[command], given[1:], prog="maxmars")
             else:
-                del given[: len(command.split()[: 1 + (words[0] in ("data", "launch"))])]
+                del given[: len(command.split()[: 1 + (words[0] in ("data", "launch", "track"))])]
                 error = refusal(parse_options, PLAIN[command], given, prog="maxmars")
             assert re.fullmatch(rf"({option.flag} {value} must .*)?", error)
