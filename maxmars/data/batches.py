@@ -7,7 +7,6 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -48,7 +47,7 @@ from maxmars.data.sampling import (
     training_examples,
     validation_examples,
 )
-from maxmars.data.sources import METADATA, metadata_text, parse_metadata
+from maxmars.data.sources import metadata_text
 from maxmars.data.token_files import TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
 from maxmars.data.workers import end_with_parent
@@ -128,20 +127,16 @@ class SplitTokens:
         `num_documents` and `source`, which are None for others."""
         found = []
         for stream, weight in zip(self.streams, self.weights, strict=True):
-            documents = source = None
-            if not isinstance(stream, OwnData):
-                path = stream.directory / METADATA
-                with contextlib.suppress(OSError, ValueError):  # formats of others have none
-                    metadata = parse_metadata(metadata_text(path) or "", path, format=None)
-                    source, documents = metadata.source, metadata.splits[stream.split].num_documents
+            metadata = None if isinstance(stream, OwnData) else stream.metadata
+            split = None if metadata is None else metadata.splits[stream.split]
             found.append(
                 {
                     "name": stream.directory.name,
                     "weight": weight,
                     "num_tokens": stream.num_tokens,
                     "tokenizer": stream.tokenizer,
-                    "num_documents": documents,
-                    "source": source,
+                    "num_documents": None if split is None else split.num_documents,
+                    "source": None if metadata is None else metadata.source,
                 }
             )
         return found

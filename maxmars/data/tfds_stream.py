@@ -52,6 +52,7 @@ class TfdsTokens:
         if metadata is not None:
             self.tokenizer, self.tokenizer_digest = metadata.tokenizer, metadata.tokenizer_digest
             self.vocab_size = metadata.vocab_size
+        self.metadata = metadata
         splits = {} if metadata is None else metadata.splits
         sha256 = {shard.file: shard.sha256 for s in splits.values() for shard in s.shards}
         self.files: Sequence[TokenFile] = [

@@ -61,6 +61,11 @@ class TokenStream(Protocol):
     """The files of tokens in the directory, of all splits."""
 
     @property
+    def metadata(self) -> Metadata | None:
+        """What `meta.json` says; None where the format has none."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the split."""
         ...
@@ -213,6 +218,11 @@ class TokenFiles:
         self._starts = [0, *itertools.accumulate(filter(None, counts))]
         self._maps: dict[int, np.ndarray] = {}
 
+    @property
+    def metadata(self) -> Metadata | None:
+        """What `meta.json` says; raw files of tokens have none."""
+        return None
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the mapped files."""
         return {**self.__dict__, "_maps": {}}
@@ -333,16 +343,21 @@ class TokenShards(TokenFiles):
         self, directory: str | os.PathLike[str], split: str, metadata: Metadata | None = None
     ) -> None:
         directory = resolve(directory)
-        self.metadata = read_metadata(directory) if metadata is None else metadata
+        self._metadata = found = read_metadata(directory) if metadata is None else metadata
         super().__init__(
             directory,
             split,
-            shards_of(directory, self.metadata),
-            dtype=self.metadata.dtype,
-            tokenizer=self.metadata.tokenizer,
-            tokenizer_digest=self.metadata.tokenizer_digest,
-            vocab_size=self.metadata.vocab_size,
+            shards_of(directory, found),
+            dtype=found.dtype,
+            tokenizer=found.tokenizer,
+            tokenizer_digest=found.tokenizer_digest,
+            vocab_size=found.vocab_size,
         )
+
+    @property
+    def metadata(self) -> Metadata:
+        """What `meta.json` says."""
+        return self._metadata
 
 
 def shards_of(directory: Workdir, metadata: Metadata) -> dict[str, list[TokenFile]]:

@@ -321,8 +321,9 @@ def test_a_push_that_is_interrupted(hub, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpt2_offline(hub, reference_dir, tmp_path):
+def test_gpt2_offline(hub, reference_dir, tmp_path, monkeypatch):
     """With the library's own variable, which is read when it is imported."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
     commit = hub.add("openai/gpt2-tiny", reference_dir / "reference" / "hf_gpt2_tiny")
     theirs = load("hf:openai/gpt2-tiny")
     assert theirs.tokenizer.name == "gpt2"
