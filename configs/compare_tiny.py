@@ -1,9 +1,10 @@
-"""A GPT-2 of 0.35M parameters for comparing optimizers on two CPU cores, on the quickstart's text.
+"""Tiny GPT-2s for comparing optimizers on two CPU cores, on the quickstart's text.
 
     maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
 
-1,024 steps of 1,024 tokens a run. Each optimizer's learning rate is the lower middle of the grid
-that `maxmars compare` makes of it.
+Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes
+twice as many steps. Each optimizer's learning rate is the lower middle of the grid that `maxmars
+compare` makes of it.
 """
 
 from typing import Literal
@@ -39,26 +40,30 @@ Optimizer = Literal[
 ]
 
 
-def get_config(optimizer: Optimizer = "mars") -> TrainConfig:
+Size = Literal["0.3M", "1M"]
+
+
+def get_config(optimizer: Optimizer = "mars", size: Size = "0.3M") -> TrainConfig:
+    num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
     return TrainConfig(
-        name=f"compare-tiny-{optimizer}",
-        num_steps=1024,
+        name=f"compare-{size}-{optimizer}",
+        num_steps=num_steps,
         global_batch_size=8,
         model=GPT2Config(
-            num_layers=2,
+            num_layers=num_layers,
             num_heads=4,
-            embed_dim=112,
+            embed_dim=embed_dim,
             max_seq_len=128,
             vocab_size=257,
             vocab_pad_multiple=8,
             use_bias=False,
             compute_dtype="float32",  # faster than bfloat16 on a CPU
-            scan_unroll=2,
+            scan_unroll=num_layers,
         ),
         optimizer=get_optimizer(optimizer),
-        schedule=ScheduleConfig(warmup_steps=50),
+        schedule=ScheduleConfig(warmup_steps=num_steps // 20),
         data=PythonSourcesConfig(),
-        eval=EvalConfig(every=64, num_windows=128, batch_size=64),
+        eval=EvalConfig(every=num_steps // 16, num_windows=256, batch_size=64),
         checkpoint=CheckpointConfig(every=None),
         log=LogConfig(every=8),
     )

@@ -73,7 +73,8 @@ class CompareArguments(ConfigArguments):
     """Values of the config file's choice `optimizer`, each of which makes a contender."""
     tune: Annotated[str, tyro.conf.arg(metavar="FIELD,...")] = "learning_rate"
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
-    gamma, or warmup. A contender that lacks one is tuned over the others."""
+    gamma, or warmup; mars.gamma is for the contender mars alone. A contender that lacks one is
+    tuned over the others."""
     budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Most settings to try of each contender; None is 4, and 4 more for each field."""
     learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
@@ -282,15 +283,9 @@ def _contenders(
 ) -> tuple[Contender, ...]:
     """The contenders with the grids of the fields that they have."""
     from maxmars.compare.cells import Contender  # loads JAX
-    from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
+    from maxmars.compare.grids import LEARNING_RATE, make_grid
 
-    fields = list(dict.fromkeys(name.strip() for name in arguments.tune.split(",")))
-    for field in fields:
-        if all(value_of(config, field) is None for config in configs.values()):
-            raise UsageError(
-                f"--tune {arguments.tune}: no contender has a number {field!r}; name fields of "
-                "their optimizers, such as learning_rate, weight_decay and b1, or warmup."
-            )
+    fields = _tuned_fields(arguments.tune, configs)
     given: dict[tuple[str, str], list[float]] = {}  # (contender or "", field) -> values
     for name, values in _lists("--learning-rates", arguments.learning_rates).items():
         given[name, LEARNING_RATE] = values
@@ -301,7 +296,7 @@ def _contenders(
         flag = "--learning-rates" if field == LEARNING_RATE else "--grids"
         if name and name not in configs:
             raise UsageError(f"{flag}: {name!r} is none of {', '.join(configs)}.")
-        if field not in fields:
+        if not any(field in fields[owner] for owner in ([name] if name else configs)):
             raise UsageError(f"{flag}: {field!r} is not tuned; name it in --tune.")
         if field == LEARNING_RATE and min(values) <= 0:
             raise UsageError(f"{flag}: the learning rate {min(values):g} must be positive.")
@@ -310,13 +305,36 @@ def _contenders(
         try:
             grids = [
                 make_grid(config, field, given.get((name, field)) or given.get(("", field), ()))
-                for field in fields
+                for field in fields[name]
             ]
         except ValueError as error:
             raise UsageError(f"--grids: {name}: {error}") from error
         own = tuple(grid for grid in grids if grid is not None)
         contenders.append(Contender(name=name, config=config, grids=own))
     return tuple(contenders)
+
+
+def _tuned_fields(text: str, configs: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
+    """Fields to tune by contender, in the order of `--tune`: `FIELD` for all that have it, and
+    `CONTENDER.FIELD` for one."""
+    from maxmars.compare.grids import value_of  # loads JAX
+
+    fields: dict[str, list[str]] = {name: [] for name in configs}
+    for item in text.split(","):
+        owner, _, field = item.strip().rpartition(".")
+        if owner and owner not in configs:
+            raise UsageError(f"--tune {item}: {owner!r} is none of {', '.join(configs)}.")
+        owners = [owner] if owner else list(configs)
+        having = [name for name in owners if value_of(configs[name], field) is not None]
+        if not having:
+            who = owner or "no contender"
+            raise UsageError(
+                f"--tune {item}: {who} has {'no' if owner else 'a'} number {field!r}; name fields "
+                "of the optimizers, such as learning_rate, weight_decay and b1, or warmup."
+            )
+        for name in owners:  # those without it are told in the report
+            fields[name] += [] if field in fields[name] else [field]
+    return fields
 
 
 def _lists(flag: str, text: str | None) -> dict[str, list[float]]:

@@ -17,6 +17,7 @@ finished cell may be deleted.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ import maxmars
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
-from maxmars.distributed.files import json_number, read_json, write_json
+from maxmars.distributed.files import json_number, read_json, write_json, write_text
 
 COMPARISON = "compare.json"
 _RESULT = "result.json"
@@ -248,7 +249,9 @@ def read_comparison(workdir: Path) -> Comparison:
 
 def write_result(result: CellResult, workdir: Path) -> None:
     """Write `result.json`: from now on the cell is finished."""
-    write_json(result.cell.directory(workdir) / _RESULT, cell_to_json(result))
+    # On one line: results are kept, and there are hundreds of them.
+    text = json.dumps(cell_to_json(result))
+    write_text(result.cell.directory(workdir) / _RESULT, f"{text}\n")
 
 
 def cell_to_json(result: CellResult) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def _tuned(summary: Summary) -> list[str]:
 
 
 def _search_notes(summary: Summary) -> Iterator[str]:
-    """Contenders whose search was not at its end, and fields that a contender has not."""
+    """Contenders whose search was not at its end, or that are tuned over fewer fields."""
     tuned = _tuned(summary)
     for outcome in summary.outcomes:
         contender, found = outcome.contender, outcome.search
@@ -317,8 +317,8 @@ def _search_notes(summary: Summary) -> Iterator[str]:
                 f"command with a --budget above {summary.comparison.budget} goes on."
             )
         fields = [grid.field for grid in contender.grids]
-        if lacking := [field for field in tuned if field not in fields]:
-            yield f"{name} has no {' and no '.join(lacking)} to tune."
+        if len(fields) < len(tuned):
+            yield f"{name} is tuned over {', '.join(fields)}."
 
 
 def _cost_table(summary: Summary) -> str:

@@ -78,6 +78,22 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
     assert {name: grids[0]["scanned"] for name, grids in compared.items()} == expected
 
 
+def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, capsys):
+    fields = "learning_rate,weight_decay,adamw.eps,lion.b1"
+    words = ["--optimizers", "adamw,lion", "--tune", fields, "--grids", "lion.b1=0.8,0.9"]
+    words += ["--model.max-seq-len", "1000", "--workdir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(["compare", config_file, *words])
+    assert "too few for one batch" in capsys.readouterr().err
+    compared = json.loads((tmp_path / "out" / "compare.json").read_text())["compared"]
+    found = {name: [grid["field"] for grid in grids] for name, grids in compared.items()}
+    assert found == {
+        "adamw": ["learning_rate", "weight_decay", "eps"],
+        "lion": ["learning_rate", "weight_decay", "b1"],
+    }
+    assert compared["lion"][2]["scanned"] == [0.9]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -105,6 +121,11 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
         ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no number"),
         ([TINY, *WORKDIR, "--learning-rates", "1e-3,-1"], "learning rate -1 must be positive"),
         ([TINY, *WORKDIR, "--tune", "learning_rate,beta"], "no contender has a number 'beta'"),
+        ([TINY, *WORKDIR, "--tune", "muon.b1"], "--tune muon.b1: 'muon' is none of"),
+        (
+            ["compare_tiny", *WORKDIR, "--optimizers", "adamw,muon", "--tune", "muon.b1"],
+            "--tune muon.b1: muon has no number 'b1'",
+        ),
         ([TINY, *WORKDIR, "--grids", "gamma=0,0.1"], "--grids: 'gamma' is not tuned"),
         (
             [TINY, *WORKDIR, "--tune", "b1", "--grids", "b1=0.9,1"],
