@@ -27,7 +27,7 @@ from maxmars.config.command_line import (
 from maxmars.config.help import asks_for_help
 
 if TYPE_CHECKING:
-    from maxmars.compare.cells import Contender
+    from maxmars.compare.cells import Comparison, Contender
 
 _PROG = "maxmars compare"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -71,6 +71,9 @@ class CompareArguments(ConfigArguments):
     """Directory of this comparison, on a disk (required). Its finished cells are kept."""
     optimizers: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
     """Values of the config file's choice `optimizer`, each of which makes a contender."""
+    sizes: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
+    """Values of the config file's choice `size`: a comparison for each, in DIR/SIZE, and a report
+    over all of them in DIR."""
     tune: Annotated[str, tyro.conf.arg(metavar="FIELD,...")] = "learning_rate"
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
     gamma, or warmup; mars.gamma is for the contender mars alone. A contender that lacks one is
@@ -108,14 +111,53 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             f"{_PROG} needs a config, for example `{_PROG} compare_tiny`. See `{_PROG} --help`."
         )
+    sizes = _option(options, "--sizes")
+    names = [None] if sizes is None else _names("--sizes", sizes)
+    planned = {
+        name: _plan(_with_choice(specs, "size", [name] if name else None), options, name)
+        for name in names
+    }
+    arguments = next(iter(planned.values()))[0]
+    # Imported late: they load JAX.
+    from maxmars.compare.report import print_summary, summary_json
+    from maxmars.compare.run import Part, compare
+    from maxmars.compare.sizes import write_sizes_report
+    from maxmars.compare.summary import summarize
+    from maxmars.distributed.exits import EXIT_CODE
+
+    part, summaries = Part(*_part(arguments.cells)), {}
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        for name, (_, comparison, workdir) in planned.items():
+            if name:
+                print(f"size {name}", flush=True)
+            if not compare(comparison, workdir, part):
+                return EXIT_CODE
+            summaries[name] = summarize(workdir)
+            print_summary(summaries[name], workdir)
+        found = summary_json(summaries[names[0]])
+        if sizes is not None:
+            root = workdir.parent
+            found = write_sizes_report(summaries, root)
+            print(f"report of all sizes: {root / 'report.md'}")
+    if arguments.json:
+        print(json.dumps(found))
+    return 0
+
+
+def _plan(
+    specs: Sequence[str], options: Sequence[str], size: str | None
+) -> tuple[CompareArguments, Comparison, Path]:
+    """The comparison of these configs, and its directory."""
+    optimizers = _option(options, "--optimizers")
+    names = None if optimizers is None else _names("--optimizers", optimizers)
     parsed = {
         spec: parse_arguments(CompareArguments, [spec, *options], prog=_PROG)
-        for spec in _with_optimizers(specs, _optimizers(options))
+        for spec in _with_choice(specs, "optimizer", names)
     }
     arguments = next(iter(parsed.values()))
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
-    part = _part(arguments.cells)
+    _part(arguments.cells)
     configs = _by_name({spec: _prepare(a) for spec, a in parsed.items()})
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
@@ -123,10 +165,6 @@ def run(argv: list[str]) -> int:
     contenders = _contenders(configs, arguments)
     # Imported late: they load JAX.
     from maxmars.compare.cells import Comparison
-    from maxmars.compare.report import print_summary, summary_json
-    from maxmars.compare.run import Part, compare
-    from maxmars.compare.summary import summarize
-    from maxmars.distributed.exits import EXIT_CODE
     from maxmars.distributed.files import is_remote, resolve
 
     if is_remote(resolve(arguments.workdir)):
@@ -149,13 +187,7 @@ def run(argv: list[str]) -> int:
             "the runs hardly reach their learning rates; give --schedule.warmup-steps too.",
             file=sys.stderr,
         )
-    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        if not compare(comparison, workdir, Part(*part)):
-            return EXIT_CODE
-        print_summary(summarize(workdir), workdir)
-    if arguments.json:
-        print(json.dumps(summary_json(summarize(workdir))))
-    return 0
+    return arguments, comparison, workdir / size if size else workdir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,32 +255,36 @@ def run_report(argv: list[str]) -> int:
     return 0
 
 
-def _optimizers(options: Sequence[str]) -> str | None:
-    """The value of `--optimizers`, which says which configs to load before the options of these
-    can be read."""
+def _option(options: Sequence[str], flag: str) -> str | None:
+    """The value of an option that says which configs to load, before the options of these can be
+    read."""
     for index, word in enumerate(options):
         key, equals, value = word.partition("=")
-        if key == "--optimizers":
+        if key == flag:
             return value if equals else next(iter(options[index + 1 :]), None)
     return None
 
 
-def _with_optimizers(specs: Sequence[str], optimizers: str | None) -> list[str]:
-    """Each CONFIG with each optimizer as its choice `optimizer`."""
-    if optimizers is None:
-        return list(specs)
-    names = [name.strip() for name in optimizers.split(",") if name.strip()]
+def _names(flag: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"--optimizers {optimizers!r} must name optimizers, each once.")
+        raise UsageError(f"{flag} {text!r} must name {flag.lstrip('-')}, each once.")
+    return names
+
+
+def _with_choice(specs: Sequence[str], choice: str, values: Sequence[str] | None) -> list[str]:
+    """Each CONFIG with each of these values of one of its choices; None leaves them as they are."""
+    if values is None:
+        return list(specs)
     for spec in specs:
-        if re.search(r"[:,]optimizer=", spec):
-            raise UsageError(f"{spec} names an optimizer itself; leave that or --optimizers out.")
+        if re.search(rf"[:,]{choice}=", spec):
+            raise UsageError(f"{spec} names its {choice} itself; leave that or --{choice}s out.")
     # To choices such as those of gpt2:size=small one more is added.
     joins = ["," if re.search(r":\w+=", spec) else ":" for spec in specs]
     return [
-        f"{spec}{join}optimizer={name}"
+        f"{spec}{join}{choice}={value}"
         for spec, join in zip(specs, joins, strict=True)
-        for name in names
+        for value in values
     ]
 
 

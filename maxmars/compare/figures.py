@@ -17,6 +17,7 @@ import numpy as np
 
 from maxmars.compare.curves import Line
 from maxmars.compare.grids import Number
+from maxmars.compare.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,6 +152,41 @@ def draw_tuning(
         axes.set_ylim(bottom - margin, top + margin)
         axes.set_xlabel("peak learning rate" if field == "learning_rate" else field)
         axes.set_ylabel("final validation loss, nats a token")
+    return True
+
+
+def draw_speed_ups(
+    points: Mapping[str, Sequence[tuple[int, Interval]]], path: Path, baseline: str
+) -> bool:
+    """Draw data speed-ups, with their intervals, against the size of the model.
+
+    Args:
+      points: contender -> (parameters of the model, speed-up), increasing in size.
+      path: of the PNG; its directory is made.
+      baseline: the contender whose speed-up is 1.
+
+    Returns:
+      Whether there was anything to draw.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    if not any(points.values()):
+        return False
+    with _figure(path) as axes:
+        for number, (name, found) in enumerate(points.items()):
+            if not found:
+                continue
+            sizes = [size * 1.02**number for size, _ in found]  # beside each other, not on top
+            means = np.array([gain.mean for _, gain in found])
+            highs = [gain.mean if gain.high is None else gain.high for _, gain in found]
+            axes.errorbar(
+                sizes, means, np.array(highs) - means, label=_label(name), **_style(number)
+            )
+        axes.axhline(1.0, color="#7F7F7F", linewidth=1.0)
+        axes.set_xscale("log")
+        axes.set_xlabel("parameters")
+        axes.set_ylabel(f"data speed-up over {baseline}")
     return True
 
 

@@ -210,9 +210,9 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     if best is None:
         return cells
     rate = dict(best.setting)[LEARNING_RATE]
-    cells |= {"rate": f"{rate:g}", "loss": _interval(best.loss, "{:.4f}")}
+    cells |= {"rate": f"{rate:g}", "loss": interval(best.loss, "{:.4f}")}
     if best.test is not None:
-        cells["difference"] = _interval(best.test.difference, "{:+.4f}")
+        cells["difference"] = interval(best.test.difference, "{:+.4f}")
         cells["p"] = f"{summary.p_adjusted[name]:.2g}"
     # Where a curve comes down to the baseline's loss, the baseline's own does as well.
     base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
@@ -474,9 +474,9 @@ def _curves_json(line: Line) -> list[dict[str, Any]]:
     ]
 
 
-def _interval(found: Interval, form: str) -> str:
+def interval(found: Interval, form: str, digits: int = 4) -> str:
     """The mean, and half the width of its interval if there is one."""
     mean = form.format(found.mean)
     if found.low is None or found.high is None:
         return mean
-    return f"{mean} ± {(found.high - found.low) / 2:.4f}"
+    return f"{mean} ± {(found.high - found.low) / 2:.{digits}f}"

@@ -104,7 +104,12 @@ def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, 
         ([TINY, *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
         (
             [f"{TINY}:optimizer=mars", *WORKDIR, "--optimizers", "adamw"],
-            "names an optimizer itself",
+            "names its optimizer itself",
+        ),
+        ([TINY, *WORKDIR, "--sizes", "0.3M,2M"], "size=2M is not a choice"),
+        (
+            [f"{TINY}:size=1M", *WORKDIR, "--sizes", "0.3M,1M"],
+            "names its size itself; leave that or --sizes out",
         ),
         ([TINY, TINY + ":optimizer=compare-tiny-mars"], "is not a choice"),
         ([TINY, *WORKDIR, "--seeds", "0"], "--seeds 0 must be greater than zero"),

@@ -174,6 +174,38 @@ def test_results_alone_are_enough_to_report(compared, tmp_path):
     assert ours["outcomes"] == theirs["outcomes"]
 
 
+@pytest.mark.slow
+def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
+    _, config, *options = compare_command
+    text = Path(config).read_text()
+    text = text.replace('"lion"])', '"lion"], size: Literal["16", "32"] = "16")')
+    text = text.replace("    return short_config(", "    config = short_config(")
+    text += """    import dataclasses
+    model = dataclasses.replace(config.model, embed_dim=int(size))
+    return dataclasses.replace(config, model=model)
+"""
+    file = tmp_path / "sized.py"
+    file.write_text(text)
+    workdir = tmp_path / "sizes"
+    rates = options.index("--learning-rates") + 1
+    options[rates] = "1e-3,4e-3"
+    cli.main(["compare", str(file), *options, str(workdir), "--sizes", "16,32"])
+    printed = capsys.readouterr().out
+    assert f"report of all sizes: {workdir / 'report.md'}" in printed
+    report = json.loads((workdir / "report.json").read_text())
+    found = {(row["name"], row["size"]): row for row in report["results"]}
+    assert found.keys() == {(name, size) for name in ("adamw", "lion") for size in ("16", "32")}
+    for (name, size), row in found.items():
+        own = json.loads((workdir / size / "report.json").read_text())
+        (outcome,) = (o for o in own["outcomes"] if o["name"] == name)
+        assert row["loss"] == outcome["loss"]
+        assert row["setting"] == outcome["setting"]
+        assert (row["difference"] is None) == (name == "adamw")
+    assert found["lion", "32"]["num_parameters"] > found["lion", "16"]["num_parameters"]
+    page = (workdir / "report.md").read_text()
+    assert "| lion | 32 | learning_rate=" in page
+
+
 def with_config(comparison, index, **changes):
     """The comparison with other fields in the config of one contender."""
     contenders = list(comparison.contenders)

@@ -11,8 +11,9 @@ from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.compare.curves import Curve, Line, read_run
-from maxmars.compare.figures import draw_losses, draw_tuning
+from maxmars.compare.figures import draw_losses, draw_speed_ups, draw_tuning
 from maxmars.compare.report import write_run_report
+from maxmars.compare.statistics import Interval
 from maxmars.config import to_dict
 from maxmars.train.metrics import ACTIVITIES
 
@@ -75,6 +76,8 @@ def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
         decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
         assert draw_tuning(decays, folder / "b1.png", "b1")
         assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, folder / "decay.png", "weight_decay")
+        gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
+        assert draw_speed_ups(gains, folder / "gains.png", "b")
         drawn.append([path.read_bytes() for path in sorted(folder.iterdir())])
     assert drawn[0] == drawn[1]
     assert {content[:4] for content in drawn[0]} == {PNG}
