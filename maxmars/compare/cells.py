@@ -16,6 +16,7 @@ finished cell may be deleted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -263,8 +264,12 @@ def cell_to_json(result: CellResult) -> dict[str, Any]:
     return fields
 
 
-def cell_from_json(fields: Mapping[str, Any]) -> CellResult:
-    """The result that `cell_to_json` made these fields of."""
+def cell_from_json(fields: Any) -> CellResult:
+    """The result that `cell_to_json` made these fields of.
+
+    Raises:
+      KeyError, TypeError, ValueError: these are fields of something else.
+    """
     cell, curve = fields["cell"], fields["curve"]
     if curve is not None:
         losses = tuple(map(float, curve["losses"]))
@@ -280,9 +285,9 @@ def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellR
     results = []
     for contender in contenders:
         for path in sorted((workdir / "cells" / contender.name).glob(f"*/{_RESULT}")):
-            fields = read_json(path)
-            if fields is not None:  # a result that cannot be read is no result: it is run again
-                results.append(cell_from_json(fields))
+            # A result that cannot be read is no result: the cell is run again.
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                results.append(cell_from_json(read_json(path)))
     return results
 
 

@@ -79,12 +79,17 @@ def read_receipt(path: Path) -> Receipt:
             f"{path} was changed after it was written: its hash is not that of its contents. Get "
             "it anew from whoever made it."
         )
-    return Receipt(
-        name=fields["name"],
-        config=from_dict(fields["config"]),
-        cells=tuple(map(cell_from_json, fields["cells"])),
-        tuning=fields["tuning"],
-    )
+    try:
+        return Receipt(
+            name=fields["name"],
+            config=from_dict(fields["config"]),
+            cells=tuple(map(cell_from_json, fields["cells"])),
+            tuning=fields["tuning"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); get it anew from whoever made it.") from (
+            error
+        )
 
 
 def _fields(

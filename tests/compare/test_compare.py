@@ -206,6 +206,13 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert "| lion | 32 | learning_rate=" in page
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"cell": 1}', '{"loss": "x"}'])
+def test_a_damaged_result_is_none(text, copied, comparison):
+    before = by_cell(copied, comparison)
+    (LION.directory(copied) / "result.json").write_text(text)
+    assert by_cell(copied, comparison) == {c: r for c, r in before.items() if c != LION}
+
+
 def with_config(comparison, index, **changes):
     """The comparison with other fields in the config of one contender."""
     contenders = list(comparison.contenders)

@@ -105,12 +105,15 @@ def test_a_forged_receipt_is_refused(change, steps, problem, receipt, capsys):
         (["verify", "{folder}/none.json"], 1, "has no none.json"),
         (["verify", "{folder}/other.json"], 1, "is no receipt of `maxmars compare`"),
         (["verify", "{folder}/changed.json"], 1, "was changed after it was written"),
+        (["verify", "{folder}/damaged.json"], 1, "is damaged (KeyError('curve'))"),
         (["board", "{folder}/empty"], 1, "has no receipt-*.json"),
         (["verfy"], 2, "needs one of verify, board, not 'verfy'"),
     ],
 )
 def test_what_cannot_be_tracked(words, code, message, receipt, tmp_path, capsys):
     text = receipt.read_text()
+    damaged = shutil.copy(receipt, tmp_path / "damaged.json")
+    forge(damaged, lambda fields: fields["cells"][0].pop("curve"))
     (tmp_path / "changed.json").write_text(text.replace('"name": "lion"', '"name": "lioN"'))
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
