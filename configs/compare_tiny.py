@@ -46,7 +46,7 @@ Size = Literal["0.3M", "1M"]
 def get_config(optimizer: Optimizer = "mars", size: Size = "0.3M") -> TrainConfig:
     num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
     return TrainConfig(
-        name=f"compare-{size}-{optimizer}",
+        name=f"compare-tiny-{optimizer}" if size == "0.3M" else f"compare-{size}-{optimizer}",
         num_steps=num_steps,
         global_batch_size=8,
         model=GPT2Config(
