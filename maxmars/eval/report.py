@@ -325,13 +325,6 @@ def harness_table(name: str, found: Mapping[str, Any]) -> Table:
     """The result of `run_lm_eval` for a model of this name."""
     table = _table("task", "few-shot", "metric", name)
     table.columns[2].justify = "left"
-    for task, metrics in found["results"].items():
-        for metric, value in metrics.items():
-            if "_stderr" in metric:
-                continue
-            metric_name, comma, its_filter = metric.partition(",")
-            error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
-            text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-            shots = str(found["num_fewshot"].get(task, ""))
-            table.add_row(task, shots, metric.removesuffix(",none"), text)
+    for task, shots, metric, text in harness_rows(found):
+        table.add_row(task, shots, metric.removesuffix(",none"), text)
     return table
