@@ -36,8 +36,8 @@ def keep_in_cache(platform: str) -> None:
     this kind. Where the directory cannot be written, nothing is kept."""
     if _is_told():
         return
-    directory = cache_directory() / "programs" / (_cpu() if platform == "cpu" else platform)
     with contextlib.suppress(OSError):
+        directory = cache_directory() / "programs" / (_cpu() if platform == "cpu" else platform)
         directory.mkdir(parents=True, exist_ok=True)
         _keep_in(directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_S)
