@@ -21,8 +21,9 @@ from maxmars.config.numbers import short
 from maxmars.distributed.files import json_number, write_json, write_text
 from maxmars.model.language_model import num_parameters
 
-STEPS_TOLERANCE = 1e-3
-"""Nats by which repeated training losses of the first steps may differ on another machine."""
+EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
+"""In so many first steps the training losses on another machine may differ by these nats; later
+ones are not judged, since rounding grows."""
 LOSS_TOLERANCE = 0.02
 """Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
 losses of cells by up to 0.009 from one mesh to another."""
@@ -40,7 +41,7 @@ class Repeated:
     is_equal: bool
     """Whether all its losses, and the end if it was reached, are equal bit by bit."""
     difference: float
-    """The largest difference of its losses, in nats."""
+    """The largest difference of its first losses and the final one, in nats."""
     problem: str | None
     """Why it does not confirm the receipt; None if it does."""
 
@@ -94,7 +95,9 @@ def describe(repeated: Repeated) -> str:
         return f"{text}REFUSED, {repeated.problem}"
     if repeated.is_equal:
         return f"{text}equal bit by bit"
-    return f"{text}equal up to rounding (losses differ by {repeated.difference:.1e} at most)"
+    return (
+        f"{text}equal up to rounding (first and final losses differ by {repeated.difference:.1e})"
+    )
 
 
 def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int | None) -> Repeated:
@@ -123,23 +126,28 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
     ours = run_cell(theirs.cell, cut, scratch, (weights, tokens))
     if ours is None:
         raise KeyboardInterrupt
-    wanted = [(step, loss) for step, loss in theirs.train_losses if step <= num_steps]
-    if not wanted or [step for step, _ in wanted] != [step for step, _ in ours.train_losses]:
-        return repeated(math.inf, "the receipt has not the training losses of these steps.")
-    pairs = [(a, b) for (_, a), (_, b) in zip(wanted, ours.train_losses, strict=True)]
-    is_whole = num_steps == config.num_steps
-    if is_whole:
-        pairs.append((theirs.loss, ours.loss))
-        difference, tolerance = abs(theirs.loss - ours.loss), LOSS_TOLERANCE
-        if theirs.loss == ours.loss:  # of two runs that diverged it is not a number
-            difference = 0.0
-    else:
-        difference, tolerance = max(abs(a - b) for a, b in pairs), STEPS_TOLERANCE
-    is_equal = all(a == b for a, b in pairs)
-    is_equal &= not is_whole or theirs.final_state == ours.final_state
-    what = "the final loss" if is_whole else "a training loss"
-    problem = f"{what} differs by {difference:.2g} nats, more than {tolerance:g}."
-    return repeated(difference, None if difference <= tolerance else problem, is_equal=is_equal)
+    logged = dict(theirs.train_losses)
+    pairs = {step: (logged[step], loss) for step, loss in ours.train_losses if step in logged}
+    # A run also logs its last step, which in the receipt's run was one of many.
+    lacks = any(step not in logged for step, _ in ours.train_losses if step < num_steps)
+    if lacks or not pairs:
+        return repeated(math.inf, "the receipt lacks training losses of these steps.")
+    early = max(_apart(*pair) for step, pair in pairs.items() if step <= EARLY_STEPS)
+    is_equal, final = not any(_apart(*pair) for pair in pairs.values()), 0.0
+    if num_steps == config.num_steps:
+        final = _apart(theirs.loss, ours.loss)
+        is_equal &= not final and theirs.final_state == ours.final_state
+    problem = None
+    if not early <= EARLY_TOLERANCE:
+        problem = f"a training loss differs by {early:.2g} nats, more than {EARLY_TOLERANCE:g}."
+    elif not final <= LOSS_TOLERANCE:
+        problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
+    return repeated(max(early, final), problem, is_equal=is_equal)
+
+
+def _apart(theirs: float, ours: float) -> float:
+    """The difference of two losses; 0 of two that both are no numbers, or both infinite."""
+    return 0.0 if theirs == ours or (theirs != theirs and ours != ours) else abs(theirs - ours)
 
 
 # --- the board ------------------------------------------------------------------------------------
