@@ -28,6 +28,7 @@ from maxmars.config.help import asks_for_help
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Comparison, Contender
+    from maxmars.compare.grids import Number
 
 _PROG = "maxmars compare"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -86,6 +87,9 @@ class CompareArguments(ConfigArguments):
     grids: Annotated[str | None, tyro.conf.arg(metavar="FIELD=V,...")] = None
     """Values of other fields for all, b1=0.9,0.95,weight_decay=0,0.1, or for one contender,
     mars.gamma=0,0.025; the search goes beyond their ends."""
+    start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """A finished comparison of the same contenders, say of a smaller model: each search begins at
+    the best setting there, with 1/2, 1 and 2 times its learning rate."""
     finalists: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 2
     """The best settings of each contender, which run with all seeds."""
     seeds: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 3
@@ -336,11 +340,17 @@ def _contenders(
             raise UsageError(f"{flag}: {field!r} is not tuned; name it in --tune.")
         if field == LEARNING_RATE and min(values) <= 0:
             raise UsageError(f"{flag}: the learning rate {min(values):g} must be positive.")
+    starts = _starts(arguments.start_from, fields)
     contenders = []
     for name, config in configs.items():
         try:
             grids = [
-                make_grid(config, field, given.get((name, field)) or given.get(("", field), ()))
+                make_grid(
+                    config,
+                    field,
+                    given.get((name, field)) or given.get(("", field), ()),
+                    starts[name].get(field),
+                )
                 for field in fields[name]
             ]
         except ValueError as error:
@@ -348,6 +358,40 @@ def _contenders(
         own = tuple(grid for grid in grids if grid is not None)
         contenders.append(Contender(name=name, config=config, grids=own))
     return tuple(contenders)
+
+
+def _starts(
+    directory: str | None, fields: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Number]]:
+    """The values of each contender's best setting in the comparison of `--start-from`."""
+    if directory is None:
+        return {name: {} for name in fields}
+    # Imported late: they load JAX.
+    from maxmars.compare.grids import value_of, with_values
+    from maxmars.compare.summary import summarize
+
+    try:
+        summary = summarize(Path(directory).expanduser())
+    except ValueError as error:
+        raise UsageError(f"--start-from: {error}") from error
+    if summary.num_missing:
+        raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
+    outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}
+    found = {}
+    for name, tuned in fields.items():
+        outcome = outcomes.get(name)
+        if outcome is None or outcome.best is None:
+            raise UsageError(f"--start-from {directory}: {name} has no result there.")
+        tried = [grid.field for grid in outcome.contender.grids]
+        if missing := [field for field in tried if field not in tuned]:
+            raise UsageError(
+                f"--start-from {directory}: {name} was tuned over {', '.join(missing)} too; name "
+                "the same fields in --tune."
+            )
+        best = with_values(outcome.contender.config, dict(outcome.best.setting))
+        values = {field: value_of(best, field) for field in tried}
+        found[name] = {field: value for field, value in values.items() if value is not None}
+    return found
 
 
 def _tuned_fields(text: str, configs: Mapping[str, TrainConfig]) -> dict[str, list[str]]:

@@ -70,7 +70,9 @@ def with_values(config: TrainConfig, values: Mapping[str, Number]) -> TrainConfi
     return config
 
 
-def make_grid(config: TrainConfig, field: str, given: Sequence[Number] = ()) -> Grid | None:
+def make_grid(
+    config: TrainConfig, field: str, given: Sequence[Number] = (), start: Number | None = None
+) -> Grid | None:
     """The grid of a field of a contender.
 
     Learning rates are scanned, by default at 1/2, 1, 2 and 4 times the config's own. The search
@@ -82,6 +84,8 @@ def make_grid(config: TrainConfig, field: str, given: Sequence[Number] = ()) -> 
       config: of the contender.
       field: its name.
       given: values to try; none are those around the config's own.
+      start: a value that was found to be good, in place of the config's own; of a learning rate
+        only 1/2, 1 and 2 times it are scanned.
 
     Returns:
       The grid; None where the contender lacks the field.
@@ -92,15 +96,15 @@ def make_grid(config: TrainConfig, field: str, given: Sequence[Number] = ()) -> 
     own = value_of(config, field)
     if own is None:
         return None
-    whole = isinstance(own, int)
+    whole, factors = isinstance(own, int), _RATE_FACTORS
+    if start is not None:
+        own, factors = _number(start, whole), _RATE_FACTORS[:3]
     for value in given:
         if whole and value != round(value):
             raise ValueError(f"{field}={value:g} must be an integer.")
         with_values(config, {field: _number(value, whole)})
     if field == LEARNING_RATE:
-        scanned = tuple(
-            sorted(_number(v, whole) for v in given or (own * f for f in _RATE_FACTORS))
-        )
+        scanned = tuple(sorted(_number(v, whole) for v in given or (own * f for f in factors)))
         values = _extended(scanned, 2.0)
     elif not whole and _is_decay(config, field):
         distances = sorted(1 - v for v in given) or sorted({*_DECAY_DISTANCES, 1 - own})

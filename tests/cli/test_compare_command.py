@@ -141,6 +141,7 @@ def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, 
         ([TINY, *WORKDIR, "--finalists", "0"], "--finalists 0 must be greater than zero"),
         ([TINY, *WORKDIR, "--cells", "2/2"], "--cells 2/2 must be I/N"),
         ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
+        ([TINY, *WORKDIR, "--start-from", "no/such"], "--start-from: no/such holds no comparison"),
         ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
     ],
 )

@@ -144,6 +144,24 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
         assert not min(rates[:2]) <= rates[2] <= max(rates[:2]) or outcome["name"] == "adamw"
 
 
+def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path, capsys):
+    """What is compared is recorded before the first cell begins, which here is refused."""
+    rates = compare_command.index("--learning-rates")
+    words = [*compare_command[:rates], *compare_command[rates + 2 :], str(tmp_path)]
+    words += ["--start-from", str(compared), "--model.max-seq-len", "1000"]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--tune", "weight_decay"])
+    assert "was tuned over learning_rate too" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--tune", "learning_rate,weight_decay"])
+    assert "too few for one batch" in capsys.readouterr().err
+    found = json.loads((compared / "report.json").read_text())["outcomes"]
+    best = {outcome["name"]: outcome["setting"]["learning_rate"] for outcome in found}
+    grids = json.loads((tmp_path / "compare.json").read_text())["compared"]
+    for name, rate in best.items():
+        assert grids[name][0]["scanned"] == [rate / 2, rate, rate * 2]
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_cells(compare_command, compared, comparison, tmp_path):
     command = [sys.executable, "-m", "maxmars", *compare_command, str(tmp_path)]

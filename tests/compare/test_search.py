@@ -191,6 +191,15 @@ def test_the_values_of_a_field(optimizer, field, given, near):
         assert value_of(with_values(config, {field: value}), field) == value
 
 
+def test_a_grid_begins_where_another_comparison_ended():
+    rates = make_grid(CONFIG, "learning_rate", start=0.004)
+    assert rates.scanned == (0.002, 0.004, 0.008)
+    decay = make_grid(CONFIG, "b1", start=0.985)
+    assert decay.scanned == (0.985,)
+    assert decay.values[decay.values.index(0.985) - 1] == 0.98
+    assert make_grid(CONFIG, "weight_decay", start=0.0).scanned == (0.0,)
+
+
 def test_fields_that_a_contender_has_not_and_values_that_it_refuses():
     assert make_grid(tiny_config(optimizer=MuonConfig()), "b1") is None
     with pytest.raises(ValueError, match=r"b1=1\.5 must lie in \[0, 1\)"):
