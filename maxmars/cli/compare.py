@@ -200,7 +200,7 @@ class ReportArguments(CheckedConfig):
 
     A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
     contender is drawn at its best rate. One comparison alone gets its whole report again, also
-    before it is complete.
+    before it is complete; the directory of one with --sizes gets those of all sizes.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -226,21 +226,32 @@ def run_report(argv: list[str]) -> int:
         write_report,
         write_run_report,
     )
+    from maxmars.compare.sizes import size_directories
     from maxmars.compare.summary import summarize
 
-    runs = [Path(name).expanduser().absolute() for name in arguments.runs]
-    if len(runs) == 1 and arguments.out is None and (runs[0] / COMPARISON).is_file():
-        print_summary(write_report(runs[0]), runs[0])
-        return 0
-    if len(runs) > 1 and arguments.out is None:
-        raise UsageError("maxmars report of several runs needs --out DIR, where the report goes.")
-    names = [path.name for path in runs]
-    if len(set(names)) < len(names):
-        names = list(arguments.runs)
-    if len(set(runs)) < len(runs):
-        raise UsageError(f"maxmars report {' '.join(names)}: name each RUN once.")
+    named = {text: Path(text).expanduser().absolute() for text in arguments.runs}
+    if len(set(named.values())) < len(arguments.runs):
+        raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
+    if arguments.out is None:
+        if len(named) > 1:
+            raise UsageError(
+                "maxmars report of several runs needs --out DIR, where the report goes."
+            )
+        (path,) = named.values()
+        if (path / COMPARISON).is_file():
+            print_summary(write_report(path), path)
+            return 0
+        if sizes := size_directories(path):
+            _report_sizes(path, sizes)
+            return 0
+    runs: dict[str, Path] = {}
+    for text, path in named.items():
+        sizes = [] if (path / COMPARISON).is_file() else size_directories(path)
+        runs |= {f"{text}/{size.name}": size for size in sizes} or {text: path}
+    if len({path.name for path in runs.values()}) == len(runs):
+        runs = {path.name: path for path in runs.values()}
     lines, workdirs = [], {}
-    for path, name in zip(runs, names, strict=True):
+    for name, path in runs.items():
         if not (path / COMPARISON).is_file():
             lines.append(Line(name=name, curves=(read_run(path),)))
             workdirs[name] = path
@@ -253,10 +264,26 @@ def run_report(argv: list[str]) -> int:
             own = line.name if len(runs) == 1 else f"{name}: {line.name}"
             lines.append(dataclasses.replace(line, name=own))
             workdirs[own] = path
-    out = Path(arguments.out).expanduser().absolute() if arguments.out else runs[0] / "report"
+    (first, *_) = runs.values()
+    out = Path(arguments.out).expanduser().absolute() if arguments.out else first / "report"
     write_run_report(lines, out, workdirs)
     print(f"report: {out / 'report.md'}")
     return 0
+
+
+def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:
+    """Write and print the reports of the sizes of a comparison."""
+    from maxmars.compare.report import print_summary
+    from maxmars.compare.sizes import write_reports_of_sizes
+
+    found = write_reports_of_sizes(directory, sizes)
+    for size in sizes:
+        print(f"size {size.name}")
+        if size.name in found:
+            print_summary(found[size.name], size)
+        else:
+            print("left out: none of its cells is finished yet")
+    print(f"report of all sizes: {directory / 'report.md'}")
 
 
 def _option(options: Sequence[str], flag: str) -> str | None:

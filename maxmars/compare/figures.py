@@ -18,6 +18,7 @@ import numpy as np
 from maxmars.compare.curves import Line
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import Interval
+from maxmars.config.numbers import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +42,7 @@ _STYLE = {
 }
 _WARM_UP = 0.12  # losses in this first share of the horizontal axis may lie above the figure
 _MAX_TICKS = 10
+_FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 30, 50, 100)
 
 
 def require_matplotlib() -> None:
@@ -179,12 +181,19 @@ def draw_speed_ups(
                 continue
             sizes = [size * 1.02**number for size, _ in found]  # beside each other, not on top
             means = np.array([gain.mean for _, gain in found])
-            highs = [gain.mean if gain.high is None else gain.high for _, gain in found]
-            axes.errorbar(
-                sizes, means, np.array(highs) - means, label=_label(name), **_style(number)
-            )
+            ends = [(gain.low or gain.mean, gain.high or gain.mean) for _, gain in found]
+            reach = np.abs(np.transpose(ends) - means)  # below and above
+            axes.errorbar(sizes, means, reach, label=_label(name), **_style(number))
         axes.axhline(1.0, color="#7F7F7F", linewidth=1.0)
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_yticks([tick for tick in _FACTORS if low <= tick <= high])
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xscale("log")
+        ticks = sorted({size for found in points.values() for size, _ in found})
+        axes.set_xticks(ticks, [short(tick) for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("parameters")
         axes.set_ylabel(f"data speed-up over {baseline}")
     return True

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,14 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
       ImportError: matplotlib is not installed.
     """
     require_matplotlib()
-    _check_out(out, {str(workdir) for workdir in workdirs.values()})
+    ours = {str(workdir) for workdir in workdirs.values()}
+
+    def is_ours(earlier: Any) -> bool:
+        if not isinstance(earlier, list):
+            return False
+        return ours == {item.get("run") for item in earlier if isinstance(item, dict)}
+
+    check_out(out, is_ours)
     sessions = {name: read_sessions(workdir) for name, workdir in workdirs.items()}
     seconds = {name: run_seconds(found) for name, found in sessions.items() if found}
     data = [
@@ -99,14 +107,18 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
     _write_markdown(out, blocks)
 
 
-def _check_out(out: Path, workdirs: set[str]) -> None:
-    """Refuse to overwrite anything but an earlier report of the same runs."""
+def check_out(out: Path, is_ours: Callable[[Any], bool]) -> None:
+    """Check that nothing is overwritten but an earlier report of the same.
+
+    Args:
+      out: the directory of the new report.
+      is_ours: whether what the `report.json` there holds is an earlier report of the same.
+
+    Raises:
+      FileExistsError: `out` holds something else by the name of a part of the report.
+    """
     taken = [name for name in ("report.md", "report.json", "figures") if (out / name).exists()]
-    earlier = read_json(out / "report.json")
-    is_ours = isinstance(earlier, list) and workdirs == {
-        item.get("run") for item in earlier if isinstance(item, dict)
-    }
-    if taken and not is_ours:
+    if taken and not is_ours(read_json(out / "report.json")):
         raise FileExistsError(
             f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; name "
             "another directory by --out."
@@ -145,8 +157,15 @@ def print_summary(summary: Summary, workdir: Path) -> None:
             for o in summary.outcomes
             if o.best is not None
         ]
-    texts += [*_search_notes(summary), f"report: {workdir / 'report.md'}"]
-    print(*texts, sep="\n")
+    texts += _search_notes(summary)
+    print(*map(_fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
+
+
+def _fold(text: str) -> str:
+    """A sentence on lines of 80 columns."""
+    return textwrap.fill(
+        text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def best_lines(summary: Summary) -> list[Line]:
@@ -198,7 +217,7 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     cells = {
         "name": name,
         "rate": "",
-        "loss": "diverged",
+        "loss": "diverged" if outcome.num_cells else _NONE,
         "difference": "",
         "p": "",
         "tokens": "",
@@ -304,7 +323,12 @@ def _tuned(summary: Summary) -> list[str]:
 
 def _search_notes(summary: Summary) -> Iterator[str]:
     """Contenders whose search was not at its end, or that are tuned over fewer fields."""
-    tuned = _tuned(summary)
+    tuned: dict[str, list[str]] = {}
+    for outcome in summary.outcomes:
+        fields = ", ".join(grid.field for grid in outcome.contender.grids)
+        tuned.setdefault(fields, []).append(outcome.contender.name)
+    for fields, names in tuned.items() if len(tuned) > 1 else ():
+        yield f"Tuned over {fields}: {', '.join(names)}."
     for outcome in summary.outcomes:
         contender, found = outcome.contender, outcome.search
         name = contender.name
@@ -316,9 +340,6 @@ def _search_notes(summary: Summary) -> Iterator[str]:
                 f"The budget of {name} ended before its search: {settings} would be next. The same "
                 f"command with a --budget above {summary.comparison.budget} goes on."
             )
-        fields = [grid.field for grid in contender.grids]
-        if len(fields) < len(tuned):
-            yield f"{name} is tuned over {', '.join(fields)}."
 
 
 def _cost_table(summary: Summary) -> str:

@@ -6,15 +6,14 @@ Each size is a comparison of its own in a directory below; this report puts them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from maxmars.compare.cells import describe_setting
+from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison, read_results
 from maxmars.compare.figures import draw_speed_ups
-from maxmars.compare.report import interval, markdown_table
+from maxmars.compare.report import check_out, interval, markdown_table, write_report
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
 from maxmars.compare.summary import Outcome, Summary
 from maxmars.config.numbers import short
@@ -22,32 +21,82 @@ from maxmars.distributed.files import write_json, write_text
 from maxmars.model.language_model import num_parameters
 
 
+def write_reports_of_sizes(directory: Path, sizes: Sequence[Path]) -> dict[str, Summary]:
+    """Write the report of each size, complete or not, and the one over all of them.
+
+    Args:
+      directory: gets the report over all sizes.
+      sizes: the comparisons below it, smallest model first.
+
+    Returns:
+      What was found, by the name of the size; sizes without any finished cell are left out.
+
+    Raises:
+      ValueError: no cell is finished yet, or the sizes have different baselines.
+      FileExistsError: `directory` holds a report already, and not an earlier one of sizes.
+      ImportError: matplotlib is not installed.
+    """
+    check_out(directory, lambda earlier: isinstance(earlier, dict) and "sizes" in earlier)
+    summaries = {
+        path.name: write_report(path) for path in sizes if read_results(read_comparison(path), path)
+    }
+    if not summaries:
+        raise ValueError(f"no cell below {directory} is finished yet; start the comparison again.")
+    write_sizes_report(summaries, directory)
+    return summaries
+
+
+def size_directories(directory: Path) -> list[Path]:
+    """The comparisons right below the directory of a comparison of sizes, smallest model first.
+
+    Raises:
+      ValueError: another version of maxmars wrote one of them.
+    """
+    found = [path.parent for path in sorted(directory.glob(f"*/{COMPARISON}"))]
+
+    def parameters(path: Path) -> int:
+        return num_parameters(read_comparison(path).contenders[0].config.model)
+
+    return sorted(found, key=parameters)
+
+
 def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dict[str, Any]:
     """Write `report.md`, `report.json` and `figures/speed_up.png` over all sizes.
 
     Args:
-      summaries: by the name of the size, smallest first; all have the same contenders.
+      summaries: by the name of the size, smallest first. A contender may be missing at a size.
       directory: gets the report.
 
     Returns:
       What `report.json` holds.
 
     Raises:
+      ValueError: the sizes have different baselines.
       ImportError: matplotlib is not installed.
     """
-    baseline = next(iter(summaries.values())).comparison.baseline
-    names = [outcome.contender.name for outcome in next(iter(summaries.values())).outcomes]
+    baselines = {size: summary.comparison.baseline for size, summary in summaries.items()}
+    if len(set(baselines.values())) > 1:
+        listed = ", ".join(f"{name} at {size}" for size, name in baselines.items())
+        raise ValueError(
+            f"{directory} has no report over all sizes: their baselines differ ({listed}). Repeat "
+            "`maxmars compare` with one --baseline for all."
+        )
+    baseline = next(iter(baselines.values()))
+    every = [outcome.contender.name for s in summaries.values() for outcome in s.outcomes]
+    names = list(dict.fromkeys(every))
     rows, points, fields = [], {name: [] for name in names}, []
     for name in names:
         for size, summary in summaries.items():
-            outcome = next(o for o in summary.outcomes if o.contender.name == name)
+            outcome = next((o for o in summary.outcomes if o.contender.name == name), None)
+            if outcome is None:
+                continue
             best, gain = outcome.best, speed_up(outcome, summary)
             parameters = num_parameters(outcome.contender.config.model)
-            row = [name, size, "diverged", *[""] * 4]
+            row = [name, size, "diverged" if outcome.num_cells else "not finished", *[""] * 4]
             if best is not None:
                 row[2] = describe_setting(best.setting).replace(",", ", ")
                 row[3] = interval(best.loss, "{:.4f}")
-                row[6] = "" if gain is None else interval(gain, "{:.2f}", 2)
+                row[6] = "" if gain is None else _factor(gain)
             if best is not None and best.test is not None:
                 row[4] = interval(best.test.difference, "{:+.4f}")
                 row[5] = f"{summary.p_adjusted[name]:.2g}"
@@ -88,9 +137,11 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
         f"# {' and '.join(summaries)}: {', '.join(names)}",
         f"{runs}. Each size has its own report: {own}.",
         markdown_table(columns, rows),
-        "The data speed-up is the number of tokens of a run over those after which the curve of "
-        f"the contender comes down to the final loss of {baseline}, seed by seed; nothing stands "
-        "where a seed never does. p is Holm's over the contenders of a size.",
+        f"The data speed-up says how many times fewer tokens a contender needs than {baseline}: "
+        "of the two runs of a seed, the tokens of the better one, over those after which its "
+        "curve comes down to the final loss of the other; the inverse of it where "
+        f"{baseline} is the better one. The mean over the seeds is the geometric one. p is Holm's "
+        "over the contenders of a size.",
     ]
     if draw_speed_ups(points, directory / "figures" / "speed_up.png", baseline):
         blocks.append("![data speed-up by size](figures/speed_up.png)")
@@ -101,19 +152,38 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
 
 
 def speed_up(outcome: Outcome, summary: Summary) -> Interval | None:
-    """How many times fewer tokens a contender needs for the baseline's final loss, over the seeds.
+    """How many times fewer tokens a contender needs than the baseline; below 1, it needs more.
 
-    None for the baseline itself, and where a seed never comes down to that loss.
+    Of the two runs of a seed, the better one is read: the tokens of a whole run, over those after
+    which its curve first comes down to the final loss of the other. This is the speed-up where the
+    contender is the better one, and its inverse where the baseline is. The mean over the seeds is
+    the geometric one, so that contender and baseline exchanged give the inverse.
+
+    None for the baseline itself, and where a run ends above its first loss.
     """
     base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
     if outcome.best is None or base is None or outcome.best is base:
         return None
-    tokens, theirs = base.line.points
-    positions, ours = outcome.best.line.points
-    found = [
-        first_crossing(positions.tolist(), curve.tolist(), float(target))
-        for curve, target in zip(ours, theirs[:, -1], strict=False)
-    ]
-    if any(not crossing for crossing in found):
-        return None
-    return mean_interval((tokens[-1] / np.array(found, float)).tolist())
+    (theirs_at, theirs), (ours_at, ours) = base.line.points, outcome.best.line.points
+    logs = []
+    for our, their in zip(ours.tolist(), theirs.tolist(), strict=False):
+        if our[-1] <= their[-1]:
+            sign, positions, losses, target = 1, ours_at.tolist(), our, their[-1]
+        else:
+            sign, positions, losses, target = -1, theirs_at.tolist(), their, our[-1]
+        crossing = first_crossing(positions, losses, target)
+        if not crossing:
+            return None
+        logs.append(sign * math.log(positions[-1] / crossing))
+    found = mean_interval(logs)
+    return Interval(
+        mean=math.exp(found.mean),
+        low=None if found.low is None else math.exp(found.low),
+        high=None if found.high is None else math.exp(found.high),
+    )
+
+
+def _factor(found: Interval) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.mean:.2f}"
+    return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"

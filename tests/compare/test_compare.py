@@ -224,6 +224,40 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert "| lion | 32 | learning_rate=" in page
 
 
+def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys):
+    sizes = tmp_path / "sizes"
+    for name, width in (("a-large", 32), ("small", 16), ("unfinished", 48)):
+        (sizes / name).mkdir(parents=True)
+        fields = json.loads((compared / "compare.json").read_text())
+        for config in fields["configs"].values():
+            config["model"]["embed_dim"] = width
+        (sizes / name / "compare.json").write_text(json.dumps(fields))
+        if name != "unfinished":
+            shutil.copytree(compared / "cells", sizes / name / "cells")
+    found = {}
+    for baseline in ("adamw", "lion"):
+        for path in sizes.glob("*/compare.json"):
+            fields = json.loads(path.read_text())
+            path.write_text(json.dumps(fields | {"baseline": baseline}))
+        cli.main(["report", str(sizes)])
+        report = json.loads((sizes / "report.json").read_text())
+        assert report["sizes"] == ["small", "a-large"]
+        found |= {row["name"]: row["speed_up"] for row in report["results"] if row["speed_up"]}
+    printed = capsys.readouterr().out
+    assert "size unfinished\nleft out: none of its cells is finished yet" in printed
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    assert (sizes / "a-large" / "report.md").is_file()
+    # Contender and baseline exchanged give the inverse.
+    assert found["lion"]["mean"] != 1
+    assert found["lion"]["mean"] * found["adamw"]["mean"] == pytest.approx(1)
+    assert found["lion"]["low"] * found["adamw"]["high"] == pytest.approx(1)
+    fields["baseline"] = "adamw"
+    (sizes / "small" / "compare.json").write_text(json.dumps(fields))
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(sizes)])
+    assert "their baselines differ (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"cell": 1}', '{"loss": "x"}'])
 def test_a_damaged_result_is_none(text, copied, comparison):
     before = by_cell(copied, comparison)
