@@ -48,6 +48,7 @@ def write_report(workdir: Path) -> Summary:
         _setting(summary),
         _result_table(summary),
         *_notes(summary),
+        *_pair_blocks(summary),
         "## Cost of a step",
         _cost_table(summary),
         "One device moves nothing; `maxmars plan` says what a step moves between several."
@@ -368,6 +369,23 @@ def _cost_table(summary: Summary) -> str:
     return markdown_table(columns, rows)
 
 
+def _pair_blocks(summary: Summary) -> Iterator[str]:
+    """Every contender against every other; of two the table of results says it."""
+    if len(summary.pairs) > 1:
+        rows = [
+            (
+                pair.first,
+                pair.second,
+                interval(pair.test.difference, "{:+.4f}"),
+                f"{pair.p_adjusted:.2g}",
+            )
+            for pair in summary.pairs
+        ]
+        yield "## Every pair"
+        yield markdown_table(("lower", "higher", f"difference ({CONFIDENCE:.0%})", "p"), rows)
+        yield f"p is adjusted by Holm's method for all {len(rows)} pairs."
+
+
 def _tuning_text(summary: Summary) -> str:
     comparison = summary.comparison
     used = ", ".join(f"{len(o.search.tried)} ({o.contender.name})" for o in summary.outcomes)
@@ -458,6 +476,7 @@ def summary_json(summary: Summary) -> dict[str, Any]:
             for seed, (weights, tokens) in summary.digests.items()
         },
         "environment": summary.environment,
+        "pairs": [dataclasses.asdict(pair) for pair in summary.pairs],
         "outcomes": [_outcome_json(o, summary) for o in summary.outcomes],
     }
 

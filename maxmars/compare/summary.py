@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class Best:
     """A contender at its best setting."""
 
     setting: Setting
+    losses: dict[int, float]
+    """Seed -> final validation loss."""
     loss: Interval
     """Final validation loss over the seeds."""
     test: PairedTest | None
@@ -104,6 +107,18 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two contenders at their best settings, the first with the lower mean loss."""
+
+    first: str
+    second: str
+    test: PairedTest
+    """First minus second, paired by seed."""
+    p_adjusted: float
+    """By Holm's method over all pairs of the comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """What a comparison found."""
 
@@ -115,6 +130,8 @@ class Summary:
     """Seed -> digests of the initial weights and the tokens that all its cells share."""
     p_adjusted: dict[str, float]
     """Contender -> p of its test, adjusted for the number of tests by Holm's method."""
+    pairs: tuple[Pair, ...]
+    """Every pair of contenders, by the mean losses."""
     environment: dict[str, Any]
     """Versions and devices of the first cell."""
 
@@ -160,7 +177,24 @@ def summarize(workdir: Path) -> Summary:
         num_missing=len(next_cells(comparison, results)),
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
+        pairs=_pairs(outcomes),
         environment=dict(next(iter(results.values())).environment),
+    )
+
+
+def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
+    found = {o.contender.name: o.best for o in outcomes if o.best is not None}
+    ranked = sorted(found.items(), key=lambda item: item[1].loss.mean)
+    tested: dict[tuple[str, str], PairedTest] = {}
+    for (first, ours), (second, theirs) in itertools.combinations(ranked, 2):
+        seeds = [seed for seed in ours.losses if seed in theirs.losses]
+        test = paired_test([ours.losses[s] for s in seeds], [theirs.losses[s] for s in seeds])
+        if test is not None:
+            tested[first, second] = test
+    adjusted = holm([test.p for test in tested.values()])
+    return tuple(
+        Pair(first=first, second=second, test=test, p_adjusted=p)
+        for ((first, second), test), p in zip(tested.items(), adjusted, strict=True)
     )
 
 
@@ -192,6 +226,7 @@ def _best(
             needed = seeds_needed([a - b for a, b in pairs], EFFECT)
     return Best(
         setting=setting,
+        losses={r.cell.seed: r.loss for r in ours},
         loss=mean_interval([r.loss for r in ours]),
         test=test,
         seeds_needed=needed,
