@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
+        # XLA splits sums on CPUs by the number of threads, so their rounding depends on it.
+        **({"num_cores": _num_cores()} if devices[0].platform == "cpu" else {}),
     }
 
 
@@ -60,13 +63,21 @@ def _version(package: str) -> str | None:
 
 
 def changes_since(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How the code and the versions of two results of `environment` differ, in words."""
-    names = ["git_commit", "code", "python", *package_versions()]
+    """How the code, the versions and the number of a CPU's cores differ between two results of
+    `environment`, in words."""
+    names = ["git_commit", "code", "python", *package_versions(), "num_cores"]
     return [
         f"{name} {earlier[name]} -> {now[name]}"
         for name in names
-        if name in earlier and earlier[name] != now[name]
+        if name in earlier and name in now and earlier[name] != now[name]
     ]
+
+
+def _num_cores() -> int | None:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _git_commit(root: Path) -> str | None:

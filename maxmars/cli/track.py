@@ -21,8 +21,8 @@ class VerifyArguments(CheckedConfig):
     """Compute runs of a receipt again, and compare digests and losses.
 
     `maxmars compare` writes a receipt for each contender. On the machine and with the versions of
-    the receipt all losses are equal bit by bit, elsewhere up to rounding. Exits with 1 where the
-    receipt is refused.
+    the receipt (and as many CPU cores) all losses are equal bit by bit, elsewhere up to rounding.
+    Exits with 1 where the receipt is refused.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.compare.cells import MAY_DIFFER, CellResult, describe_setting
 from maxmars.compare.curves import Line
 from maxmars.compare.figures import draw_losses, require_matplotlib
@@ -18,6 +19,7 @@ from maxmars.compare.run import find_start, run_cell
 from maxmars.compare.statistics import Interval, mean_interval
 from maxmars.config import TokenShardsConfig, TrainConfig, differences
 from maxmars.config.numbers import short
+from maxmars.distributed import sharding
 from maxmars.distributed.files import json_number, write_json, write_text
 from maxmars.model.language_model import num_parameters
 
@@ -63,7 +65,7 @@ def verify(
       num_cells: how many, in the order of their seeds.
       steps: only so many first steps of each; None is all of them.
       data_path: directory of the tokens here; None is that in the receipt.
-      log: gets a line for each cell.
+      log: gets a line on what differs from the machine of the receipt, and one for each cell.
 
     Raises:
       ValueError: the receipt has fewer cells, its data is not read from a directory, or model,
@@ -78,6 +80,9 @@ def verify(
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: the receipt's tokens are not read from a path.")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data_path))
+    here = environment(sharding.training_mesh(config))
+    if changes := changes_since(receipt.cells[0].environment, here):
+        log(f"changed since the receipt: {', '.join(changes)}")
     found = []
     for theirs in receipt.cells[:num_cells]:
         own = dataclasses.replace(config, seed=theirs.cell.seed)

@@ -43,6 +43,7 @@ def test_its_cells_are_repeated_bit_by_bit(receipt, capsys):
     assert "seed 0, 4 steps: equal bit by bit" in printed
     assert "seed 1, 4 steps: equal bit by bit" in printed
     assert "confirmed, 2 of 2 cells" in printed
+    assert "changed since" not in printed
 
 
 @pytest.mark.slow
@@ -67,10 +68,14 @@ def test_a_last_step_that_the_receipt_did_not_log_is_not_compared(receipt, capsy
 def test_on_another_mesh_rounding_may_differ(receipt, capsys):
     def split(fields):
         fields["config"]["mesh"]["fsdp"] = 4
+        fields["cells"][0]["environment"] |= {"jax": "0.1", "num_cores": 999}
 
     forge(receipt, split)
     cli.main(["track", "verify", str(receipt)])
-    assert "seed 0, 4 steps: equal" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "seed 0, 4 steps: equal" in printed
+    assert printed.startswith("changed since the receipt: jax 0.1 -> ")
+    assert "num_cores 999 -> " in printed
 
 
 def better(fields):
