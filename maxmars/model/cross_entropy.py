@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,17 +25,25 @@ CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about."""
 _TENSOR = RULES.vocab
 
+Cap = Callable[[jax.Array], jax.Array]
+"""A soft cap: a function of each logit by itself, such as `lambda x: 30 * jnp.tanh(x / 30)`."""
+
 
 def logits(
-    x: Float[Array, "B T D"], output_embedding: Float[Array, "V D"], vocab_size: int
+    x: Float[Array, "B T D"],
+    output_embedding: Float[Array, "V D"],
+    vocab_size: int,
+    cap: Cap | None = None,
 ) -> Float[Array, "B T V"]:
-    """The logits x output_embeddingᵀ of all tokens, in float32 at least.
+    """The logits x output_embeddingᵀ of all tokens, under the cap, in float32 at least.
 
     Columns from `vocab_size` on are padding and hold the lowest finite value.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     found = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
     found = constrain(found, "batch", "length", "vocab")
+    if cap is not None:
+        found = cap(found)
     rows = len(output_embedding)
     if rows > vocab_size:
         found = jnp.where(jnp.arange(rows) < vocab_size, found, jnp.finfo(wide).min)
@@ -48,13 +57,14 @@ def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Fl
     return log_normalizer - picked
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_losses(
     x: Float[Array, "B T D"],
     tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    cap: Cap | None = None,
 ) -> Float[Array, "B T"]:
     """`cross_entropy` of the logits x tableᵀ, in nats, in float32 at least.
 
@@ -66,35 +76,37 @@ def token_losses(
       targets: the tokens to predict.
       vocab_size: the rows from here on are padding and have probability zero.
       chunk_bytes: size of a chunk's logits on each device, about.
+      cap: of the logits; it closes over no array that is differentiated.
     """
-    return _over_chunks(x, tables, targets, vocab_size, chunk_bytes)[0]
+    return _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap)[0]
 
 
 def _token_losses_fwd(
-    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int
+    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int, cap: Cap | None
 ) -> tuple[Any, Any]:
     arrays = (x, tables, targets)
-    return token_losses(*arrays, vocab_size, chunk_bytes), arrays
+    return token_losses(*arrays, vocab_size, chunk_bytes, cap), arrays
 
 
 def _token_losses_bwd(
-    vocab_size: int, chunk_bytes: int, arrays: Any, weights: Any
+    vocab_size: int, chunk_bytes: int, cap: Cap | None, arrays: Any, weights: Any
 ) -> tuple[Any, Any, None]:
     x, tables, targets = arrays
-    _, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, weights)
+    _, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap, weights)
     return _sum_over_devices(1, grads)
 
 
 token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def mean_loss(
     x: Float[Array, "B T D"],
     tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    cap: Cap | None = None,
     weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """Mean over all tokens of `token_losses`, with the same arguments, times `weights`.
@@ -104,21 +116,29 @@ def mean_loss(
     same, because the gradient of the output embedding is the first of a backward pass anyway.
     `weights` has no gradient.
     """
-    losses, _ = _over_chunks(x, tables, targets, vocab_size, chunk_bytes)
+    losses, _ = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap)
     return (losses if weights is None else weights * losses).mean()
 
 
 def _mean_loss_fwd(
-    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int, weights: Any
+    x: Any,
+    tables: Any,
+    targets: Any,
+    vocab_size: int,
+    chunk_bytes: int,
+    cap: Cap | None,
+    weights: Any,
 ) -> tuple[Any, Any]:
     slopes = weights
     if weights is None:
         slopes = jnp.ones(targets.shape, jnp.promote_types(x.dtype, jnp.float32))
-    losses, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, slopes)
+    losses, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap, slopes)
     return (losses if weights is None else weights * losses).mean(), grads
 
 
-def _mean_loss_bwd(vocab_size: int, chunk_bytes: int, grads: Any, weight: Any) -> tuple[Any, ...]:
+def _mean_loss_bwd(
+    vocab_size: int, chunk_bytes: int, cap: Cap | None, grads: Any, weight: Any
+) -> tuple[Any, ...]:
     return *_sum_over_devices(weight / math.prod(grads[0].shape[1:3]), grads), None
 
 
@@ -131,6 +151,7 @@ def _over_chunks(
     targets: Any,
     vocab_size: int,
     chunk_bytes: int,
+    cap: Cap | None,
     weights: Any = None,
 ) -> tuple[Any, Any]:
     """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and the tables.
@@ -139,7 +160,9 @@ def _over_chunks(
     """
     mesh = jax.sharding.get_abstract_mesh()
     rows, parts = RULES.spec("batch", None), RULES.spec("batch", "vocab", None)
-    on_device = functools.partial(_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
+    on_device = functools.partial(
+        _on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
+    )
     if mesh.empty:
         return on_device(x, tables, targets, weights, parts=1)
     grads = None if weights is None else (RULES.spec("vocab", "batch"), parts)
@@ -165,11 +188,12 @@ def _on_device(
     *,
     vocab_size: int,
     chunk_bytes: int,
+    cap: Cap | None,
     parts: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
     """`_over_chunks` for one device's tokens and its part of the vocabulary, one of `parts`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    vocab = _vocabulary(tables[0], vocab_size, parts)
+    vocab = _vocabulary(tables[0], vocab_size, parts, cap)
     size, count = _chunks(targets.size, tables.shape[1] * wide.itemsize, chunk_bytes)
 
     def add(total: Any, chunk: Any) -> tuple[Any, Any]:
@@ -195,6 +219,7 @@ def draw_targets(
     uniforms: Float[Array, "B T"],
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    cap: Cap | None = None,
 ) -> Int[Array, "B T"]:
     """For each position, a token drawn from the softmax of the logits x tableᵀ.
 
@@ -208,9 +233,12 @@ def draw_targets(
       uniforms: independent numbers from [0, 1), in float32 at least.
       vocab_size: the rows from here on are padding, which is never drawn.
       chunk_bytes: as in `token_losses`.
+      cap: as in `token_losses`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    draw = functools.partial(_draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
+    draw = functools.partial(
+        _draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
+    )
     if mesh.empty:
         return draw(x, tables, uniforms, parts=1)
     rows = RULES.spec("batch", None)
@@ -226,10 +254,11 @@ def _draw_on_device(
     *,
     vocab_size: int,
     chunk_bytes: int,
+    cap: Cap | None,
     parts: int,
 ) -> Int[Array, "B T"]:
     """`draw_targets` for one device's tokens and its part of the vocabulary, one of `parts`."""
-    vocab = _vocabulary(tables[0], vocab_size, parts)
+    vocab = _vocabulary(tables[0], vocab_size, parts, cap)
     row_bytes = tables.shape[1] * uniforms.dtype.itemsize
     size, count = _chunks(uniforms.size, row_bytes, chunk_bytes)
     chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
@@ -244,7 +273,7 @@ def _draw_chunk(
 
     A cumulative sum over all tokens at once would be as large as the logits.
     """
-    logits = vocab.logits(x)
+    logits = vocab.logits(vocab.products(x))
     largest = logits.max(-1)
     if vocab.parts > 1:
         largest = jax.lax.pmax(largest, _TENSOR)
@@ -314,24 +343,31 @@ class _Vocabulary(NamedTuple):
     """Ids from here on are padding."""
     parts: int
     """Number of parts, each on devices of its own."""
+    cap: Cap | None
 
     @property
     def ids(self) -> Int[Array, " V"]:
         return self.first + jnp.arange(len(self.embedding))
 
-    def logits(self, x: Float[Array, "C D"]) -> Float[Array, "C V"]:
-        """In float32 at least; padding has the lowest finite value."""
+    def products(self, x: Float[Array, "C D"]) -> Float[Array, "C V"]:
+        """The logits before the cap, in float32 at least."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        logits = jnp.einsum("cd,vd->cv", x, self.embedding, preferred_element_type=wide)
+        return jnp.einsum("cd,vd->cv", x, self.embedding, preferred_element_type=wide)
+
+    def logits(self, products: Float[Array, "C V"]) -> Float[Array, "C V"]:
+        """The products under the cap; padding has the lowest finite value."""
+        logits = products if self.cap is None else self.cap(products)
         if len(self.embedding) * self.parts > self.vocab_size:
-            logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(wide).min)
+            logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(logits.dtype).min)
         return logits
 
 
-def _vocabulary(embedding: Float[Array, "V D"], vocab_size: int, parts: int) -> _Vocabulary:
+def _vocabulary(
+    embedding: Float[Array, "V D"], vocab_size: int, parts: int, cap: Cap | None
+) -> _Vocabulary:
     """The part of the device that this runs on."""
     first = jax.lax.axis_index(_TENSOR) * len(embedding) if parts > 1 else 0
-    return _Vocabulary(embedding, first, vocab_size, parts)
+    return _Vocabulary(embedding, first, vocab_size, parts, cap)
 
 
 def _chunk(
@@ -341,7 +377,8 @@ def _chunk(
     weights: Float[Array, " C"] | None,
 ) -> tuple[Float[Array, " C"], tuple[Float[Array, "C D"], Float[Array, "V D"]] | None]:
     """Losses of a chunk and, with weights, the gradient of their weighted sum."""
-    logits = vocab.logits(x)
+    products = vocab.products(x)
+    logits = vocab.logits(products)
     wide = logits.dtype
     # XLA fuses a comparison with the other passes over the logits, but not a gather.
     is_target = vocab.ids == targets[:, None]
@@ -357,6 +394,8 @@ def _chunk(
     if weights is None:
         return losses, None
     slopes = (jnp.exp(logits - log_normalizer[:, None]) - is_target) * weights[:, None]
+    if vocab.cap is not None:  # the slopes of padding are zero before and after
+        (slopes,) = jax.vjp(vocab.cap, products)[1](slopes)
     slopes = slopes.astype(x.dtype)  # a product runs at the rate of its wider type
     x_grad = jnp.einsum("cv,vd->cd", slopes, vocab.embedding, preferred_element_type=wide)
     return losses, (x_grad, jnp.einsum("cv,cd->vd", slopes, x, preferred_element_type=wide))

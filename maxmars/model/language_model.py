@@ -185,7 +185,8 @@ def token_losses(
 ) -> Float[Array, "B window-1"]:
     """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
-    return cross_entropy.token_losses(x, tables, tokens[:, 1:], model.config.vocab_size)
+    size, cap = model.config.vocab_size, _cap(model)
+    return cross_entropy.token_losses(x, tables, tokens[:, 1:], size, cap=cap)
 
 
 def mean_loss(
@@ -214,12 +215,16 @@ def mean_loss(
     """
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
-    targets = tokens[:, 1:]
+    targets, cap = tokens[:, 1:], _cap(model)
     if uniforms is not None:
         constants = jax.lax.stop_gradient((x, tables))
-        targets = cross_entropy.draw_targets(*constants, uniforms, size)
+        targets = cross_entropy.draw_targets(*constants, uniforms, size, cap=cap)
     weights = None if mask is None else mask[:, 1:].astype(wide)
-    return cross_entropy.mean_loss(x, tables, targets, size, weights=weights)
+    return cross_entropy.mean_loss(x, tables, targets, size, cap=cap, weights=weights)
+
+
+def _cap(model: LanguageModel) -> cross_entropy.Cap | None:
+    return model.cap_logits if isinstance(model, OwnModel) else None
 
 
 def _hidden_and_tables(

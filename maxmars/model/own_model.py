@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,25 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
             f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
             "parameter of this name with the rows [vocab_size, width] of the output head",
         )
+
+    if getattr(module, "cap_logits", None) is not None:
+        _check_cap(config, module)
+
+
+def _check_cap(config: ModuleConfig, module: Any) -> None:
+    logits = jax.ShapeDtypeStruct((2, config.vocab_size), jnp.float32)
+    if callable(module.cap_logits):
+        program = jax.make_jaxpr(module.cap_logits)(logits)
+        results = [(aval.shape, aval.dtype) for aval in program.out_avals]
+        # The loss has a gradient of its own, which knows nothing of parameters in here.
+        uses_arrays = any(isinstance(const, jax.Array) for const in program.consts)
+        if results == [(logits.shape, logits.dtype)] and not uses_arrays:
+            return
+    raise _wrong(
+        config,
+        f"the cap_logits of the {type(module).__name__} must be a function of the logits [..., "
+        "vocab_size] alone, which keeps their shape and type and uses no parameter",
+    )
 
 
 def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
@@ -194,9 +213,16 @@ class OwnModel:
             )
         return gathered(found.astype(dtype), ("vocab", "embed"))
 
+    @property
+    def cap_logits(self) -> Callable[[jax.Array], jax.Array] | None:
+        """The module's soft cap of the logits; None without one."""
+        return getattr(self.module, "cap_logits", None)
+
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Output head: hidden states times the transposed `output_embedding`, padding masked."""
-        return cross_entropy.logits(x, self.output_embedding(x.dtype), self.config.vocab_size)
+        """Output head: hidden states times the transposed `output_embedding`, under the module's
+        cap, padding masked."""
+        head = self.output_embedding(x.dtype)
+        return cross_entropy.logits(x, head, self.config.vocab_size, self.cap_logits)
 
 
 def _shape_of_floats(found: Any) -> Sequence[int] | None:

@@ -30,8 +30,12 @@ def inputs(rows=8, length=12, vocab=PADDED):
     return x.astype(np.float32), embedding.astype(np.float32), targets.astype(np.int32)
 
 
-def plain(x, embedding, targets):
-    logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+def cap(logits):
+    return 2 * jnp.tanh(logits / 2)
+
+
+def plain(x, embedding, targets, cap=lambda logits: logits):
+    logits = cap(jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32))
     logits = jnp.where(jnp.arange(len(embedding)) < VOCAB, logits, jnp.finfo(jnp.float32).min)
     return cross_entropy.cross_entropy(logits, targets)
 
@@ -52,8 +56,8 @@ def assert_same(found, expected, rtol=1e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
 
 
-def chunked_losses(x, embedding, targets, chunk_bytes, losses=cross_entropy.token_losses):
-    return losses(x, sharding.copies(embedding), targets, VOCAB, chunk_bytes)
+def chunked_losses(x, embedding, targets, chunk_bytes, losses=cross_entropy.token_losses, cap=None):
+    return losses(x, sharding.copies(embedding), targets, VOCAB, chunk_bytes, cap)
 
 
 FUNCTIONS = {
@@ -66,6 +70,10 @@ FUNCTIONS = {
             functools.partial(chunked_losses, chunk_bytes=chunk_bytes), *arrays
         ),
         functools.partial(weighted, plain),
+    ),
+    "mean_loss under a cap": (
+        functools.partial(chunked_losses, losses=cross_entropy.mean_loss, cap=cap),
+        lambda *arrays: plain(*arrays, cap=cap).mean(),
     ),
 }
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hellaswag_questions import write_questions_file
 from plain_scores import plain_scorer
 from tiny import ADAMW, MODEL, batch_of, short_config
@@ -477,6 +478,17 @@ def transposed(*, rngs, vocab_size, max_seq_len):
 
 def small_vocabulary(*, rngs, vocab_size, max_seq_len):
     return Plain(rngs, 100)
+
+def capped(cap):
+    def make(*, rngs, vocab_size, max_seq_len):
+        model = Plain(rngs, vocab_size)
+        model.cap_logits = lambda logits: cap(model, logits)
+        return model
+    return make
+
+soft_cap = capped(lambda model, logits: jnp.tanh(logits))
+cap_of_rows = capped(lambda model, logits: logits.sum(-1))
+cap_with_parameter = capped(lambda model, logits: logits * model.table[0, 0])
 """
 
 
@@ -540,6 +552,8 @@ def test_a_parameter_may_say_itself_what_it_is(plain):
         ("pair", "Pair returned a tuple; it must return hidden states"),
         ("transposed", r"output_embedding of the Transposed is .* \[8, 257\]; it must have the sh"),
         ("small_vocabulary", r"\[100, 8\]; it must have the shape \[model.vocab_size=257 or more"),
+        ("cap_of_rows", "cap_logits of the Plain must be a function .* keeps their shape and type"),
+        ("cap_with_parameter", "cap_logits of the Plain must be a .* and uses no parameter"),
     ],
 )
 def test_wrong_modules_are_refused_in_one_line(plain, name, message):
@@ -548,6 +562,21 @@ def test_wrong_modules_are_refused_in_one_line(plain, name, message):
     with pytest.raises(ValueError, match=message) as found:
         check(model)
     assert "\n" not in str(found.value)
+
+
+def test_a_soft_cap_holds_for_logits_and_loss(plain):
+    model = plain("soft_cap")
+    check_model(model, one_device())
+    params = jax.tree.map(lambda leaf: 10 * leaf, init_params(model, 0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))
+    logits = make_model(model, params)(tokens[:, :-1])
+    np.testing.assert_allclose(
+        logits, np.tanh(make_model(plain("make"), params)(tokens[:, :-1])), rtol=1e-5
+    )
+    assert np.abs(logits).max() > 0.7
+    losses = token_losses(make_model(model, params), tokens)
+    expected = -np.take_along_axis(nnx.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_wrong_runs_are_refused_before_anything_is_written(tmp_path, plain):

@@ -1,0 +1,164 @@
+"""The config of modded-nanogpt's Track 3: its model, batch, schedule and rule, and short runs."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from token_directories import write_llm_c
+
+from maxmars import cli
+from maxmars.config.command_line import load_config
+from maxmars.model import cross_entropy
+from maxmars.model.language_model import (
+    flops_per_token,
+    init_params,
+    make_model,
+    mean_loss,
+    num_parameters,
+)
+from maxmars.train.optimizer import make_optimizer, make_schedule
+
+SLOW = [
+    pytest.param(o, marks=pytest.mark.slow) for o in ("nadamw", "soap", "mars_shampoo", "mars_m")
+]
+
+
+def tiny(model):
+    options = {"num_layers": 2, "num_heads": 2, "embed_dim": 32, "dtype": "float32"}
+    return dataclasses.replace(model, options=options, vocab_size=320, max_seq_len=16)
+
+
+def random_params(model):
+    """Weights far from the initial ones, many of which are zero."""
+    params = init_params(model, 0)
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    return jax.tree.map(lambda p: p + 0.3 * jax.random.normal(next(keys), p.shape), params)
+
+
+def test_it_is_the_published_benchmark():
+    config = load_config("track3")
+    assert num_parameters(config.model) == 162_354_816  # of the published program's model
+    assert config.tokens_per_step == 524_288
+    assert config.num_steps == 3250
+    assert config.eval.num_windows * config.model.max_seq_len == 10_485_760
+    shape, step = make_schedule(config), np.arange(0, 3250, 25)
+    published = np.where(step < 0.3 * 3250, 1.0, (1 - step / 3250) / 0.7)
+    np.testing.assert_allclose([shape(s) for s in step], published, rtol=1e-5)
+    tables = 50304 * 768
+    expected = 6 * (162_354_816 - tables) + 12 * 12 * 768 * 1024
+    assert flops_per_token(config.model) == expected
+
+
+def plain_logits(params, tokens):
+    """The published formulas, one layer and one head after the other, in NumPy."""
+    blocks, width = params["blocks"], params["embedding"].shape[1]
+    length, (layers, _, heads, size) = len(tokens), blocks["q"].shape
+
+    def norm(x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.finfo(np.float32).eps)
+
+    def rotated(x):
+        turning = size // 4
+        frequency = np.concatenate([1024.0 ** -np.linspace(0, 1, turning), np.zeros(turning)])
+        angle = np.arange(length)[:, None] * frequency
+        a, b = x[:, : size // 2], x[:, size // 2 :]
+        turned = [a * np.cos(angle) + b * np.sin(angle), -a * np.sin(angle) + b * np.cos(angle)]
+        return np.concatenate(turned, axis=1)
+
+    x = norm(params["embedding"][tokens]) * params["embedding_gain"]
+    for i in range(layers):
+        layer = {name: value[i] for name, value in blocks.items()}
+        y, attended = norm(x) * layer["attention_gain"], np.zeros_like(x)
+        for h in range(heads):
+            q, k, v = (y @ layer[n][:, h] + layer[f"{n}_bias"][h] for n in "qkv")
+            logits = 0.12 * rotated(norm(q)) @ rotated(norm(k)).T
+            weights = np.exp(logits) * np.tri(length)
+            attended += weights / weights.sum(1, keepdims=True) @ v @ layer["attention_out"][h]
+        x = x + attended + layer["attention_out_bias"]
+        y = norm(x) * layer["mlp_gain"]
+        y = np.maximum(y @ layer["mlp_in"] + layer["mlp_in_bias"], 0) ** 2
+        x = x + y @ layer["mlp_out"] + layer["mlp_out_bias"]
+    logits = norm(x) * params["head_gain"] @ params["head"].T + params["head_bias"]
+    assert width == x.shape[1]
+    return 15 * logits / np.sqrt(logits**2 + 15**2)
+
+
+def test_the_model_computes_the_published_formulas():
+    model = tiny(load_config("track3").model)
+    params = random_params(model)
+    tokens = np.random.default_rng(0).integers(0, 320, 17)
+    wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    expected = plain_logits(wide, tokens[:-1])
+    found = make_model(model, params)(tokens[None, :-1])[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    loss = mean_loss(make_model(model, params), jnp.asarray(tokens)[None])
+    losses = cross_entropy.cross_entropy(jnp.asarray(expected), jnp.asarray(tokens[1:]))
+    assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "mars", *SLOW])
+def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
+    config = load_config(f"track3:optimizer={optimizer}")
+    model, rate = tiny(config.model), config.optimizer.learning_rate
+    params = random_params(model)
+    tx = make_optimizer(config.optimizer, model, jnp.float32(rate))
+
+    @jax.jit
+    def two_updates(params):
+        state = tx.init(params)
+        for _ in range(2):  # SOAP only measures in the first
+            updates, state = tx.update(params, state, params)
+        return updates
+
+    updates = two_updates(jax.tree.map(jnp.sign, params))
+    moved = {name: float(jnp.abs(updates[name]).max()) for name in ("embedding", "head")}
+    assert moved["embedding"] == pytest.approx(0.7, rel=0.01)
+    assert moved["head"] == pytest.approx(0.004, rel=0.01)
+    assert float(jnp.abs(updates["blocks"]["q_bias"]).max()) == pytest.approx(0.015, rel=0.01)
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(updates))
+
+
+TINY = {
+    "--global-batch-size": 16,
+    "--num-microbatches": 2,
+    "--model.max-seq-len": 16,
+    "--model.options.num-layers": 1,
+    "--model.options.num-heads": 2,
+    "--model.options.embed-dim": 16,
+    "--model.options.dtype": "float32",
+    "--eval.num-windows": 8,
+}
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A few tokens in files that are named and built as the published ones."""
+    rng = np.random.default_rng(0)
+    for name in ("train_000001", "train_000002", "val_000000"):
+        write_llm_c(tmp_path / "tokens" / f"fineweb_{name}.bin", rng.integers(0, 320, 400))
+    return tmp_path / "tokens"
+
+
+@pytest.mark.slow
+def test_an_entry_is_made_verified_and_put_on_the_board(tokens, tmp_path, capsys):
+    workdir = tmp_path / "runs"
+    command = ["compare", "track3", "--optimizers", "mars", "--seeds", "2", "--steps", "2"]
+    one_setting = ["--learning-rates", "6e-3", "--budget", "1", "--finalists", "1"]
+    changes = {**TINY, "--data.path": tokens, "--workdir": workdir}
+    words = [str(word) for option in changes.items() for word in option]
+    cli.main([*command, *one_setting, *words])
+    receipt = workdir / "receipt-mars.json"
+    cli.main(["track", "verify", str(receipt)])
+    assert "equal bit by bit" in capsys.readouterr().out
+    losses = [cell["loss"] for cell in json.loads(receipt.read_text())["cells"]]
+    # Just far enough above the mean of two seeds, and not quite.
+    for margin, reached in ((0.0041, True), (0.0039, False)):
+        target = sum(losses) / 2 + margin / 2**0.5
+        cli.main(["track", "board", str(workdir), "--target", str(target)])
+        (division,) = json.loads((workdir / "board.json").read_text())
+        (entry,) = division["entries"]
+        assert (entry["reached"], entry["num_steps"]) == (reached, 2)
+        assert entry["losses"] == losses
