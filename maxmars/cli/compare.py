@@ -219,9 +219,10 @@ def run_report(argv: list[str]) -> int:
     """Run `maxmars report`."""
     arguments = parse_options(ReportArguments, argv, prog="maxmars report")
     from maxmars.compare.cells import COMPARISON
-    from maxmars.compare.curves import Line, read_run
+    from maxmars.compare.curves import read_run
     from maxmars.compare.report import (
         best_lines,
+        print_lines,
         print_summary,
         write_report,
         write_run_report,
@@ -253,7 +254,7 @@ def run_report(argv: list[str]) -> int:
     lines, workdirs = [], {}
     for name, path in runs.items():
         if not (path / COMPARISON).is_file():
-            lines.append(Line(name=name, curves=(read_run(path),)))
+            lines.append(read_run(path, name))
             workdirs[name] = path
             continue
         summary = summarize(path)
@@ -267,6 +268,7 @@ def run_report(argv: list[str]) -> int:
     (first, *_) = runs.values()
     out = Path(arguments.out).expanduser().absolute() if arguments.out else first / "report"
     write_run_report(lines, out, workdirs)
+    print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
 

@@ -1,8 +1,8 @@
-"""The loss of a run as a function of its tokens, read from the files of the run."""
+"""What a run recorded, as functions of its tokens: losses, rates and norms, read from its files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,17 @@ from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed.files import read_json
 from maxmars.train.metrics import read_metrics
+
+VALIDATION_LOSS = "validation loss"
+
+TRAINING_LOSS = "train/loss"
+RATES_AND_NORMS = {
+    "train/learning_rate": "learning rate",
+    "train/grad_norm": "gradient norm",
+    "train/update_norm": "update norm",
+    "train/param_norm": "parameter norm",
+}
+"""Metrics of steps that a report draws beside the losses, and how it calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +42,24 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logged:
+    """What a run logged of its steps."""
+
+    tokens_per_step: int
+    series: Mapping[str, Sequence[tuple[int, float]]]
+    """Metric -> step and value, steps increasing; `TRAINING_LOSS` and `RATES_AND_NORMS`, as far as
+    the run has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """One line of a figure: a run, or the runs of several seeds."""
 
     name: str
     curves: tuple[Curve, ...]
     """At least one. All have the same points, but some may end before others."""
+    logged: tuple[Logged, ...] = ()
+    """One a run, where it is known."""
 
     @property
     def points(self) -> tuple[np.ndarray, np.ndarray]:
@@ -56,8 +79,8 @@ class Line:
         return float(np.median(found)) if found else None
 
 
-def read_run(workdir: Path) -> Curve:
-    """The curve of the run in a working directory of `maxmars train`.
+def read_run(workdir: Path, name: str) -> Line:
+    """The run in a working directory of `maxmars train`, by this name.
 
     Where its `config.json` is missing or damaged, the newest checkpoint tells the config.
 
@@ -77,7 +100,8 @@ def read_run(workdir: Path) -> Curve:
                 "checkpoint. Name working directories of `maxmars train` or `maxmars compare`, on "
                 "a disk."
             ) from None
-    return read_curve(workdir, config)
+    curve, logged = read_curve(workdir, config), read_logged(workdir, config)
+    return Line(name=name, curves=(curve,), logged=(logged,))
 
 
 def read_curve(workdir: Path, config: TrainConfig) -> Curve:
@@ -86,20 +110,40 @@ def read_curve(workdir: Path, config: TrainConfig) -> Curve:
     Raises:
       ValueError: it has no losses yet.
     """
-    rows = read_metrics(workdir)
-    for key, name in (("eval/loss", "validation loss"), ("train/loss", "training loss")):
-        found = {row["step"]: float(row[key]) for row in rows if key in row}
+    curve = _curve(read_metrics(workdir), config.tokens_per_step)
+    if curve is None:
+        raise ValueError(f"the run in {workdir} has no losses yet; train it first.")
+    return curve
+
+
+def _curve(rows: Sequence[dict[str, Any]], tokens_per_step: int) -> Curve | None:
+    for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
+        found = _series(rows, key)
         # A run that only evaluated its initial weights is better shown by its training loss.
-        if len(found) > 1 or (found and key == "train/loss"):
-            steps = sorted(found)
+        if len(found) > 1 or (found and key == TRAINING_LOSS):
             return Curve(
                 loss_of=name,
-                tokens=tuple(step * config.tokens_per_step for step in steps),
-                losses=tuple(found[step] for step in steps),
-                tokens_per_step=config.tokens_per_step,
+                tokens=tuple(step * tokens_per_step for step, _ in found),
+                losses=tuple(loss for _, loss in found),
+                tokens_per_step=tokens_per_step,
                 step_time_s=median_step_time(rows),
             )
-    raise ValueError(f"the run in {workdir} has no losses yet; train it first.")
+    return None
+
+
+def read_logged(workdir: Path, config: TrainConfig) -> Logged:
+    """Training losses, rates and norms of a run from its `metrics.jsonl`, if it is there."""
+    rows = read_metrics(workdir)
+    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS)}
+    return Logged(
+        tokens_per_step=config.tokens_per_step,
+        series={key: points for key, points in series.items() if points},
+    )
+
+
+def _series(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Step and value of a metric, by step; of a step that is there twice, the last line counts."""
+    return sorted({row["step"]: float(row[key]) for row in rows if key in row}.items())
 
 
 def median_step_time(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -1,7 +1,9 @@
 """Figures as PNG, drawn with matplotlib (extra `report`) without its global state.
 
-Lines differ in dashes and markers as well as in colour, so that they can be told apart in black and
-white.
+Every run is drawn: thin, and the mean over its seeds thick. An axis of losses or norms shows what
+most runs do after their first steps; where a run leaves it, a triangle stands at the upper edge, an
+x where its value is not a number. Lines differ in dashes and markers as well as in colour, so that
+they can be told apart in black and white.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxmars.compare.curves import Line
+from maxmars.compare.curves import TRAINING_LOSS, Curve, Line
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import Interval
 from maxmars.config.numbers import short
@@ -27,12 +31,18 @@ if TYPE_CHECKING:
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)))
 _MARKERS = "osD^vPX*<"  # nine markers for eight colours: the ninth line differs from the first
-_SIZE = (6.4, 4.2)  # inches
+_SIZE = (6.4, 4.2)  # inches, without the legend
+_PANEL = (4.2, 2.9)
+_LEGEND_ROW = 0.24  # inches
+_LEGEND_WIDTH = 66  # characters beside each other
+_LEGEND_SAMPLE = 9  # of them, for a line's sample
+_NAME_WIDTH = 52
 _STYLE = {
-    "font.size": 10,
+    "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.titlesize": "medium",
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
@@ -40,7 +50,9 @@ _STYLE = {
     "lines.markersize": 5,
     "savefig.dpi": 150,
 }
-_WARM_UP = 0.12  # losses in this first share of the horizontal axis may lie above the figure
+_THIN = 0.7  # points
+_WARM_UP = 0.12  # values in this first share of the horizontal axis may lie above the figure
+_SMOOTHED = 16  # a running mean is over one of so many parts of a run
 _MAX_TICKS = 10
 _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 30, 50, 100)
 
@@ -57,13 +69,25 @@ def require_matplotlib() -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Strand:
+    """The runs that share a colour."""
+
+    number: int
+    name: str
+    runs: Sequence[tuple[np.ndarray, np.ndarray]]
+    """Positions and values of each."""
+    mean: tuple[np.ndarray, np.ndarray]
+    """Drawn thick."""
+
+
 def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
-    """Draw mean losses against tokens or time, with bands from the lowest to the highest seed.
+    """Draw the losses of every run, and their mean over the seeds.
 
     Args:
       lines: one for each contender or run.
       path: of the PNG; its directory is made.
-      against: `tokens`, or `time`, which leaves out lines without timed steps.
+      against: `tokens`; `steps`; or `time`, which leaves out lines without timed steps.
 
     Returns:
       Whether there was anything to draw.
@@ -71,46 +95,120 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    drawn = []
+    strands = []
     for number, line in enumerate(lines):
-        factor = 1.0 if against == "tokens" else line.seconds_per_token
+        factor = _per_token(line, against)
         if factor is not None:
             tokens, losses = line.points
-            drawn.append((number, line.name, tokens * factor, losses))
-    if not drawn:
+            runs = [(np.array(c.tokens) * factor, np.array(c.losses)) for c in line.curves]
+            mean = tokens * factor, losses.mean(axis=0)
+            strands.append(_Strand(number=number, name=line.name, runs=runs, mean=mean))
+    names = {curve.loss_of for line in lines for curve in line.curves}
+    label = f"{names.pop() if len(names) == 1 else 'loss'}, nats a token"
+    return _draw_alone(strands, path, label, against, lines)
+
+
+def draw_training_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
+    """Draw the training losses of every run as they were logged, and over them a running mean.
+
+    Arguments, result and errors are those of `draw_losses`.
+    """
+    strands = _logged_strands(lines, TRAINING_LOSS, against)
+    return _draw_alone(strands, path, "training loss, nats a token", against, lines)
+
+
+def draw_rates_and_norms(lines: Sequence[Line], path: Path, metrics: Mapping[str, str]) -> bool:
+    """Draw what every run logged of its steps against tokens, a panel a metric.
+
+    Args:
+      lines: one for each contender or run.
+      path: of the PNG; its directory is made.
+      metrics: metric -> how it is called; those that no line has get no panel.
+
+    Returns:
+      Whether there was anything to draw.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    panels = {
+        metric: strands
+        for metric in metrics
+        if (strands := _logged_strands(lines, metric, "tokens"))
+    }
+    if not panels:
         return False
-    largest = max(float(x[-1]) for _, _, x, _ in drawn)
-    divisor, unit = _unit(largest, against)
-    with _figure(path) as axes:
-        settled: list[float] = []
-        for number, name, positions, losses in drawn:
-            x, means, style = positions / divisor, losses.mean(axis=0), _style(number)
-            axes.plot(x, means, label=_label(name), markevery=max(1, len(x) // 10), **style)
-            if len(losses) > 1:
-                low, high = losses.min(axis=0), losses.max(axis=0)
-                axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
-            late = losses[:, positions >= _WARM_UP * largest]
-            settled += late[np.isfinite(late)].tolist()
-        if settled and max(settled) > min(settled):
-            margin = 0.05 * (max(settled) - min(settled))
-            axes.set_ylim(min(settled) - margin, max(settled) + margin)
-        names = {curve.loss_of for line in lines for curve in line.curves}
-        axes.set_ylabel(f"{names.pop() if len(names) == 1 else 'loss'}, nats a token")
-        axes.set_xlabel(f"{'tokens' if against == 'tokens' else 'time of the steps'}{unit}")
+    everything = [strand for strands in panels.values() for strand in strands]
+    divisor, unit = _unit(_end(everything), "tokens")
+    with _figure(path, len(panels), 2) as all_axes:
+        for axes, (metric, strands) in zip(all_axes, panels.items(), strict=True):
+            # Rates begin and end at 0, so of them the peaks count.
+            spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(strands)]
+            spread = np.hstack(spread)
+            spread = spread[np.isfinite(spread) & (spread > 0)]
+            is_log = spread.size > 0 and spread.max() > 5 * spread.min()
+            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, reach=2.5)
+            axes.set_title(metrics[metric])
+            axes.set_xlabel(f"tokens{unit}")
+    return True
+
+
+def draw_every_run(
+    cells: Mapping[str, Sequence[Curve]], best: Mapping[str, Line], path: Path
+) -> bool:
+    """Draw the validation losses of all cells of a comparison, a panel a contender.
+
+    Args:
+      cells: contender -> curves of all its cells.
+      best: contender -> curves at its best setting, whose mean is drawn thick.
+      path: of the PNG; its directory is made.
+
+    Returns:
+      Whether there was anything to draw.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    strands = []
+    for number, (name, curves) in enumerate(cells.items()):
+        if curves:
+            runs = [(np.array(c.tokens), np.array(c.losses)) for c in curves]
+            mean = (np.array([]), np.array([]))
+            if name in best:
+                tokens, losses = best[name].points
+                mean = tokens, losses.mean(axis=0)
+            strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
+    if not strands:
+        return False
+    divisor, unit = _unit(_end(strands), "tokens")
+    with _figure(path, len(strands), 3, legend=False) as all_axes:
+        for axes, strand in zip(all_axes, strands, strict=True):
+            _draw(axes, [strand], divisor, like=strands)
+            text = f"{strand.name}: {len(strand.runs)} run{'s'[: len(strand.runs) != 1]}"
+            axes.set_title(_label(text, 36).strip())
+        for axes in all_axes[-3:]:
+            axes.set_xlabel(f"tokens{unit}")
+        for axes in all_axes[::3]:
+            axes.set_ylabel("validation loss")
     return True
 
 
 def draw_tuning(
-    grids: Mapping[str, Mapping[Number, Sequence[float]]], path: Path, field: str
+    grids: Mapping[str, Mapping[Number, Sequence[float]]],
+    path: Path,
+    field: str,
+    others: Mapping[str, Sequence[tuple[Number, Sequence[float]]]] | None = None,
 ) -> bool:
-    """Draw final losses against the values of a field: a small mark a run, a line through the
-    means, and an x on the upper edge where a run diverged.
+    """Draw final losses against the values of a field: a mark a run, a line through the means of
+    the settings that differ in this field alone, and a thin one through the lowest means of all.
 
     Args:
       grids: contender -> value of the field, increasing -> final losses of its runs in nats a
-        token; infinite where a run diverged.
+        token; infinite where a run diverged. The line goes through their means.
       path: of the PNG; its directory is made.
       field: its name.
+      others: contender -> value of the field and final losses by seed of each setting that is not
+        on its line, drawn as small crosses.
 
     Returns:
       Whether there was anything to draw.
@@ -118,7 +216,9 @@ def draw_tuning(
     Raises:
       ImportError: matplotlib is not installed.
     """
-    every = [loss for grid in grids.values() for losses in grid.values() for loss in losses]
+    others = others or {}
+    settings = {name: [*grid.items(), *others.get(name, ())] for name, grid in grids.items()}
+    every = [loss for found in settings.values() for _, losses in found for loss in losses]
     finite = [loss for loss in every if math.isfinite(loss)]
     if not finite:
         return False
@@ -126,20 +226,36 @@ def draw_tuning(
     # A run far above the others would flatten their lines.
     top = min(max(finite), middle + 4 * (middle - bottom) + 0.05)
     margin = 0.06 * (top - bottom) or 0.01
-    with _figure(path) as axes:
+    with _figure(path) as (axes,):
+        edge: dict[str, Any] = {
+            "transform": axes.get_xaxis_transform(),
+            "linestyle": "",
+            "clip_on": False,
+        }
         for number, (name, grid) in enumerate(grids.items()):
             style = _style(number)
+            color = style["color"]
             means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
             means = [mean if math.isfinite(mean) else math.nan for mean in means]
             axes.plot(list(grid), means, label=_label(name), **style)
-            for rate, losses in grid.items():
-                sound = [loss for loss in losses if math.isfinite(loss)]
-                mark = {key: style[key] for key in ("color", "marker")}
-                if len(sound) > 1:
-                    axes.plot([rate] * len(sound), sound, ls="", alpha=0.5, ms=3, **mark)
-                if len(sound) < len(losses):
-                    axes.plot(rate, top + margin, "x", color=style["color"], clip_on=False)
-        values = sorted({value for grid in grids.values() for value in grid})
+            for value, losses in grid.items():
+                if len(losses) > 1:
+                    mark = {key: style[key] for key in ("color", "marker")}
+                    axes.plot([value] * len(losses), losses, ls="", alpha=0.5, ms=3, **mark)
+            for value, losses in others.get(name, ()):
+                axes.plot([value] * len(losses), losses, "+", color=color, ms=4, mew=0.8, alpha=0.6)
+            lowest: dict[Number, float] = {}
+            for value, losses in settings[name]:
+                lowest[value] = min(
+                    float(np.mean(losses or [math.inf])), lowest.get(value, math.inf)
+                )
+                for loss in losses:
+                    if not loss <= top + margin:
+                        axes.plot(value, 1.0, color=color, marker="^x"[math.isinf(loss)], **edge)
+            profile = sorted((v, loss) for v, loss in lowest.items() if math.isfinite(loss))
+            if profile:
+                axes.plot(*zip(*profile, strict=True), color=color, lw=_THIN, alpha=0.6, zorder=1.5)
+        values = sorted({value for found in settings.values() for value, _ in found})
         positive = [value for value in values if value > 0]
         if len(positive) < len(values) and positive:
             axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
@@ -175,7 +291,7 @@ def draw_speed_ups(
     """
     if not any(points.values()):
         return False
-    with _figure(path) as axes:
+    with _figure(path) as (axes,):
         for number, (name, found) in enumerate(points.items()):
             if not found:
                 continue
@@ -199,21 +315,209 @@ def draw_speed_ups(
     return True
 
 
+def _runs(strands: Sequence[_Strand]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [run for strand in strands for run in strand.runs]
+
+
+def _per_token(line: Line, against: str) -> float | None:
+    """What a token adds to the horizontal axis."""
+    if against == "time":
+        return line.seconds_per_token
+    return 1.0 if against == "tokens" else 1 / line.curves[0].tokens_per_step
+
+
+def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_Strand]:
+    strands = []
+    for number, line in enumerate(lines):
+        factor = _per_token(line, against)
+        found = [logged for logged in line.logged if metric in logged.series]
+        if factor is None or not found:
+            continue
+        runs, series = [], [dict(logged.series[metric]) for logged in found]
+        for logged, values in zip(found, series, strict=True):
+            positions = np.array(list(values)) * (logged.tokens_per_step * factor)
+            runs.append((positions, np.array(list(values.values()))))
+        steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
+        means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
+        if metric in (TRAINING_LOSS, "train/grad_norm"):
+            means = _smooth(means)
+        positions = np.array(steps) * (found[0].tokens_per_step * factor)
+        strands.append(_Strand(number=number, name=line.name, runs=runs, mean=(positions, means)))
+    return strands
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """The running mean over a sixteenth of the values, of those that are finite."""
+    half = len(values) // _SMOOTHED // 2
+    is_sound = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_sound, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_sound)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    count = counts[last] - counts[first]
+    return np.where(count > 0, (sums[last] - sums[first]) / np.maximum(count, 1), np.nan)
+
+
+def _draw_alone(
+    strands: Sequence[_Strand], path: Path, label: str, against: str, lines: Sequence[Line]
+) -> bool:
+    """Draw losses on one pair of axes; those of tokens also get the steps, where all runs have the
+    same batch."""
+    if not strands:
+        return False
+    divisor, unit = _unit(_end(strands), against)
+    with _figure(path) as (axes,):
+        _draw(axes, strands, divisor)
+        axes.set_ylabel(label)
+        name = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}[against]
+        axes.set_xlabel(f"{name}{unit}")
+        batches = {curve.tokens_per_step for line in lines for curve in line.curves}
+        if against == "tokens" and len(batches) == 1:
+            steps = divisor / min(batches)
+            steps = divisor / min(batches)
+
+            def to_steps(position: Any) -> Any:
+                return position * steps
+
+            def from_steps(step: Any) -> Any:
+                return step / steps
+
+            upper = axes.secondary_xaxis("top", functions=(to_steps, from_steps))
+            upper.set_xlabel("steps")
+    return True
+
+
+def _draw(
+    axes: Axes,
+    strands: Sequence[_Strand],
+    divisor: float,
+    *,
+    is_log: bool = False,
+    warm_up: float = _WARM_UP,
+    reach: float = 1.5,
+    like: Sequence[_Strand] = (),
+) -> None:
+    """Draw strands, positions divided by `divisor`, on the range of themselves or of others."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    settled = warm_up * _end(like or strands)
+    if is_log:
+        axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    limits = _limits(like or strands, settled, reach, is_log=is_log)
+    if limits is not None:
+        axes.set_ylim(*limits)
+    alpha = float(np.clip(6 / len(_runs(strands)), 0.15, 0.45))  # many lines hide each other
+    for strand in strands:
+        style = _style(strand.number)
+        x, means = strand.mean
+        if len(x):
+            every = max(1, len(x) // 10)
+            # Marks of lines that lie on each other stand beside each other.
+            markers = (strand.number % every, every)
+            axes.plot(x / divisor, means, label=_label(strand.name), markevery=markers, **style)
+        for x, values in strand.runs:
+            if len(strand.runs) > 1 or not np.array_equal(values, means):
+                axes.plot(
+                    x / divisor, values, color=style["color"], lw=_THIN, alpha=alpha, zorder=1.5
+                )
+            if limits is not None:
+                _mark_leaving(axes, x, values, settled, limits[1], divisor, style["color"])
+
+
+def _mark_leaving(
+    axes: Axes,
+    x: np.ndarray,
+    values: np.ndarray,
+    settled: float,
+    top: float,
+    divisor: float,
+    color: str,
+) -> None:
+    """Mark on the upper edge where a run leaves the figure."""
+    x, values = x[x >= settled], values[x >= settled]
+    is_above = ~(values <= top)
+    starts = is_above & ~np.concatenate([[False], is_above[:-1]])
+    for position, value in zip(x[starts], values[starts], strict=True):
+        axes.plot(
+            position / divisor,
+            1.0,
+            color=color,
+            marker="^" if math.isfinite(value) else "x",
+            linestyle="",
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+        )
+
+
+def _limits(
+    strands: Sequence[_Strand], settled: float, reach: float, *, is_log: bool
+) -> tuple[float, float] | None:
+    """The vertical range of what runs do once they have settled, `reach` times that of the lower
+    half of them at most: a run that diverged does not flatten the others."""
+    lows, highs = [], []
+    for x, values in _runs(strands):
+        late = values[(x >= settled) & np.isfinite(values)]
+        late = np.log10(late[late > 0]) if is_log else late
+        if len(late):
+            lows.append(float(late.min()))
+            highs.append(float(late.max()))
+    if not lows or max(highs) == min(lows):
+        return None
+    bottom = min(lows)
+    half = sorted(highs)[(len(highs) - 1) // 2]
+    top = min(max(highs), bottom + reach * (half - bottom)) if half > bottom else max(highs)
+    margin = 0.05 * (top - bottom)
+    low, high = bottom - margin, top + margin
+    return (10**low, 10**high) if is_log else (low, high)
+
+
+def _end(strands: Sequence[_Strand]) -> float:
+    return max(float(x[-1]) for x, _ in _runs(strands))
+
+
 @contextlib.contextmanager
-def _figure(path: Path) -> Iterator[Axes]:
-    """Empty axes in maxmars's style; at the end they get a legend and are saved."""
+def _figure(
+    path: Path, num_panels: int = 1, columns: int = 1, *, legend: bool = True
+) -> Iterator[list[Axes]]:
+    """Empty axes in maxmars's style; at the end they get a legend below, and are saved."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = min(columns, num_panels)
+    rows = -(-num_panels // columns)
+    width, height = _SIZE if num_panels == 1 else (columns * _PANEL[0], rows * _PANEL[1])
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        yield axes
-        axes.legend()
+        figure = Figure(figsize=(width, height), layout="constrained")
+        all_axes = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
+        yield all_axes
+        named: dict[str, Any] = {}
+        for axes in all_axes if legend else ():
+            handles, labels = axes.get_legend_handles_labels()
+            named |= dict(zip(labels, handles, strict=True))
+        if named:
+            across, lines = _columns(list(named), int(_LEGEND_WIDTH * width / _SIZE[0]))
+            figure.set_size_inches(width, height + _LEGEND_ROW * lines)
+            figure.legend(
+                list(named.values()), list(named), loc="outside lower center", ncols=across
+            )
         # Without matplotlib's version, the same figure is the same file.
         figure.savefig(path, metadata={"Software": None})
+
+
+def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
+    """How many columns of a legend have room beside each other, and its number of lines."""
+    for across in range(min(6, len(labels)), 0, -1):
+        rows = -(-len(labels) // across)
+        columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+        widths = [max(len(part) for text in c for part in text.split("\n")) for c in columns]
+        if across == 1 or sum(width + _LEGEND_SAMPLE for width in widths) <= room:
+            return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
+    return 1, len(labels)
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -226,8 +530,9 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
-def _label(name: str) -> str:
-    """A name as matplotlib shows it: not as a formula, and in the legend also after a `_`."""
+def _label(name: str, width: int = _NAME_WIDTH) -> str:
+    """A name as matplotlib shows it: folded, not as a formula, in a legend also after a `_`."""
+    name = "\n".join(textwrap.wrap(name, width, break_on_hyphens=False)) or name
     text = name.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -237,6 +542,8 @@ def _unit(largest: float, against: str) -> tuple[float, str]:
     if against == "time":
         units = [(3600.0, ", hours"), (60.0, ", minutes")]
         return next((u for u in units if largest >= 2 * u[0]), (1.0, ", seconds"))
+    if against == "steps":
+        return 1.0, ""
     units = [(1e9, ", billions"), (1e6, ", millions"), (1e3, ", thousands")]
     return next((u for u in units if largest >= u[0]), (1.0, ""))
 
@@ -253,7 +560,7 @@ def _near_1(position: Any) -> Any:
 def _ticks(values: Sequence[Number], axes: Axes) -> list[Number]:
     """The values, without those whose labels have no room beside the one before."""
     positions = axes.transScale.transform([(value, 0.0) for value in values])[:, 0]
-    room, kept = np.ptp(positions) / _MAX_TICKS / 2, [0]
+    room, kept = 0.75 * np.ptp(positions) / _MAX_TICKS, [0]
     for index in range(1, len(values)):
         if positions[index] - positions[kept[-1]] > room:
             kept.append(index)

@@ -14,13 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rich
+import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from maxmars.compare.cells import describe_setting
-from maxmars.compare.curves import Line
-from maxmars.compare.figures import draw_losses, draw_tuning, require_matplotlib
+from maxmars.compare.curves import RATES_AND_NORMS, TRAINING_LOSS, VALIDATION_LOSS, Line
+from maxmars.compare.figures import (
+    draw_every_run,
+    draw_losses,
+    draw_rates_and_norms,
+    draw_training_losses,
+    draw_tuning,
+    require_matplotlib,
+)
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.receipt import write_receipts
 from maxmars.compare.statistics import CONFIDENCE, Interval
@@ -100,11 +109,17 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
     ]
     write_json(out / "report.json", data)  # first: it says whose report this is
     names = ", ".join(_escape(line.name) for line in lines)
-    blocks = [f"# Runs: {names}", "## Runs", _run_table(lines)]
+    blocks = [
+        f"# Runs: {names}",
+        "## Runs",
+        markdown_table(_RUN_COLUMNS, _run_rows(lines)),
+        "Losses in nats a token: the training loss is the mean over the last twentieth of what was "
+        "logged, the validation losses are the last and the lowest.",
+    ]
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
-    bands = "Bands reach from the lowest to the highest seed."
-    blocks += ["## Figures", *_loss_figures(lines, out, "Loss", bands)]
+    thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
+    blocks += ["## Figures", *_line_figures(lines, out, "", thin)]
     _write_markdown(out, blocks)
 
 
@@ -126,11 +141,13 @@ def check_out(out: Path, is_ours: Callable[[Any], bool]) -> None:
         )
 
 
+def print_lines(lines: Sequence[Line]) -> None:
+    """Print how runs ended, in 80 columns."""
+    _print_table(_RUN_COLUMNS, _run_rows(lines))
+
+
 def print_summary(summary: Summary, workdir: Path) -> None:
     """Print what a comparison found, in 80 columns, and where its report is."""
-    rows = [_result(outcome, summary) for outcome in summary.outcomes]
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(overflow="fold")  # a long name is folded, a number is not
     columns = {
         "rate": "rate",
         "loss": "loss",
@@ -140,12 +157,11 @@ def print_summary(summary: Summary, workdir: Path) -> None:
         "seconds_share": "time",
         "step_ms": "ms",
     }
-    for key, title in columns.items():
-        width = max(len(text) for text in (title, *(row[key].replace(" ", "") for row in rows)))
-        table.add_column(title, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(row["name"], *(row[key].replace(" ", "") for key in columns))
-    rich.print(table)
+    rows = [
+        (cells["name"], *(cells[key].replace(" ", "") for key in columns))
+        for cells in (_result(outcome, summary) for outcome in summary.outcomes)
+    ]
+    _print_table(("", *columns.values()), rows)
     baseline = summary.comparison.baseline
     texts = [
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
@@ -160,6 +176,18 @@ def print_summary(summary: Summary, workdir: Path) -> None:
         ]
     texts += _search_notes(summary)
     print(*map(_fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in 80 columns: a long name in the first is folded, a number is not."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(columns[0], overflow="fold", min_width=8)
+    for index, title in enumerate(columns[1:], 1):
+        width = max(map(len, (*title.split(), *(row[index] for row in rows))))
+        table.add_column(title, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(width=80).print(table)
 
 
 def _fold(text: str) -> str:
@@ -410,44 +438,103 @@ def _tuning_table(summary: Summary) -> str:
 
 
 def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
+    best = best_lines(summary)
     seeds = len(summary.comparison.seeds)
-    bands = f"Bands reach from the lowest to the highest of {seeds} seeds." if seeds > 1 else ""
-    what = "Validation loss at the best setting"
-    yield from _loss_figures(best_lines(summary), workdir, what, bands)
+    thin = f"Thin: each of {seeds} seeds; thick: their mean." if seeds > 1 else ""
+    yield from _line_figures(best, workdir, " at the best setting", thin)
     for field in _tuned(summary):
         path = workdir / "figures" / f"tuning_{field}.png"
-        if draw_tuning({o.contender.name: o.along(field) for o in summary.outcomes}, path, field):
+        grids = {o.contender.name: o.along(field) for o in summary.outcomes}
+        others = {o.contender.name: o.beside(field) for o in summary.outcomes}
+        if draw_tuning(grids, path, field, others):
             caption = (
-                f"Final validation loss against {field}, all else as in the best setting. Small "
-                "marks are single seeds; an x at the upper edge is a run that diverged."
+                f"Final validation loss against {field}, of every run. On the thick lines all else "
+                "is as in the best setting, and small marks are single seeds; crosses are all "
+                "other runs, and thin lines join the lowest means. At the upper edge, a triangle "
+                "is a run above it, an x one that diverged."
             )
             yield _image(path, caption)
+    path = workdir / "figures" / "every_run.png"
+    cells = {o.contender.name: [r.curve for r in o.results if r.curve] for o in summary.outcomes}
+    if draw_every_run(cells, {line.name: line for line in best}, path):
+        yield _image(path, "Validation loss of every run; thick: the mean at the best setting.")
 
 
-def _loss_figures(lines: Sequence[Line], out: Path, what: str, bands: str) -> Iterator[str]:
-    time = "time of the steps (their number times their median)"
-    for against, axis in (("tokens", "tokens"), ("time", time)):
+def _line_figures(lines: Sequence[Line], out: Path, what: str, thin: str) -> Iterator[str]:
+    """Figures of losses, rates and norms."""
+    validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
+    never = _names([line for line in lines if line not in validated])
+    batches = {curve.tokens_per_step for line in lines for curve in line.curves}
+    axes = {"tokens": "tokens", "steps": "steps"} if len(batches) > 1 else {"tokens": "tokens"}
+    for against in axes if validated else ():
         path = out / "figures" / f"loss_{against}.png"
-        if draw_losses(lines, path, against=against):
-            untimed = [line.name for line in lines if line.seconds_per_token is None]
-            if against == "time" and untimed:
-                bands += f" Not drawn, as no step was timed: {_escape(', '.join(untimed))}."
-            yield _image(path, f"{what} against {axis}. {bands}".rstrip())
+        draw_losses(validated, path, against=against)
+        notes = f" Without evaluations, so not drawn: {never}." if never else ""
+        yield _image(path, f"Validation loss{what} against {against}. {thin}{notes}")
+    for against in axes:
+        path = out / "figures" / f"training_loss_{against}.png"
+        if draw_training_losses(lines, path, against=against):
+            text = f"Training loss{what} against {against}. Thin: every run as it was logged; "
+            yield _image(path, f"{text}thick: a mean over the seeds and a sixteenth of the run.")
+    path, timed = out / "figures" / "loss_time.png", validated or lines
+    if draw_losses(timed, path, against="time"):
+        untimed = _names([line for line in timed if line.seconds_per_token is None])
+        notes = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
+        text = "time of the steps (their number times their median)"
+        loss = "Validation loss" if validated else "Training loss"
+        yield _image(path, f"{loss}{what} against {text}. {thin}{notes}")
+    path, text = out / "figures" / "rates_and_norms.png", f"Learning rates and norms{what}."
+    if draw_rates_and_norms(lines, path, RATES_AND_NORMS):
+        yield _image(path, text + _unlogged(lines))
+    else:
+        yield text + _unlogged(lines)
+
+
+def _unlogged(lines: Sequence[Line]) -> str:
+    """Which rates and norms are not drawn of which lines."""
+    found: dict[str, list[str]] = {}
+    for metric, label in RATES_AND_NORMS.items():
+        lacking = [
+            line for line in lines if not any(metric in logged.series for logged in line.logged)
+        ]
+        if lacking:
+            found.setdefault(_names(lacking), []).append(label)
+    if not found:
+        return ""
+    listed = "; ".join(f"{', '.join(labels)} of {names}" for names, labels in found.items())
+    return f" Not drawn, as no metrics.jsonl is there with them: {listed}."
+
+
+def _names(lines: Sequence[Line]) -> str:
+    return _escape(", ".join(line.name for line in lines))
 
 
 def _image(path: Path, caption: str) -> str:
-    return f"![{path.stem.replace('_', ' ')}]({path.parent.name}/{path.name})\n\n{caption}"
+    link = f"{path.parent.name}/{path.name}"
+    return f"![{path.stem.replace('_', ' ')}]({link})\n\n{caption.strip()}"
 
 
-def _run_table(lines: Sequence[Line]) -> str:
+_RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms")
+
+
+def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
+    """A row of `_RUN_COLUMNS` for each line."""
     rows = []
     for line in lines:
         tokens, losses = line.points
         means, curve = losses.mean(axis=0), line.curves[0]
-        step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f} ms"
-        final, lowest = f"{means[-1]:.4f}", f"{means.min():.4f}"
-        rows.append((line.name, curve.loss_of, f"{tokens[-1]:,}", final, lowest, step))
-    return markdown_table(("run", "loss of", "tokens", "final loss", "lowest loss", "step"), rows)
+        final = lowest = _NONE
+        if curve.loss_of == VALIDATION_LOSS:
+            final, lowest = f"{means[-1]:.4f}", f"{np.fmin.reduce(means):.4f}"
+        step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f}"
+        late = [
+            float(np.mean([loss for _, loss in points[-max(1, len(points) // 20) :]]))
+            for logged in line.logged
+            if (points := logged.series.get(TRAINING_LOSS))
+        ]
+        training = f"{np.mean(late):.4f}" if late else _NONE
+        rows.append((line.name, f"{tokens[-1]:,}", training, final, lowest, step))
+    return rows
 
 
 def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:

@@ -19,7 +19,7 @@ from maxmars.compare.cells import (
     read_comparison,
     read_results,
 )
-from maxmars.compare.curves import Line
+from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
 from maxmars.compare.grids import LEARNING_RATE, Number, value_of
 from maxmars.compare.search import (
     Results,
@@ -86,24 +86,51 @@ class Outcome:
     seed."""
     step_time_s: float | None
     """Median over the contender's cells."""
-    num_cells: int
-    num_diverged: int
+    results: tuple[CellResult, ...]
+    """Of all finished cells."""
     cost: dict[str, Any]
     """See `run.step_cost`; empty before the contender's first cell."""
 
+    @property
+    def num_cells(self) -> int:
+        """Number of finished cells."""
+        return len(self.results)
+
+    @property
+    def num_diverged(self) -> int:
+        """How many of them diverged."""
+        return sum(result.diverged is not None for result in self.results)
+
     def along(self, field: str) -> dict[Number, list[float]]:
         """Value of a field -> losses by seed of the settings that else are the best one."""
-        if self.best is None:
-            return {}
-        config, best = self.contender.config, dict(self.best.setting)
-        rest = {key: value for key, value in best.items() if key != field}
-        found = {}
-        for setting, losses in self.losses.items():
-            values = dict(setting)
-            value = values.pop(field, value_of(config, field))
-            if values == rest and value is not None and losses:
-                found[value] = losses
+        found = {
+            value: losses
+            for setting, losses in self.losses.items()
+            if losses and (value := self._along(field, setting)) is not None
+        }
         return dict(sorted(found.items()))
+
+    def beside(self, field: str) -> list[tuple[Number, list[float]]]:
+        """Value of a field and losses by seed of each other setting that has a finished cell."""
+        found: dict[Setting, list[float]] = {}
+        for result in self.results:
+            found.setdefault(result.cell.setting, []).append(result.loss)
+        rows = []
+        for setting, losses in found.items():
+            value = dict(setting).get(field, value_of(self.contender.config, field))
+            is_along = setting in self.losses and self._along(field, setting) is not None
+            if value is not None and not is_along:
+                rows.append((value, losses))
+        return rows
+
+    def _along(self, field: str, setting: Setting) -> Number | None:
+        """The value of a field in a setting; None where another field is not as in the best one."""
+        if self.best is None:
+            return None
+        best, values = dict(self.best.setting), dict(setting)
+        best.pop(field, None)
+        value = values.pop(field, value_of(self.contender.config, field))
+        return value if values == best else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +186,10 @@ def summarize(workdir: Path) -> Summary:
             contender=contender,
             search=found,
             losses={s: losses_at(contender, s, comparison, results) for s in found.tried},
-            best=_best(contender, comparison, results, baselines, step_time_s),
+            best=_best(contender, comparison, results, baselines, step_time_s, workdir),
             basin=None,
             step_time_s=step_time_s,
-            num_cells=len(own),
-            num_diverged=sum(r.diverged is not None for r in own),
+            results=tuple(own),
             cost=read_json(workdir / "cells" / contender.name / "cost.json") or {},
         )
         # Of one seed, which all rates have: means over other seeds would not compare.
@@ -204,6 +230,7 @@ def _best(
     results: Results,
     baselines: Sequence[CellResult],
     step_time_s: float | None,
+    workdir: Path,
 ) -> Best | None:
     setting = best_setting(contender, comparison, results)
     if setting is None:
@@ -211,7 +238,8 @@ def _best(
     ours = results_at(contender, setting, comparison, results)
     # One step time for all seeds, so that their curves have the same times as well.
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
-    line = Line(name=contender.name, curves=tuple(curves))
+    logged = tuple(_logged(result, contender, workdir) for result in ours)
+    line = Line(name=contender.name, curves=tuple(curves), logged=logged)
     tokens = seconds = test = needed = None
     if baselines:
         positions, losses = line.points
@@ -234,3 +262,10 @@ def _best(
         seconds_to_baseline=seconds,
         line=line,
     )
+
+
+def _logged(result: CellResult, contender: Contender, workdir: Path) -> Logged:
+    """What a cell logged: its training losses, and the rest where its metrics are still there."""
+    found = read_logged(result.cell.directory(workdir), contender.config)
+    losses = {TRAINING_LOSS: result.train_losses} if result.train_losses else {}
+    return dataclasses.replace(found, series={**found.series, **losses})

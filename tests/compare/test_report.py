@@ -10,8 +10,15 @@ import pytest
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.compare.curves import Curve, Line, read_run
-from maxmars.compare.figures import draw_losses, draw_speed_ups, draw_tuning
+from maxmars.compare.curves import Curve, Line, Logged, read_run
+from maxmars.compare.figures import (
+    draw_every_run,
+    draw_losses,
+    draw_rates_and_norms,
+    draw_speed_ups,
+    draw_training_losses,
+    draw_tuning,
+)
 from maxmars.compare.report import write_run_report
 from maxmars.compare.statistics import Interval
 from maxmars.config import to_dict
@@ -32,7 +39,7 @@ def write_run(path, losses, key="eval/loss", **changes):
     return path
 
 
-def line(name, losses, step_time_s=0.1):
+def line(name, losses, step_time_s=0.1, **series):
     curve = Curve(
         loss_of="validation loss",
         tokens=tuple(range(0, 100 * len(losses), 100)),
@@ -40,11 +47,12 @@ def line(name, losses, step_time_s=0.1):
         tokens_per_step=100,
         step_time_s=step_time_s,
     )
-    return Line(name=name, curves=(curve,))
+    logged = {f"train/{key}": list(enumerate(values, 1)) for key, values in series.items()}
+    return Line(name=name, curves=(curve,), logged=(Logged(tokens_per_step=100, series=logged),))
 
 
 def test_the_curve_of_a_run(tmp_path):
-    curve = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]))
+    (curve,) = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]), "one").curves
     assert curve.tokens == (0, 10 * 256, 20 * 256)
     assert curve.losses == (5.0, 4.0, 3.0)
     assert curve.step_time_s == 0.2
@@ -53,9 +61,11 @@ def test_the_curve_of_a_run(tmp_path):
 
 
 def test_a_run_without_evaluations_has_its_training_loss(tmp_path):
-    curve = read_run(write_run(tmp_path / "one", [5.0, "NaN"], key="train/loss"))
+    run = read_run(write_run(tmp_path / "one", [5.0, "NaN"], key="train/loss"), "one")
+    (curve,) = run.curves
     assert curve.loss_of == "training loss"
     assert math.isnan(curve.losses[1])
+    assert run.logged[0].series["train/loss"][0] == (0, 5.0)
 
 
 def test_seeds_are_drawn_as_far_as_all_of_them_go():
@@ -66,13 +76,21 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
 
 
 def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
-    lines = [line("a", [5.0, 3.0, 2.5]), line("b", [5.0, 3.1, math.nan], step_time_s=None)]
+    logged = {"loss": [5.0, math.inf, 2.4], "grad_norm": [9.0, 0.0, 0.3], "param_norm": [1, 1, 1]}
+    lines = [line("a", [5.0, 3.0, 2.5], **logged), line("b", [5.0, math.nan], step_time_s=None)]
     grids = {"a": {1e-3: [2.0, 2.1], 2e-3: [math.inf], 4e-3: []}}
     drawn = []
     for folder in (tmp_path / "one", tmp_path / "two"):
         assert draw_losses(lines, folder / "tokens.png", against="tokens")
         assert draw_losses(lines, folder / "time.png", against="time")
-        assert draw_tuning(grids, folder / "rates.png", "learning_rate")
+        assert draw_losses(lines, folder / "steps.png", against="steps")
+        assert draw_training_losses(lines, folder / "training.png", against="tokens")
+        names = {"train/grad_norm": "gradient", "train/param_norm": "parameters"}
+        assert draw_rates_and_norms(lines, folder / "norms.png", names)
+        every = {one.name: one.curves for one in lines}
+        assert draw_every_run(every, {"a": lines[0]}, folder / "every.png")
+        others = {"a": [(8e-3, [9.0, math.inf]), (4e-3, [2.2])]}
+        assert draw_tuning(grids, folder / "rates.png", "learning_rate", others)
         decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
         assert draw_tuning(decays, folder / "b1.png", "b1")
         assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, folder / "decay.png", "weight_decay")
@@ -86,9 +104,23 @@ def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
 def test_what_there_is_nothing_to_draw_of(tmp_path):
     untimed = line("b", [5.0, 3.1], step_time_s=None)
     assert not draw_losses([untimed], tmp_path / "none.png", against="time")
+    assert not draw_training_losses([untimed], tmp_path / "none.png", against="tokens")
+    assert not draw_rates_and_norms([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
+    assert not draw_every_run({"b": []}, {}, tmp_path / "none.png")
     diverged = {"a": {2e-3: [math.inf], 4e-3: []}}
     assert not draw_tuning(diverged, tmp_path / "none.png", "learning_rate")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path):
+    pictures = []
+    for number, lost in enumerate((30.0, 9e9)):  # both are above the figure
+        lines = [line("a", [9.0, 3.0, 2.5]), line("b", [9.0, lost, lost])]
+        draw_losses(lines, tmp_path / f"{number}.png", against="tokens")
+        pictures.append((tmp_path / f"{number}.png").read_bytes())
+    assert pictures[0] == pictures[1]
+    draw_losses(lines[:1], tmp_path / "alone.png", against="tokens")
+    assert pictures[0] != (tmp_path / "alone.png").read_bytes()
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
@@ -102,7 +134,7 @@ def test_a_name_shows_as_it_is(tmp_path):
     run = write_run(tmp_path / name.replace("/", ":"), [3.0, 2.0])
     write_run_report([line(name, [3.0, 2.0])], tmp_path / "out", {name: run})
     text = (tmp_path / "out" / "report.md").read_text()
-    heading, *_, row = text[: text.index("## Figures")].strip().splitlines()
+    heading, *_, row = text[: text.index("Losses in nats")].strip().splitlines()
     for where in (heading, row.split(" | ")[0]):
         assert name.replace("\n", " ") in html.unescape(where)
         assert not re.search(r"[`\[\]<>*\\]|://", where)
@@ -116,9 +148,11 @@ def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
     session = {"start": 0.0, "end": 100.0, "first_step": 0, "last_step": 20, "done": True}
     (runs[1] / "sessions.jsonl").write_text(json.dumps(session | {"seconds": seconds}) + "\n")
     cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
-    assert str(tmp_path / "out" / "report.md") in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "out" / "report.md") in printed
+    assert re.search(r"^two +5,120 +– +3.0000 +3.0000 +200.0", printed, re.MULTILINE)
     text = (tmp_path / "out/report.md").read_text()
-    assert "| two | validation loss | 5,120 | 3.0000" in text
+    assert "| two | 5,120 | – | 3.0000 | 3.0000 | 200.0 |" in text
     assert "| share of the time | two |\n| --- | ---: |\n| time | 1:40 |" in text
     assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in text
     assert (tmp_path / "out" / "figures" / "loss_time.png").is_file()
@@ -154,11 +188,35 @@ def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path):
     (two / "metrics.jsonl").write_text(
         "".join(f"{text}\n" for text in (two / "metrics.jsonl").read_text().splitlines()[:2])
     )
-    cli.main(["report", str(one), str(two), "--out", str(tmp_path / "out")])
+    three = write_run(tmp_path / "three", [5.0, 4.0])
+    cli.main(["report", *map(str, (one, two, three)), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| one | training loss | 0 | 5.0000 | 5.0000 | 200.0 ms |" in text
-    assert "| two | validation loss | 2,560 | 4.0000 | 4.0000 | – |" in text
+    assert "| one | 0 | 5.0000 | – | – | 200.0 |" in text
+    assert "| two | 2,560 | – | 4.0000 | 4.0000 | – |" in text
+    assert "Without evaluations, so not drawn: one." in text
     assert "Not drawn, as no step was timed: two." in text
+
+
+def test_what_a_run_logged_is_drawn_and_what_it_did_not_is_said(tmp_path, capsys):
+    names = ["one", "a-name-that-is-much-longer-than-any-column-of-a-table-in-80-columns-can-be"]
+    runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in names]
+    for run, norm in zip(runs, (True, False), strict=True):
+        rows = [{"step": n, "train/loss": 9.0 - n, "train/learning_rate": 0.1} for n in (1, 2, 3)]
+        rows = [row | {"train/grad_norm": 1.0} if norm else row for row in rows]
+        (run / "metrics.jsonl").write_text(
+            (run / "metrics.jsonl").read_text().rpartition("\n")[0]
+            + "".join("\n" + json.dumps(row) for row in rows)
+            + "\n"
+        )
+    cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 80
+    assert last.startswith("report: ")
+    figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert figures >= {"loss_tokens.png", "training_loss_tokens.png", "rates_and_norms.png"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"gradient norm of {names[1]}; update norm, parameter norm of one, {names[1]}" in text
+    assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in text
 
 
 def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
