@@ -38,6 +38,9 @@ class VerifyArguments(CheckedConfig):
     """Compute only the first N steps of each; None computes all of them, and the final loss."""
     data: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of the tokens here, if it is not the one in the receipt."""
+    code: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for Python files that the receipt carries and that do not come with maxmars. The
+    first time they are written there, for you to read; the same command again runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,7 @@ def _verify(arguments: VerifyArguments) -> int:
             num_cells=arguments.cells,
             steps=arguments.steps,
             data_path=arguments.data,
+            code=None if arguments.code is None else Path(arguments.code),
             log=lambda text: print(text, flush=True),
         )
     if any(repeated.problem for repeated in found):

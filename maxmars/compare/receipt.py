@@ -2,7 +2,9 @@
 
 `receipt-CONTENDER.json` holds the config at the best setting, each seed's digests of first weights
 and tokens, its losses while training and in validation, the digest of its end, how the setting was
-found, and versions and devices. `track.py` repeats its cells.
+found, and versions and devices. Python files that the config names, such as a model of the user's
+own, lie in it as text, each at a place that begins with its digest. So the same code has the same
+name in every receipt, wherever it was. `track.py` repeats its cells.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +25,15 @@ from maxmars.compare.grids import with_values
 from maxmars.compare.search import results_at
 from maxmars.compare.summary import Outcome, Summary
 from maxmars.config import TrainConfig, from_dict, to_dict
+from maxmars.config.command_line import named_configs
+from maxmars.config.user_code import sources_in, split_source, with_sources
 from maxmars.distributed.files import json_number, read_json_object, write_json
+from maxmars.model.language_model import num_parameters
 
 _FORMAT = 1
 _HASH = "sha256"
+_PLACE = re.compile(r"([0-9a-f]{16})/[^/\\]+\.py")
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +42,15 @@ class Receipt:
 
     name: str
     config: TrainConfig
-    """At the best setting; its seed is that of the first cell."""
+    """At the best setting; its seed is that of the first cell. Functions of the user's own are
+    named by the places of `sources`; see `place_code`."""
+    num_parameters: int
     cells: tuple[CellResult, ...]
     """One a seed."""
     tuning: Mapping[str, Any]
     """How the setting was found: `fields`, `budget`, and what was `tried`, with losses by seed."""
+    sources: Mapping[str, str]
+    """Text of the Python files that the config names, by place."""
 
     @property
     def losses(self) -> list[float]:
@@ -46,7 +59,10 @@ class Receipt:
 
 
 def write_receipts(summary: Summary, workdir: Path) -> list[Path]:
-    """Write a receipt for each contender that has a best setting; returns their paths."""
+    """Write a receipt for each contender that has a best setting; returns their paths.
+
+    A file of the user's own that is gone since its runs leaves its contenders without one.
+    """
     paths = []
     results = read_results(summary.comparison, workdir)
     for outcome in summary.outcomes:
@@ -54,8 +70,12 @@ def write_receipts(summary: Summary, workdir: Path) -> list[Path]:
             setting = outcome.best.setting
             cells = results_at(outcome.contender, setting, summary.comparison, results)
             path = workdir / f"receipt-{outcome.contender.name}.json"
-            write_json(path, _fields(outcome, setting, cells, summary))
-            paths.append(path)
+            try:
+                write_json(path, _fields(outcome, setting, cells, summary))
+            except FileNotFoundError as error:
+                _LOGGER.warning("no %s is written: %s is gone", path.name, error.filename)
+            else:
+                paths.append(path)
     return paths
 
 
@@ -80,11 +100,15 @@ def read_receipt(path: Path) -> Receipt:
             "it anew from whoever made it."
         )
     try:
+        config = from_dict(fields["config"])
         return Receipt(
             name=fields["name"],
-            config=from_dict(fields["config"]),
+            config=config,
+            # Before receipts held code, their models were all GPT-2.
+            num_parameters=fields.get("num_parameters") or num_parameters(config.model),
             cells=tuple(map(cell_from_json, fields["cells"])),
             tuning=fields["tuning"],
+            sources=_checked(fields.get("sources", {}), config),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); get it anew from whoever made it.") from (
@@ -92,15 +116,97 @@ def read_receipt(path: Path) -> Receipt:
         )
 
 
+def place_code(receipt: Receipt, directory: Path | None) -> TrainConfig:
+    """The receipt's config with its Python files where they lie on this machine.
+
+    A file that comes with maxmars is taken from there. Others are written to `directory`, so that
+    they can be read before they run.
+
+    Args:
+      receipt: any.
+      directory: for its other files; None if there may be none.
+
+    Raises:
+      ValueError: other files are not in `directory` yet; now they are.
+    """
+    folder = next(iter(named_configs().values())).parent
+    known = {path.read_bytes(): path for path in folder.rglob("*.py")}
+    places: dict[str, Path] = {}
+    written = []
+    for place, text in receipt.sources.items():
+        content = _bytes(text)
+        if content in known:
+            places[place] = known[content]
+            continue
+        if directory is None:
+            raise ValueError(
+                f"the receipt carries {place.partition('/')[2]}, which does not come with maxmars "
+                "and would be run: name a directory by --code DIR, where it is written for you to "
+                "read first."
+            )
+        path = places[place] = directory / place
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            written.append(path)
+    if written:
+        raise ValueError(
+            f"the receipt's code is now in {', '.join(map(str, written))}; read it, then give the "
+            "same command again, which runs it."
+        )
+
+    def here(source: str) -> str:
+        place, _, name = source.rpartition(":")
+        return f"{places[place]}:{name}"
+
+    return with_sources(receipt.config, here)
+
+
+def _with_code(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
+    """A config that names its Python files by their places in a receipt, and their texts."""
+    texts = {}
+
+    def placed(source: str) -> str:
+        path, name = split_source(source)
+        text = path.read_bytes().decode(errors="surrogateescape")
+        place = f"{_digest(text)}/{path.name}"
+        texts[place] = text
+        return f"{place}:{name}"
+
+    return with_sources(config, placed), texts
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(_bytes(text)).hexdigest()[:16]
+
+
+def _checked(sources: Mapping[str, str], config: TrainConfig) -> Mapping[str, str]:
+    for source in sources_in(config):
+        if source.rpartition(":")[0] not in sources:
+            raise ValueError(f"it does not carry {source}")
+    for place, text in sources.items():
+        match = _PLACE.fullmatch(place)
+        if match is None or not isinstance(text, str) or match[1] != _digest(text):
+            raise ValueError(f"{place!r} is not the place of its text")
+    return sources
+
+
 def _fields(
     outcome: Outcome, setting: Setting, cells: list[CellResult], summary: Summary
 ) -> dict[str, Any]:
     config = with_values(outcome.contender.config, dict(setting))
+    placed, texts = _with_code(dataclasses.replace(config, seed=cells[0].cell.seed))
     fields = {
         "format": _FORMAT,
         "maxmars": maxmars.__version__,
         "name": outcome.contender.name,
-        "config": to_dict(dataclasses.replace(config, seed=cells[0].cell.seed)),
+        "config": to_dict(placed),
+        "num_parameters": num_parameters(config.model),
+        "sources": texts,
         "cells": list(map(cell_to_json, cells)),
         "tuning": {
             "fields": [grid.field for grid in outcome.contender.grids],

@@ -52,9 +52,12 @@ class Basin:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and Student's t interval of independent, normally distributed values."""
+    """Mean and Student's t interval of independent, normally distributed values.
+
+    One value alone has no interval, and neither have values of which one is infinite.
+    """
     mean = float(np.mean(values))
-    if len(values) < 2:
+    if len(values) < 2 or not math.isfinite(mean):
         return Interval(mean=mean, low=None, high=None)
     half = scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * scipy.stats.sem(values)
     return Interval(mean=mean, low=mean - float(half), high=mean + float(half))

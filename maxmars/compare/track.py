@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,14 @@ from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.compare.cells import MAY_DIFFER, CellResult, describe_setting
 from maxmars.compare.curves import Line
 from maxmars.compare.figures import draw_losses, require_matplotlib
-from maxmars.compare.receipt import Receipt
+from maxmars.compare.receipt import Receipt, place_code
 from maxmars.compare.report import markdown_table
 from maxmars.compare.run import find_start, run_cell
 from maxmars.compare.statistics import Interval, mean_interval
-from maxmars.config import TokenShardsConfig, TrainConfig, differences
+from maxmars.config import PythonSourcesConfig, TokenShardsConfig, TrainConfig, differences
 from maxmars.config.numbers import short
 from maxmars.distributed import sharding
 from maxmars.distributed.files import json_number, write_json, write_text
-from maxmars.model.language_model import num_parameters
 
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
 """In so many first steps the training losses on another machine may differ by these nats; later
@@ -55,6 +55,7 @@ def verify(
     num_cells: int = 1,
     steps: int | None = None,
     data_path: str | None = None,
+    code: Path | None = None,
     log: Callable[[str], None],
 ) -> list[Repeated]:
     """Compute cells of a receipt again, and compare digests and losses.
@@ -65,17 +66,18 @@ def verify(
       num_cells: how many, in the order of their seeds.
       steps: only so many first steps of each; None is all of them.
       data_path: directory of the tokens here; None is that in the receipt.
+      code: directory for Python files of the receipt; see `receipt.place_code`.
       log: gets a line on what differs from the machine of the receipt, and one for each cell.
 
     Raises:
-      ValueError: the receipt has fewer cells, its data is not read from a directory, or model,
-        data and mesh do not fit together.
+      ValueError: the receipt has fewer cells, its data is not read from a directory, its code
+        should be read first, or model, data and mesh do not fit together.
       FileNotFoundError: there is no data.
       KeyboardInterrupt: a signal stopped a run.
     """
     if num_cells > len(receipt.cells):
         raise ValueError(f"--cells {num_cells}: the receipt has {len(receipt.cells)} cells.")
-    config = receipt.config
+    config = place_code(receipt, code)
     if data_path is not None:
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: the receipt's tokens are not read from a path.")
@@ -121,7 +123,11 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
     if weights != theirs.initial_weights:
         return repeated(math.inf, f"it starts from other weights, digest {weights}.")
     if tokens != theirs.tokens:
-        return repeated(math.inf, f"the tokens are other ones, digest {tokens}.")
+        problem = f"the tokens are other ones, digest {tokens}."
+        python, own = theirs.environment.get("python"), platform.python_version()
+        if isinstance(config.data, PythonSourcesConfig) and python != own:
+            problem += f" They are the sources of Python {python}, and this is Python {own}."
+        return repeated(math.inf, problem)
     num_steps = min(steps or config.num_steps, config.num_steps)
     schedule = dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
     cut = dataclasses.replace(config, num_steps=num_steps, schedule=schedule)
@@ -185,7 +191,7 @@ class Division:
         config, tokens = first.config, first.config.tokens_per_step
         steps = "" if self.target is not None else f"{config.num_steps:,} steps of "
         return (
-            f"{short(num_parameters(config.model))} parameters, {steps}{tokens:,} tokens a step, "
+            f"{short(first.num_parameters)} parameters, {steps}{tokens:,} tokens a step, "
             f"tokens {first.cells[0].tokens[:12]}"
         )
 
@@ -195,8 +201,8 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
 
     Args:
       receipts: by path.
-      target: a validation loss. The entries that reach it rank by their number of steps, which then
-        may differ within a division; without a target all entries rank by their mean loss.
+      target: a validation loss. The entries whose final losses reach it rank by their number of
+        steps, which then may differ within a division; without a target all rank by mean loss.
     """
     groups: list[list[Entry]] = []
     for path, receipt in receipts.items():
@@ -219,6 +225,8 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
 
 def _is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
     ignored = (*MAY_DIFFER, "seed", "data.path", "data.verify", "mesh.")
+    # Of the evaluations the last one counts.
+    ignored = (*ignored, "eval.every", "eval.batch_size", "eval.hellaswag_")
     ignored = (*ignored, "num_steps") if any_steps else ignored
     rows = differences(first.config, second.config)
     if not all(name.startswith(ignored) for name, _, _ in rows):

@@ -7,8 +7,9 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def import_file(path: Path) -> types.ModuleType:
@@ -75,6 +76,17 @@ def sources_in(config: Any) -> list[str]:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     found = [value for name, value in values.items() if name in ("source", "make")]
     return [*found, *(source for value in values.values() for source in sources_in(value))]
+
+
+def with_sources(config: Any, change: Callable[[str], str]) -> Any:
+    """A config or a part of one with `change(source)` for each of `sources_in`."""
+    if isinstance(config, tuple):
+        return tuple(with_sources(part, change) for part in config)
+    if not dataclasses.is_dataclass(config):
+        return config
+    values = {f.name: with_sources(getattr(config, f.name), change) for f in fields(config)}
+    values |= {name: change(values[name]) for name in ("source", "make") if name in values}
+    return dataclasses.replace(cast(Any, config), **values)
 
 
 def with_tuples(options: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from maxmars import cli
 from maxmars.compare.receipt import read_receipt
+from maxmars.config import OptaxConfig, PythonSourcesConfig, to_dict
 
 
 @pytest.fixture
@@ -114,6 +115,65 @@ def test_a_forged_receipt_is_refused(change, steps, problem, receipt, capsys):
     assert printed.endswith(f"{receipt}: REFUSED\n")
 
 
+OWN_CODE = """
+import jax, optax
+
+def make(learning_rate, *, matrix_specs, mesh, b1):
+    print("the code of the receipt runs")
+    decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
+    return optax.lion(learning_rate, b1=b1, b2=0.98, weight_decay=1.0, mask=decays)
+"""
+
+
+def test_code_that_a_receipt_carries_runs_only_when_it_could_be_read(receipt, tmp_path, capsys):
+    place = f"{hashlib.sha256(OWN_CODE.encode()).hexdigest()[:16]}/mine.py"
+
+    def carry(fields):
+        rate = fields["config"]["optimizer"]["learning_rate"]
+        own = OptaxConfig(make=f"{place}:make", options={"b1": 0.95}, learning_rate=rate)
+        fields["config"]["optimizer"] = to_dict(own)
+        fields["sources"] = {place: OWN_CODE}
+
+    forge(receipt, carry)
+    command = ["track", "verify", str(receipt)]
+    code = ["--code", str(tmp_path / "code")]
+    for words, message in (
+        (command, "carries mine.py, which does not come with maxmars"),
+        ([*command, *code], "read it, then give the same command again"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert "the code of the receipt runs" not in printed.out
+    assert (tmp_path / "code" / place).read_text() == OWN_CODE
+    cli.main([*command, *code])  # it computes what Lion did
+    printed = capsys.readouterr().out
+    assert "the code of the receipt runs" in printed
+    assert "confirmed, 1 of 2 cells" in printed
+
+    for sources, message in (
+        ({place: OWN_CODE + "#"}, "is not the place of its text"),
+        ({}, "does not carry"),
+    ):
+        forge(receipt, lambda fields, sources=sources: fields.update(sources=sources))
+        with pytest.raises(SystemExit):
+            cli.main([*command, *code])
+        assert message in capsys.readouterr().err
+
+
+def test_tokens_of_another_python_are_named(receipt, capsys):
+    def of_python_sources(fields):
+        fields["config"]["data"] = to_dict(PythonSourcesConfig())
+        for cell in fields["cells"]:
+            cell["environment"]["python"] = "3.9.1"
+
+    forge(receipt, of_python_sources)
+    with pytest.raises(SystemExit):
+        cli.main(["track", "verify", str(receipt)])
+    assert "They are the sources of Python 3.9.1, and this is" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -151,6 +211,7 @@ def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys)
     def longer(fields):
         fields["name"] = "longer"
         fields["config"]["num_steps"] = 8
+        fields["config"]["eval"]["every"] = 1  # of which the last counts
 
     forge(other, longer)
     cli.main(["track", "board", str(tmp_path)])
@@ -171,3 +232,28 @@ def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys)
     cli.main(["track", "board", str(tmp_path), "--target", "0.1"])
     (division,) = json.loads((tmp_path / "board.json").read_text())
     assert not any(entry["reached"] for entry in division["entries"])
+
+
+def test_a_target_is_reached_by_the_final_losses_of_all_seeds(receipt, tmp_path):
+    """(target - mean) times the root of two seeds must be 0.004, as in modded-nanogpt."""
+
+    def reached(target):
+        cli.main(["track", "board", str(tmp_path), "--target", str(target)])
+        (division,) = json.loads((tmp_path / "board.json").read_text())
+        (entry,) = division["entries"]
+        return entry["reached"]
+
+    def lower_before_the_end(fields):
+        for cell in fields["cells"]:
+            cell["curve"]["losses"][-2] = 0.1
+
+    forge(receipt, lower_before_the_end)  # only the last evaluation counts
+    mean = sum(read_receipt(receipt).losses) / 2
+    assert reached(mean + 0.0041 / 2**0.5)
+    assert not reached(mean + 0.0039 / 2**0.5)
+
+    def diverge(fields):
+        fields["cells"][1]["loss"] = "Infinity"
+
+    forge(receipt, diverge)
+    assert not reached(mean + 1)
