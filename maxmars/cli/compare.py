@@ -213,6 +213,9 @@ class ReportArguments(CheckedConfig):
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
     itself. Only an earlier report of the same runs is written anew there."""
+    pack: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Instead of a report: copy a comparison, or all of one with --sizes, to DIR in few files, from
+    which it is reported and continued: compare.json, cells.jsonl and cost.json."""
 
 
 def run_report(argv: list[str]) -> int:
@@ -233,6 +236,9 @@ def run_report(argv: list[str]) -> int:
     named = {text: Path(text).expanduser().absolute() for text in arguments.runs}
     if len(set(named.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
+    if arguments.pack is not None:
+        _pack(list(named.values()), Path(arguments.pack).expanduser().absolute())
+        return 0
     if arguments.out is None:
         if len(named) > 1:
             raise UsageError(
@@ -271,6 +277,20 @@ def run_report(argv: list[str]) -> int:
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
+
+
+def _pack(runs: Sequence[Path], out: Path) -> None:
+    """Copy a comparison, or those of all sizes, in few files."""
+    from maxmars.compare.cells import COMPARISON, pack_comparison
+    from maxmars.compare.sizes import size_directories
+
+    if len(runs) > 1:
+        raise UsageError("maxmars report --pack copies one comparison; name one RUN.")
+    (run,) = runs
+    sizes = [] if (run / COMPARISON).is_file() else size_directories(run)
+    for source in sizes or [run]:
+        target = out / source.name if sizes else out
+        print(f"{pack_comparison(source, target)} finished cells: {target}")
 
 
 def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:

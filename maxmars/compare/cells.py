@@ -9,9 +9,12 @@ configs. The files are
     cells/CONTENDER/SETTING,seed=SEED/           the run, as `maxmars train` leaves it
     cells/CONTENDER/SETTING,seed=SEED/result.json     how it ended: only a finished cell has it
 
+    cells.jsonl                                  instead of result.json: a result a line
+
 where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
 such as `,b1=0.95`. A result alone is enough to continue and to report: the other files of a
-finished cell may be deleted.
+finished cell may be deleted. `pack_comparison` makes a copy with `cells.jsonl`, in which hundreds
+of results are one file; a `result.json` beside it counts more.
 """
 
 from __future__ import annotations
@@ -28,10 +31,18 @@ import maxmars
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
-from maxmars.distributed.files import json_number, read_json, write_json, write_text
+from maxmars.distributed.files import (
+    json_number,
+    read_json,
+    read_json_lines,
+    write_json,
+    write_text,
+)
 
 COMPARISON = "compare.json"
 _RESULT = "result.json"
+_PACKED = "cells.jsonl"
+_COST = "cost.json"
 _FORMAT = 3
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
@@ -282,13 +293,57 @@ def cell_from_json(fields: Any) -> CellResult:
 
 def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellResult]:
     """The results of all finished cells of these contenders, whatever their settings and seeds."""
-    results = []
+    names = [contender.name for contender in contenders]
+    rows = read_json_lines(workdir / _PACKED, lambda row: _result(row) is not None)
+    for name in names:
+        paths = (workdir / "cells" / name).glob(f"*/{_RESULT}")
+        rows += [read_json(path) for path in paths]
+    # A result that cannot be read is no result: the cell is run again.
+    found = {result.cell: result for row in rows if (result := _result(row)) is not None}
+    own = [result for result in found.values() if result.cell.contender in names]
+    return sorted(own, key=lambda result: (names.index(result.cell.contender), result.cell.name))
+
+
+def _result(fields: Any) -> CellResult | None:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return cell_from_json(fields)
+    return None
+
+
+def pack_comparison(workdir: Path, out: Path) -> int:
+    """Copy what continues and reports a comparison into few files: for keeping, not for work.
+
+    Args:
+      workdir: directory of the comparison.
+      out: another directory; gets `compare.json`, `cells.jsonl` and the contenders' `cost.json`. An
+        earlier copy there is replaced.
+
+    Returns:
+      The number of finished cells.
+
+    Raises:
+      ValueError: `workdir` holds no comparison.
+      FileExistsError: `out` is `workdir`, or holds finished cells that `workdir` has not.
+    """
+    contenders = read_comparison(workdir).contenders
+    results = finished_cells(workdir, contenders)
+    ours = {result.cell for result in results}
+    theirs = finished_cells(out, contenders) if out != workdir else []
+    lost = [result.cell for result in theirs if result.cell not in ours]
+    if out.resolve() == workdir.resolve():
+        raise FileExistsError(f"{out} cannot be packed into itself; name another directory.")
+    if lost:
+        raise FileExistsError(
+            f"{out} holds the cell {lost[0].contender}/{lost[0].name}, which {workdir} has not; "
+            "name another directory."
+        )
+    write_text(out / COMPARISON, (workdir / COMPARISON).read_text())
+    write_text(out / _PACKED, "".join(f"{json.dumps(cell_to_json(r))}\n" for r in results))
     for contender in contenders:
-        for path in sorted((workdir / "cells" / contender.name).glob(f"*/{_RESULT}")):
-            # A result that cannot be read is no result: the cell is run again.
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                results.append(cell_from_json(read_json(path)))
-    return results
+        cost = Path("cells", contender.name, _COST)
+        if (workdir / cost).is_file():
+            write_text(out / cost, (workdir / cost).read_text())
+    return len(results)
 
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:

@@ -16,7 +16,13 @@ import jax
 import pytest
 
 from maxmars import cli
-from maxmars.compare.cells import Cell, CellResult, finished_cells, write_result
+from maxmars.compare.cells import (
+    Cell,
+    CellResult,
+    finished_cells,
+    pack_comparison,
+    write_result,
+)
 from maxmars.compare.report import write_report
 from maxmars.compare.run import compare
 from maxmars.compare.sizes import speed_up
@@ -122,9 +128,16 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     assert result.environment["jax"] == jax.__version__
 
 
-def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, comparison, capsys):
+def test_only_unfinished_cells_are_run_and_give_the_same_again(
+    copied, comparison, tmp_path, capsys
+):
     before = by_cell(copied, comparison)
     (LION.directory(copied) / "result.json").unlink()  # as after a kill
+    # Of AdamW there are only packed results.
+    pack_comparison(copied, tmp_path / "packed")
+    shutil.move(tmp_path / "packed" / "cells.jsonl", copied)
+    for path in copied.glob("cells/adamw/*/result.json"):
+        path.unlink()
     assert compare(comparison, copied)
     printed = capsys.readouterr().out
     assert f"{len(before) - 1} cells are finished and kept" in printed
@@ -235,6 +248,39 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert found["lion", "32"]["num_parameters"] > found["lion", "16"]["num_parameters"]
     page = (workdir / "report.md").read_text()
     assert "| lion | 32 | learning_rate=" in page
+
+
+def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
+    compared, comparison, tmp_path, capsys
+):
+    packed = tmp_path / ".github" / "results" / "tiny" / "which"
+    cli.main(["report", str(compared), "--pack", str(packed)])
+    assert f"{len(by_cell(compared, comparison))} finished cells: {packed}" in (
+        capsys.readouterr().out
+    )
+    files = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
+    costs = {"cells/adamw/cost.json", "cells/lion/cost.json"}
+    assert files == {"compare.json", "cells.jsonl"} | costs
+    assert by_cell(packed, comparison) == by_cell(compared, comparison)
+    cli.main(["report", str(compared), "--pack", str(packed)])  # an earlier copy is replaced
+    fewer = tmp_path / "fewer"
+    fewer.mkdir()
+    shutil.copy(compared / "compare.json", fewer)
+    with pytest.raises(FileExistsError, match=r"holds the cell \w+/learning_rate=\S+, which"):
+        pack_comparison(fewer, packed)
+
+    (tmp_path / "README.md").write_text(
+        "![](.github/figures/tiny-which-loss_tokens.png) ![](.github/figures/other.png)"
+    )
+    (tmp_path / ".github" / "figures").mkdir()
+    tool = Path(__file__).parents[2] / "tools" / "figures.py"
+    command = [sys.executable, str(tool), "--root", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "other.png: MISSING, no results in .github/results are named so" in found.stdout
+    figure = tmp_path / ".github" / "figures" / "tiny-which-loss_tokens.png"
+    assert figure.read_bytes() == (compared / "figures" / "loss_tokens.png").read_bytes()
+    assert not (packed / "report.md").exists()
 
 
 def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys):
