@@ -100,8 +100,8 @@ class CompareArguments(ConfigArguments):
     baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The contender that the others are tested against; None is the first."""
     cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
-    """Run part I, from 0, of N of the cells, beside other processes with the same command and DIR,
-    and wait for what they run."""
+    """Share the cells with other processes that have the same command and DIR: this is number I,
+    from 0, of N. Each runs what no other one runs."""
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
 

@@ -13,14 +13,14 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from maxmars.checkpoint.digest import combine, digest
-from maxmars.checkpoint.lock import acquire
+from maxmars.checkpoint.lock import FileLock, acquire, is_owned
 from maxmars.compare.cells import (
     Cell,
     CellResult,
@@ -62,7 +62,7 @@ Digests = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which cells a process runs where several share a comparison."""
+    """One of several processes that share the cells of a comparison."""
 
     index: int = 0
     """From 0 on, below `count`."""
@@ -73,10 +73,11 @@ class Part:
         """Name of a directory that the process of this part owns."""
         return "." if self.count == 1 else f".part-{self.index}-of-{self.count}"
 
-    def has(self, cell: Cell) -> bool:
-        """Whether a cell belongs to this part; every process gives the same answer."""
-        sha = hashlib.sha256(f"{cell.contender}/{cell.name}".encode()).digest()
-        return int.from_bytes(sha[:8], "big") % self.count == self.index
+    def order(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Cells in the order in which this process tries to run them: first every `count`-th, so
+        that processes seldom try the same, then those that are left."""
+        own = cells[self.index :: self.count]
+        return [*own, *(cell for cell in cells if cell not in own)]
 
 
 def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
@@ -85,7 +86,8 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     Args:
       comparison: what is compared; every config evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
-      part: the cells that this process runs; for those of the other parts it waits.
+      part: which of the processes that share the comparison this one is. A cell is run by
+        whoever owns its directory first; where all are taken, this waits for the others.
 
     Returns:
       Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the cell
@@ -101,9 +103,9 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     check_comparable(comparison.contenders)
     programs.keep_beside(workdir, jax.devices()[0].platform)  # one directory for all cells
     with contextlib.ExitStack() as stack:
-        lock = acquire(workdir / "cells" / part.lock)
-        assert lock is not None, "each part of a comparison is one process"
-        stack.callback(lock.release)
+        own = acquire(workdir / "cells" / part.lock)
+        assert own is not None, "each part of a comparison is one process"
+        stack.callback(own.release)
         comparison = _with_precision(comparison)
         open_comparison(comparison, workdir)
         contenders = {c.name: c for c in comparison.contenders}
@@ -116,24 +118,31 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
         while pending := next_cells(comparison, results):
             if stops.due(0):
                 break
-            cell = next(filter(part.has, pending), None)
-            if cell is None:
-                results = _wait_for_others(comparison, workdir, part, stops)
+            taken = _take(part.order(pending), workdir)
+            if taken is None:
+                results = _wait_for_others(comparison, workdir, stops)
                 continue
-            contender = contenders[cell.contender]
-            cost = workdir / "cells" / cell.contender / "cost.json"
-            if not cost.is_file():
-                write_json(cost, step_cost(contender.config))
-            config, key = cell.config(contender), (cell.contender, cell.seed)
-            if key not in starts:
-                starts[key] = find_start(config)
-            _check_same_start(cell, starts[key], results.values())
-            result = run_cell(cell, config, workdir, starts[key])
-            if result is None:
-                break
-            write_result(result, workdir)
-            # A finished cell is never continued, and the states of a whole grid fill a disk.
-            shutil.rmtree(cell.directory(workdir) / "checkpoints", ignore_errors=True)
+            cell, lock = taken
+            try:
+                results = read_results(comparison, workdir)
+                if cell in results:  # another process finished it just now
+                    continue
+                contender = contenders[cell.contender]
+                cost = workdir / "cells" / cell.contender / "cost.json"
+                if not cost.is_file():
+                    write_json(cost, step_cost(contender.config))
+                config, key = cell.config(contender), (cell.contender, cell.seed)
+                if key not in starts:
+                    starts[key] = find_start(config)
+                _check_same_start(cell, starts[key], results.values())
+                result = run_cell(cell, config, workdir, starts[key])
+                if result is None:
+                    break
+                write_result(result, workdir)
+                # A finished cell is never continued, and the states of a whole grid fill a disk.
+                shutil.rmtree(cell.directory(workdir) / "checkpoints", ignore_errors=True)
+            finally:
+                lock.release()
             results = read_results(comparison, workdir)  # others may have finished some as well
             print(_progress(result, comparison, results), flush=True)
         if pending:
@@ -143,15 +152,24 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     return True
 
 
-def _wait_for_others(
-    comparison: Comparison, workdir: Path, part: Part, stops: StopRequests
-) -> Results:
-    """Wait until a cell of this part can run, none is missing, or a signal came."""
+def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
+    """The first cell that no process runs, with the lock of its directory; None where all run."""
+    for cell in cells:
+        directory = cell.directory(workdir)
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ValueError):  # another process has it
+            return cell, FileLock(directory, patience_s=0.0)
+    return None
+
+
+def _wait_for_others(comparison: Comparison, workdir: Path, stops: StopRequests) -> Results:
+    """Wait until there is a cell that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
         while True:
             results = read_results(comparison, workdir)
             pending = next_cells(comparison, results)
-            if not pending or any(map(part.has, pending)) or stops.due(0):
+            are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
+            if not all(are_owned) or not pending or stops.due(0):
                 return results
             waiting = f"waiting for {len(pending)} cells of other processes"
             progress.update(waiting, len(results), len(results) + len(pending))

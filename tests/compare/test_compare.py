@@ -193,8 +193,10 @@ def test_two_processes_share_the_cells(compare_command, compared, comparison, tm
     ]
     printed = [worker.communicate(timeout=300)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
-    ran = [set(re.findall(r"\S+,seed=\d", text)) for text in printed]
-    assert all(ran)
+    first, second = (set(re.findall(r"\] (\S+) .* (\S+,seed=\d)", text)) for text in printed)
+    assert first
+    assert second
+    assert not first & second
     one, shared = by_cell(compared, comparison), by_cell(tmp_path, comparison)
     assert {cell: result.loss for cell, result in shared.items()} == {
         cell: result.loss for cell, result in one.items()
