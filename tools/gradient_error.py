@@ -16,8 +16,9 @@ batch t,
     c_t − ∇F_t = n_t + κ (n_t − n_{t−1}) + κ (∇F_t − ∇F_{t−1})      approximate
     c_t − ∇F_t = n_t + κ (n_t − n_t at x_{t−1}) + κ (∇F_t − ∇F_{t−1})      exact
 
-which is why approximate MARS, whose two batches are independent, adds to the variance of c; what it
-does to the momentum is in `noise_gain` and `lag`.
+which is why approximate MARS, whose two batches are independent, adds to the variance of c. Its
+momentum is, after the first steps, γ g_t + (1 − γ) times the momentum of g, a little nearer to the
+newest gradient: more variance and less bias, by `noise_gain` and `lag`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gradient_error import Errors, Moments, errors, noise_gain
+from gradient_error import Errors, Moments, errors, lag, noise_gain
 
 from maxmars.compare.statistics import Interval, mean_interval
 
@@ -111,10 +111,15 @@ def ratio_interval(top: np.ndarray, bottom: np.ndarray, memory_steps: int) -> In
     return Interval(mean=math.exp(found.mean), low=low, high=high)
 
 
-def closed_form(result: Result, quantity: int, gamma: int) -> float:
-    """The ratio of variances of approximate MARS."""
-    found = noise_gain(result.b1, result.gammas[gamma])
-    return found[quantity] / noise_gain(result.b1, 0.0)[quantity]
+def closed_form(result: Result, quantity: int, gamma: int, of: str) -> float:
+    """The ratio of `variance` or of `bias` of approximate MARS; g has no bias."""
+    with_mars, without = (
+        (noise_gain(result.b1, value), lag(result.b1, value))
+        for value in (result.gammas[gamma], 0.0)
+    )
+    if of == "bias":
+        return (with_mars[1][quantity] / without[1][quantity]) ** 2
+    return with_mars[0][quantity] / without[0][quantity]
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -152,9 +157,10 @@ def markdown(result: Result, figure: str) -> str:
             f"![errors along the run]({figure})",
             "",
             "Approximate: c = g + κ (g − the gradient of the step before). Exact: c = g + κ (g − "
-            "the gradient of the same batch at the parameters before). m: the moving average of c."
-            " Closed form: of the variance of approximate MARS, if batches are independent and "
-            "the variance of g stays. Brackets: 95 %, over seeds, or over blocks of one run.",
+            "the gradient of the same batch at the parameters before). m: the moving average of c"
+            ", in approximate MARS γ g + (1 − γ) (m of g) after the first steps. Closed form: of "
+            "approximate MARS, if batches are independent, and the variance of g and the change of "
+            "∇F stay. Brackets: 95 %, over seeds, or over blocks of one run.",
             "",
             *along(result),
             "",
@@ -237,19 +243,21 @@ def overall(result: Result) -> list[str]:
         mean = math.exp(float(np.mean(np.log(values))))
         return f"**{number(mean)}** ({number(min(values))} to {number(max(values))})"
 
-    head = ["", "E‖ĉ − ∇F‖²", "its variance", "closed form"]
-    return table(
-        head,
-        (
-            [
-                f"{SYMBOLS[q]}, {kind}, over {PLAIN[q]}",
-                cell(kind, q, "total"),
-                cell(kind, q, "variance"),
-                "" if kind == KINDS[1] else number(closed_form(result, q, result.chosen)),
-            ]
-            for q, kind in itertools.product(range(2), KINDS)
-        ),
-    )
+    def closed(kind: str, quantity: int, of: str) -> str:
+        if kind == KINDS[1]:
+            return ""
+        return number(closed_form(result, quantity, result.chosen, of))
+
+    rows = []
+    for quantity, kind in itertools.product(range(2), KINDS):
+        row = [f"{SYMBOLS[quantity]}, {kind}, over {PLAIN[quantity]}"]
+        row.append(cell(kind, quantity, "total"))
+        for of in ("variance", "bias"):
+            has_it = quantity == 1 or of == "variance"
+            row += [f(kind, quantity, of) if has_it else "" for f in (cell, closed)]
+        rows.append(row)
+    head = ["", "E‖ĉ − ∇F‖²", "its variance", "closed form", "its bias²", "closed form"]
+    return table(head, rows)
 
 
 def shares(result: Result) -> list[str]:
@@ -291,12 +299,16 @@ def errors_along(result: Result, quantity: int, of: str) -> list[str]:
     title = f"E‖{symbol} − ∇F‖² over E‖{plain} − ∇F‖², steps"
     if of == "variance":
         title = f"variance of {symbol} over that of {plain}, steps"
-    rows = []
+    # The error of c is nearly all variance, that of m is not.
+    is_of_variance, rows = quantity == 0 or of == "variance", []
     for kind, (index, gamma) in itertools.product(KINDS, enumerate(result.gammas)):
-        closed = "" if kind == KINDS[1] else number(closed_form(result, quantity, index))
-        intervals = result.ratios(kind, quantity, index, of)
-        rows.append([f"{kind}, γ = {gamma:g}", closed, *map(shown, intervals)])
-    return table([title, "closed form", *steps_of(result)], rows)
+        row = [f"{kind}, γ = {gamma:g}", *map(shown, result.ratios(kind, quantity, index, of))]
+        if is_of_variance:
+            closed = number(closed_form(result, quantity, index, "variance"))
+            row.insert(1, closed if kind == KINDS[0] else "")
+        rows.append(row)
+    head = [title, *(["variance, closed form"] if is_of_variance else []), *steps_of(result)]
+    return table(head, rows)
 
 
 def splits(result: Result) -> list[str]:
@@ -415,7 +427,9 @@ def draw_panel(result: Result, axes: Any, quantity: int, of: str, title: str, un
         )  # fmt: skip
         everything += means
         if kind == KINDS[0] and (quantity, of) != (1, "total"):
-            axes.axhline(closed_form(result, quantity, index), color=color, ls=":", lw=1.0)
+            axes.axhline(
+                closed_form(result, quantity, index, "variance"), color=color, ls=":", lw=1.0
+            )
     axes.axhline(1.0, color="#000000", linewidth=1.2)
     axes.set(title=title, xlabel="step", ylabel=unit, xscale="log")
     axes.set_xticks(middles, [f"{middle:.0f}" for middle in middles])
