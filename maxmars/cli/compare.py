@@ -125,7 +125,7 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX.
     from maxmars.compare.report import print_summary, summary_json
     from maxmars.compare.run import Part, compare
-    from maxmars.compare.sizes import write_sizes_report
+    from maxmars.compare.sizes import print_sizes, write_sizes_report
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
@@ -142,7 +142,7 @@ def run(argv: list[str]) -> int:
         if sizes is not None:
             root = workdir.parent
             found = write_sizes_report(summaries, root)
-            print(f"report of all sizes: {root / 'report.md'}")
+            print_sizes(found, root)
     if arguments.json:
         print(json.dumps(found))
     return 0
@@ -196,7 +196,7 @@ def _plan(
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments(CheckedConfig):
-    """Draw the losses of runs against tokens and time, as figures and one Markdown page.
+    """Draw losses, rates and norms of runs, as figures and one Markdown page.
 
     A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
     contender is drawn at its best rate. One comparison alone gets its whole report again, also
@@ -296,16 +296,16 @@ def _pack(runs: Sequence[Path], out: Path) -> None:
 def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:
     """Write and print the reports of the sizes of a comparison."""
     from maxmars.compare.report import print_summary
-    from maxmars.compare.sizes import write_reports_of_sizes
+    from maxmars.compare.sizes import print_sizes, write_reports_of_sizes
 
-    found = write_reports_of_sizes(directory, sizes)
+    summaries, found = write_reports_of_sizes(directory, sizes)
     for size in sizes:
         print(f"size {size.name}")
-        if size.name in found:
-            print_summary(found[size.name], size)
+        if size.name in summaries:
+            print_summary(summaries[size.name], size)
         else:
             print("left out: none of its cells is finished yet")
-    print(f"report of all sizes: {directory / 'report.md'}")
+    print_sizes(found, directory)
 
 
 def _option(options: Sequence[str], flag: str) -> str | None:

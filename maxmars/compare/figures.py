@@ -147,7 +147,8 @@ def draw_rates_and_norms(lines: Sequence[Line], path: Path, metrics: Mapping[str
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
             is_log = spread.size > 0 and spread.max() > 5 * spread.min()
-            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, reach=2.5)
+            reach = 2.5 if is_log else 4.0
+            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, reach=reach)
             axes.set_title(metrics[metric])
             axes.set_xlabel(f"tokens{unit}")
     return True
@@ -211,7 +212,7 @@ def draw_tuning(
         on its line, drawn as small crosses.
 
     Returns:
-      Whether there was anything to draw.
+      Whether there was anything to draw: some contender has two values of the field.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -220,7 +221,7 @@ def draw_tuning(
     settings = {name: [*grid.items(), *others.get(name, ())] for name, grid in grids.items()}
     every = [loss for found in settings.values() for _, losses in found for loss in losses]
     finite = [loss for loss in every if math.isfinite(loss)]
-    if not finite:
+    if not finite or all(len({value for value, _ in found}) < 2 for found in settings.values()):
         return False
     bottom, middle = min(finite), float(np.median(finite))
     # A run far above the others would flatten their lines.
@@ -233,6 +234,8 @@ def draw_tuning(
             "clip_on": False,
         }
         for number, (name, grid) in enumerate(grids.items()):
+            if not settings[name]:
+                continue
             style = _style(number)
             color = style["color"]
             means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
@@ -401,12 +404,13 @@ def _draw(
     from matplotlib.ticker import LogLocator, NullLocator
 
     settled = warm_up * _end(like or strands)
+    limits = _limits(like or strands, settled, reach, is_log=is_log)
     if is_log:
+        is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    limits = _limits(like or strands, settled, reach, is_log=is_log)
     if limits is not None:
         axes.set_ylim(*limits)
     alpha = float(np.clip(6 / len(_runs(strands)), 0.15, 0.45))  # many lines hide each other
@@ -511,13 +515,13 @@ def _figure(
 
 def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
     """How many columns of a legend have room beside each other, and its number of lines."""
-    for across in range(min(6, len(labels)), 0, -1):
-        rows = -(-len(labels) // across)
-        columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+    for rows in range(1, len(labels)):
+        across = -(-len(labels) // rows)
+        columns = [list(column) for column in np.array_split(labels, across)]  # as matplotlib does
         widths = [max(len(part) for text in c for part in text.split("\n")) for c in columns]
-        if across == 1 or sum(width + _LEGEND_SAMPLE for width in widths) <= room:
+        if sum(width + _LEGEND_SAMPLE for width in widths) <= room:
             return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
-    return 1, len(labels)
+    return 1, sum(text.count("\n") + 1 for text in labels)
 
 
 def _style(number: int) -> dict[str, Any]:

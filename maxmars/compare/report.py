@@ -143,7 +143,7 @@ def check_out(out: Path, is_ours: Callable[[Any], bool]) -> None:
 
 def print_lines(lines: Sequence[Line]) -> None:
     """Print how runs ended, in 80 columns."""
-    _print_table(_RUN_COLUMNS, _run_rows(lines))
+    print_table(_RUN_COLUMNS, _run_rows(lines))
 
 
 def print_summary(summary: Summary, workdir: Path) -> None:
@@ -161,7 +161,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
         (cells["name"], *(cells[key].replace(" ", "") for key in columns))
         for cells in (_result(outcome, summary) for outcome in summary.outcomes)
     ]
-    _print_table(("", *columns.values()), rows)
+    print_table(("", *columns.values()), rows)
     baseline = summary.comparison.baseline
     texts = [
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
@@ -178,7 +178,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
     print(*map(_fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table in 80 columns: a long name in the first is folded, a number is not."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column(columns[0], overflow="fold", min_width=8)

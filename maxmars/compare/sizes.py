@@ -13,7 +13,13 @@ from typing import Any
 
 from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison, read_results
 from maxmars.compare.figures import draw_speed_ups
-from maxmars.compare.report import check_out, interval, markdown_table, write_report
+from maxmars.compare.report import (
+    check_out,
+    interval,
+    markdown_table,
+    print_table,
+    write_report,
+)
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
 from maxmars.compare.summary import Outcome, Summary
 from maxmars.config.numbers import short
@@ -21,7 +27,9 @@ from maxmars.distributed.files import write_json, write_text
 from maxmars.model.language_model import num_parameters
 
 
-def write_reports_of_sizes(directory: Path, sizes: Sequence[Path]) -> dict[str, Summary]:
+def write_reports_of_sizes(
+    directory: Path, sizes: Sequence[Path]
+) -> tuple[dict[str, Summary], dict[str, Any]]:
     """Write the report of each size, complete or not, and the one over all of them.
 
     Args:
@@ -29,7 +37,8 @@ def write_reports_of_sizes(directory: Path, sizes: Sequence[Path]) -> dict[str, 
       sizes: the comparisons below it, smallest model first.
 
     Returns:
-      What was found, by the name of the size; sizes without any finished cell are left out.
+      What was found, by the name of the size, and what `report.json` over all sizes holds. Sizes
+      without any finished cell are left out.
 
     Raises:
       ValueError: no cell is finished yet, or the sizes have different baselines.
@@ -42,8 +51,7 @@ def write_reports_of_sizes(directory: Path, sizes: Sequence[Path]) -> dict[str, 
     }
     if not summaries:
         raise ValueError(f"no cell below {directory} is finished yet; start the comparison again.")
-    write_sizes_report(summaries, directory)
-    return summaries
+    return summaries, write_sizes_report(summaries, directory)
 
 
 def size_directories(directory: Path) -> list[Path]:
@@ -149,6 +157,24 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
     found = {"baseline": baseline, "sizes": list(summaries), "results": fields}
     write_json(directory / "report.json", found)
     return found
+
+
+def print_sizes(found: Mapping[str, Any], directory: Path) -> None:
+    """Print what `write_sizes_report` found, in 80 columns, and where its report is."""
+    rows: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in found["results"]:
+        loss, gain = row["loss"], row["speed_up"]
+        texts = "" if loss is None else f"{loss['mean']:.4f}", ""
+        if gain is not None:
+            texts = texts[0], f"x{gain['mean']:.2f}"
+        rows.setdefault(row["name"], {})[row["size"]] = texts
+    sizes = found["sizes"]
+    print_table(
+        ("", *(title for size in sizes for title in (size, ""))),
+        [(name, *(t for s in sizes for t in by.get(s, ("", "")))) for name, by in rows.items()],
+    )
+    print(f"validation loss, and data speed-up over {found['baseline']}")
+    print(f"report of all sizes: {directory / 'report.md'}")
 
 
 def speed_up(outcome: Outcome, summary: Summary) -> Interval | None:
