@@ -237,6 +237,8 @@ def run_report(argv: list[str]) -> int:
     if len(set(named.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
     if arguments.pack is not None:
+        if arguments.out is not None:
+            raise UsageError("maxmars report --pack writes no report; leave --out out.")
         _pack(list(named.values()), Path(arguments.pack).expanduser().absolute())
         return 0
     if arguments.out is None:
