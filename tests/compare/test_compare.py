@@ -252,6 +252,7 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert "| lion | 32 | learning_rate=" in page
 
 
+@pytest.mark.slow
 def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
     compared, comparison, tmp_path, capsys
 ):
@@ -285,6 +286,7 @@ def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
     assert not (packed / "report.md").exists()
 
 
+@pytest.mark.slow
 def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys):
     sizes = tmp_path / "sizes"
     for name, width in (("a-large", 32), ("small", 16), ("unfinished", 48)):
