@@ -144,7 +144,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
             finally:
                 lock.release()
             results = read_results(comparison, workdir)  # others may have finished some as well
-            print(_progress(result, comparison, results), flush=True)
+            print(_progress(result, comparison, results, part.count), flush=True)
         if pending:
             print(f"stopped with {len(results)} finished cells; the same command continues")
             return False
@@ -254,7 +254,9 @@ def run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> 
     )
 
 
-def _progress(result: CellResult, comparison: Comparison, results: Results) -> str:
+def _progress(
+    result: CellResult, comparison: Comparison, results: Results, num_processes: int
+) -> str:
     """How a cell ended, how many there are at most, and the time that they may take."""
     cell = result.cell
     most = comparison.budget + comparison.finalists * (len(comparison.seeds) - 1)
@@ -265,10 +267,11 @@ def _progress(result: CellResult, comparison: Comparison, results: Results) -> s
     width = max(len(contender.name) for contender in comparison.contenders)
     text = f"[{len(results):>3}/{most * len(comparison.contenders)}] {cell.contender:<{width}}  "
     text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
-    text += f"  {cell.name}  {duration(result.seconds)}"
+    text += f"  {duration(result.seconds)}"
     if next_cells(comparison, results):
-        text += f", at most {duration(left)} left"
-    return text if result.diverged is None else f"{text}\n        {result.diverged}"
+        text += f", at most {duration(left / num_processes)} left"
+    details = [cell.name, *([result.diverged] if result.diverged else [])]
+    return "\n        ".join([text, *details])
 
 
 def step_cost(config: TrainConfig) -> dict[str, int]:
