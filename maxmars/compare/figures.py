@@ -377,7 +377,6 @@ def _draw_alone(
         batches = {curve.tokens_per_step for line in lines for curve in line.curves}
         if against == "tokens" and len(batches) == 1:
             steps = divisor / min(batches)
-            steps = divisor / min(batches)
 
             def to_steps(position: Any) -> Any:
                 return position * steps
