@@ -80,7 +80,7 @@ class CompareArguments(ConfigArguments):
     gamma, or warmup; mars.gamma is for the contender mars alone. A contender that lacks one is
     tuned over the others."""
     budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Most settings to try of each contender; None is 4, and 4 more for each field."""
+    """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
     learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
     """Learning rates tried first, for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3. The
     others' are the config's own rate times 1/2, 1, 2 and 4."""
@@ -90,6 +90,9 @@ class CompareArguments(ConfigArguments):
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """A finished comparison of the same contenders, say of a smaller model: each search begins at
     the best setting there, with 1/2, 1 and 2 times its learning rate."""
+    confirm: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
+    """Seeds with which a setting must be better before the search moves there, of its budget. With
+    one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""
     finalists: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 2
     """The best settings of each contender, which run with all seeds."""
     seeds: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 3
@@ -162,6 +165,11 @@ def _plan(
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
     _part(arguments.cells)
+    if arguments.confirm > arguments.seeds:
+        raise UsageError(
+            f"--confirm {arguments.confirm} is more than --seeds {arguments.seeds}, of which the "
+            "search uses the first."
+        )
     configs = _by_name({spec: _prepare(a) for spec, a in parsed.items()})
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
@@ -182,6 +190,7 @@ def _plan(
         seeds=tuple(range(first, first + arguments.seeds)),
         budget=arguments.budget or 4 + 4 * num_fields,
         finalists=arguments.finalists,
+        confirm=arguments.confirm,
     )
     warmup = max(c.config.schedule.warmup_steps for c in contenders)
     num_steps = contenders[0].config.num_steps

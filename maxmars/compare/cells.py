@@ -152,9 +152,11 @@ class Comparison:
     seeds: tuple[int, ...]
     """The first seed is the one that contenders are tuned with."""
     budget: int
-    """Settings that may be tried of each contender."""
+    """Cells that the search may take of each contender."""
     finalists: int
     """The best settings of a contender, which run with all seeds."""
+    confirm: int = 1
+    """Seeds with which a setting must be better before the search moves to it."""
 
     @property
     def own_fields(self) -> dict[str, dict[str, object]]:
@@ -218,6 +220,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
         "seeds": list(comparison.seeds),
         "budget": comparison.budget,
         "finalists": comparison.finalists,
+        "confirm": comparison.confirm,
         "compared": {
             c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
         },
@@ -256,6 +259,7 @@ def read_comparison(workdir: Path) -> Comparison:
         seeds=tuple(fields["seeds"]),
         budget=fields["budget"],
         finalists=fields["finalists"],
+        confirm=fields.get("confirm", 1),  # which comparisons before it lacked
     )
 
 

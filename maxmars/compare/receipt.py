@@ -211,6 +211,7 @@ def _fields(
         "tuning": {
             "fields": [grid.field for grid in outcome.contender.grids],
             "budget": summary.comparison.budget,
+            "confirm": summary.comparison.confirm,
             "tried": [
                 {"setting": dict(tried), "losses": list(map(json_number, losses))}
                 for tried, losses in outcome.losses.items()

@@ -417,11 +417,17 @@ def _pair_blocks(summary: Summary) -> Iterator[str]:
 def _tuning_text(summary: Summary) -> str:
     comparison = summary.comparison
     used = ", ".join(f"{len(o.search.tried)} ({o.contender.name})" for o in summary.outcomes)
+    confirmed = ""
+    if comparison.confirm > 1:
+        confirmed = (
+            f"It moved only where the mean over {comparison.confirm} seeds was lower as well. "
+        )
     return (
         f"Coordinate descent over {', '.join(_tuned(summary))}, with seed {comparison.seeds[0]} "
-        f"and a budget of {comparison.budget} settings a contender; it used {used}. Then the best "
-        f"settings of each, {comparison.finalists} at most, ran with all seeds. A setting names "
-        "the learning rate, and other fields where they are not as in the config."
+        f"and a budget of {comparison.budget} cells a contender; settings tried: {used}. "
+        f"{confirmed}Then the best settings of each, {comparison.finalists} at most, ran with all "
+        "seeds. A setting names the learning rate, and other fields where they are not as in the "
+        "config."
     )
 
 
@@ -556,6 +562,7 @@ def summary_json(summary: Summary) -> dict[str, Any]:
         "seeds": list(summary.comparison.seeds),
         "budget": summary.comparison.budget,
         "finalists": summary.comparison.finalists,
+        "confirm": summary.comparison.confirm,
         "tuned": _tuned(summary),
         "num_missing": summary.num_missing,
         "digests": {

@@ -3,21 +3,24 @@
 The choice depends on the results so far alone, so that a comparison that was stopped, or that
 several processes share, continues by asking again. It goes in two stages:
 
-1. Coordinate descent with the first seed, over at most `budget` settings of each contender: all
+1. Coordinate descent with the first seed, over at most `budget` cells of each contender: all
    scanned learning rates at the config's own other values; then one field after the other, each
    moved to its better neighbour in the grid as long as that lowers the loss; the round is repeated
    until it changes nothing. Then the learning rate is moved together with each other field, since
-   the best rate depends on most of them, and a better setting begins the rounds anew.
+   the best rate depends on most of them, and a better setting begins the rounds anew. With
+   `confirm` above 1, the best setting so far and those that could be better run with as many seeds,
+   and the mean over them decides: at the edge of stability a run may be lucky with one.
 2. All seeds at the `finalists` best settings: one seed cannot tell close ones apart. Their mean
    losses decide.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +31,7 @@ from maxmars.compare.grids import LEARNING_RATE, Grid, Number
 Results = Mapping[Cell, CellResult]
 
 _Values = dict[str, Number]
+_Try = tuple[Setting, int]  # with this seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,8 @@ class Search:
 
     tried: tuple[Setting, ...]
     """The settings that it asked for so far, in this order; the last ones may be without result."""
-    missing: tuple[Setting, ...]
-    """Those without a result."""
+    missing: tuple[Cell, ...]
+    """Cells that it asked for and that have no result."""
     untried: tuple[Setting, ...]
     """Neighbours of the best setting for which the budget was too small."""
 
@@ -54,20 +58,26 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
 def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
     """Replay the search of a contender on the results so far."""
     losses = {
-        cell.setting: result.loss
+        (cell.setting, cell.seed): result.loss
         for cell, result in results.items()
-        if cell.contender == contender.name and cell.seed == comparison.seeds[0]
+        if cell.contender == contender.name
     }
-    tried: list[Setting] = []
-    for wanted in _descend(contender, losses):
-        new = [setting for setting in dict.fromkeys(wanted) if setting not in tried]
-        affordable = new[: comparison.budget - len(tried)]
-        tried += affordable
-        missing = tuple(setting for setting in affordable if setting not in losses)
-        if missing or affordable != new:
-            untried = () if missing else tuple(new[len(affordable) :])
-            return Search(tried=tuple(tried), missing=missing, untried=untried)
-    return Search(tried=tuple(tried), missing=(), untried=())
+    asked: list[_Try] = []
+    missing: list[_Try] = []
+    left: list[_Try] = []
+    for wanted in _descend(contender, comparison.seeds[: comparison.confirm], losses):
+        new = [one for one in dict.fromkeys(wanted) if one not in asked]
+        affordable = new[: comparison.budget - len(asked)]
+        asked += affordable
+        missing = [one for one in affordable if one not in losses]
+        left = [] if missing else new[len(affordable) :]
+        if missing or left:
+            break
+    return Search(
+        tried=_settings(asked),
+        missing=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in missing),
+        untried=_settings(left),
+    )
 
 
 def best_setting(contender: Contender, comparison: Comparison, results: Results) -> Setting | None:
@@ -101,56 +111,81 @@ def losses_at(
     return [result.loss for result in results_at(contender, setting, comparison, results)]
 
 
+def _settings(tries: Iterable[_Try]) -> tuple[Setting, ...]:
+    return tuple(dict.fromkeys(setting for setting, _ in tries))
+
+
 def _missing(contender: Contender, comparison: Comparison, results: Results) -> list[Cell]:
-    first, *others = comparison.seeds
-    settings, seeds = search(contender, comparison, results).missing, [first]
-    if not settings:
-        settings, seeds = tuple(_finalists(contender, comparison, results)), others
-    cells = [Cell(contender=contender.name, setting=s, seed=n) for s in settings for n in seeds]
+    if missing := search(contender, comparison, results).missing:
+        return list(missing)
+    settings = _finalists(contender, comparison, results)
+    cells = [
+        Cell(contender=contender.name, setting=s, seed=n)
+        for s in settings
+        for n in comparison.seeds
+    ]
     return [cell for cell in cells if cell not in results]
 
 
 def _finalists(contender: Contender, comparison: Comparison, results: Results) -> list[Setting]:
-    """The best settings of the first seed that diverged with no seed so far."""
+    """The best settings of those that diverged with no seed so far, by the search's seeds."""
+    by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
     found = {
-        setting: losses_at(contender, setting, comparison, results)
+        setting: losses_at(contender, setting, by_search, results)
         for setting in search(contender, comparison, results).tried
+        if np.isfinite(losses_at(contender, setting, comparison, results)).all()
     }
-    sound = {s: losses for s, losses in found.items() if losses and np.isfinite(losses).all()}
-    return sorted(sound, key=lambda setting: sound[setting][0])[: comparison.finalists]
+    most = max(map(len, found.values()), default=0)  # a mean over fewer would not compare
+    means = {s: np.mean(losses) for s, losses in found.items() if 0 < len(losses) == most}
+    return sorted(means, key=lambda setting: means[setting])[: comparison.finalists]
 
 
-def _descend(contender: Contender, losses: Mapping[Setting, float]) -> Iterator[list[Setting]]:
-    """Coordinate descent: yields the settings whose losses it reads when it is asked to go on."""
+def _descend(
+    contender: Contender, seeds: tuple[int, ...], losses: Mapping[_Try, float]
+) -> Generator[list[_Try]]:
+    """Coordinate descent: yields the tries whose losses it reads when it is asked to go on."""
 
-    def setting(values: _Values) -> Setting:
-        return make_setting(contender.config, values)
+    def tries(candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[_Try]:
+        settings = [make_setting(contender.config, values) for values in candidates]
+        return [(setting, seed) for setting in settings for seed in seeds]
 
-    def order(values: _Values) -> tuple[float, float]:
+    def order(values: _Values, seeds: tuple[int, ...] = seeds[:1]) -> tuple[float, float]:
         # Of settings that diverge, the one with the lower rate is closer to one that does not.
-        loss = losses[setting(values)]
-        return loss, 0.0 if math.isfinite(loss) else dict(setting(values))[LEARNING_RATE]
+        loss = float(np.mean([losses[one] for one in tries([values], seeds)]))
+        return loss, 0.0 if math.isfinite(loss) else values[LEARNING_RATE]
+
+    def mean(values: _Values) -> tuple[float, float]:
+        return order(values, seeds)
+
+    def moved(best: _Values, candidates: list[_Values]) -> Generator[list[_Try], None, _Values]:
+        """A candidate that is better than the best setting so far, or that."""
+        yield tries(candidates, seeds[:1])
+        for closest in sorted(candidates, key=order):
+            # Where the best one so far was lucky with the first seed, its mean is what to beat.
+            if order(closest) >= max(order(best), mean(best)):
+                break
+            yield tries([closest], seeds)
+            if mean(closest) < mean(best):
+                return closest
+        return best
 
     start = {grid.field: grid.scanned[0] for grid in contender.grids}
     scans = [grid for grid in contender.grids if len(grid.scanned) > 1]
     candidates = [start | {grid.field: v} for grid in scans for v in grid.scanned] or [start]
-    yield list(map(setting, candidates))
+    yield tries(candidates, seeds[:1])
     best = min(candidates, key=order)
+    yield tries([best], seeds)
+    while (better := (yield from moved(best, candidates))) != best:
+        best = better
     while True:
         before = best
         for grid in contender.grids:
-            while candidates := _neighbours(best, grid):
-                yield list(map(setting, candidates))
-                if order(closest := min(candidates, key=order)) >= order(best):
-                    break
-                best = closest
-        if best != before:
-            continue
-        candidates = _diagonals(best, contender)
-        yield list(map(setting, candidates))
-        best = min([best, *candidates], key=order)
+            while (better := (yield from moved(best, _neighbours(best, grid)))) != best:
+                best = better
         if best == before:
-            return
+            best = yield from moved(best, _diagonals(best, contender))
+            if best == before:
+                return
 
 
 def _neighbours(values: _Values, grid: Grid) -> list[_Values]:

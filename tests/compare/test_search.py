@@ -14,7 +14,9 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
 
 
-def comparison(fields=("learning_rate",), *, names=("a",), seeds=(0, 1, 2), budget=8, finalists=1):
+def comparison(
+    fields=("learning_rate",), *, names=("a",), seeds=(0, 1, 2), budget=8, finalists=1, confirm=1
+):
     given = {"learning_rate": GRID}
     grids = tuple(make_grid(CONFIG, field, given.get(field, ())) for field in fields)
     return Comparison(
@@ -23,6 +25,7 @@ def comparison(fields=("learning_rate",), *, names=("a",), seeds=(0, 1, 2), budg
         seeds=seeds,
         budget=budget,
         finalists=finalists,
+        confirm=confirm,
     )
 
 
@@ -122,6 +125,34 @@ def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
     asked, results = run(compared, loss)
     assert {rate_of(cell) for cell in asked if cell.seed > 0} == {2e-3, 4e-3}
     assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 4e-3),)
+
+
+def on_the_edge(cell):
+    """The higher the rate the better, but above 2e-3 each other seed goes wrong."""
+    values = {"b1": 0.9} | dict(cell.setting)
+    lucky = rate_of(cell) <= 2e-3 or cell.seed % 2 == 0
+    return (1.0 if lucky else 1.4) - 10 * rate_of(cell) + abs(values["b1"] - 0.8)
+
+
+def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
+    fields = ("learning_rate", "b1")
+    compared = comparison(fields, seeds=range(5), budget=30, confirm=3)
+    asked, results = run(compared, on_the_edge)
+    best = best_setting(compared.contenders[0], compared, results)
+    assert dict(best) == {"learning_rate": 2e-3, "b1": 0.8}
+    assert sorted(cell.seed for cell in asked if cell.setting == best) == [0, 1, 2, 3, 4]
+    # Only what may be better than the best setting so far runs with more seeds.
+    repeated = {cell.setting for cell in asked if cell.seed > 0}
+    assert len(repeated) < len({cell.setting for cell in asked}) / 2
+    # Their cells are of the budget.
+    short = comparison(seeds=range(5), budget=6, confirm=3)
+    asked, results = run(short, on_the_edge)
+    assert [(rate_of(c), c.seed) for c in asked[4:6]] == [(8e-3, 1), (8e-3, 2)]
+    assert search(short.contenders[0], short, results).untried == ((("learning_rate", 4e-3),),)
+    # One seed alone is taken in.
+    alone = comparison(fields, seeds=range(5), budget=30)
+    _, results = run(alone, on_the_edge)
+    assert dict(best_setting(alone.contenders[0], alone, results))["learning_rate"] > 2e-3
 
 
 def test_a_finished_cell_is_not_asked_for_again():
