@@ -1,8 +1,8 @@
 """Between AdamW, NAdamW and MARS-AdamW: each part of MARS that they lack, one at a time.
 
-    maxmars compare tools/examples/continuum.py --workdir runs/continuum \\
+    maxmars compare tools/examples/continuum.py --workdir runs/continuum --baseline nesterov-g2 \\
       --optimizers 0,0.025-c2,0.025-g2,nesterov-c2,nesterov-g2,0.1-c2,0.1-g2 \\
-      --tune learning_rate,b1,b2 --budget 12 --finalists 1 --seeds 5
+      --tune learning_rate,b1,b2 --budget 16 --confirm 3 --finalists 1 --seeds 5
 
 All of them are, with kappa = gamma b1 / (1 - b1),
 
@@ -47,7 +47,7 @@ Optimizer = Literal[
     "0.1-exact",
     "1-exact",
 ]
-B1, B2, DECAY = 0.95, 0.99, 0.01
+B1, B2, DECAY = 0.9, 0.95, 0.01
 
 
 class AdamState(NamedTuple):
