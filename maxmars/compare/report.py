@@ -40,6 +40,7 @@ from maxmars.distributed.files import json_number, read_json, write_json, write_
 from maxmars.train.metrics import ACTIVITIES, read_sessions, run_seconds, shares
 
 _NONE = "–"
+_NEXT = 3  # settings that are named of those that a search did not reach
 
 
 def write_report(workdir: Path) -> Summary:
@@ -364,7 +365,9 @@ def _search_notes(summary: Summary) -> Iterator[str]:
         if len(outcome.losses) == 1 and not found.missing:
             yield f"{name} was run at one setting only, so it is not tuned."
         elif found.untried:
-            settings = "; ".join(map(describe_setting, found.untried))
+            settings = "; ".join(map(describe_setting, found.untried[:_NEXT]))
+            more = len(found.untried) - _NEXT
+            settings += f" and {more} more" if more > 0 else ""
             yield (
                 f"The budget of {name} ended before its search: {settings} would be next. The same "
                 f"command with a --budget above {summary.comparison.budget} goes on."
