@@ -137,8 +137,8 @@ def check_out(out: Path, is_ours: Callable[[Any], bool]) -> None:
     taken = [name for name in ("report.md", "report.json", "figures") if (out / name).exists()]
     if taken and not is_ours(read_json(out / "report.json")):
         raise FileExistsError(
-            f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; name "
-            "another directory by --out."
+            f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; move "
+            "them away, or give single runs another directory by --out."
         )
 
 

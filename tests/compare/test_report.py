@@ -174,7 +174,7 @@ def test_only_a_report_of_the_same_runs_is_written_anew(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].endswith(
         "out holds report.md and report.json and figures already, not as a report of the same "
-        "runs; name another directory by --out."
+        "runs; move them away, or give single runs another directory by --out."
     )
     assert "notes holds report.md already" in errors[1]
     assert "name each RUN once" in errors[2]
