@@ -419,7 +419,7 @@ def _pair_blocks(summary: Summary) -> Iterator[str]:
 
 def _tuning_text(summary: Summary) -> str:
     comparison = summary.comparison
-    used = ", ".join(f"{len(o.search.tried)} ({o.contender.name})" for o in summary.outcomes)
+    used = ", ".join(f"{o.num_cells} ({o.contender.name})" for o in summary.outcomes)
     confirmed = ""
     if comparison.confirm > 1:
         confirmed = (
@@ -427,10 +427,9 @@ def _tuning_text(summary: Summary) -> str:
         )
     return (
         f"Coordinate descent over {', '.join(_tuned(summary))}, with seed {comparison.seeds[0]} "
-        f"and a budget of {comparison.budget} cells a contender; settings tried: {used}. "
-        f"{confirmed}Then the best settings of each, {comparison.finalists} at most, ran with all "
-        "seeds. A setting names the learning rate, and other fields where they are not as in the "
-        "config."
+        f"and a budget of {comparison.budget} cells a contender. {confirmed}Then the best settings "
+        f"of each, {comparison.finalists} at most, ran with all seeds. Cells in all: {used}. A "
+        "setting names the learning rate, and other fields where they are not as in the config."
     )
 
 

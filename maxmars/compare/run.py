@@ -260,12 +260,13 @@ def _progress(
     """How a cell ended, how many there are at most, and the time that they may take."""
     cell = result.cell
     most = comparison.budget + comparison.finalists * (len(comparison.seeds) - 1)
-    left = 0.0
+    left, in_all = 0.0, 0
     for contender in comparison.contenders:
         own = [r.seconds for c, r in results.items() if c.contender == contender.name]
         left += max(0, most - len(own)) * float(np.mean(own or [result.seconds]))
+        in_all += max(most, len(own))  # more where an earlier search took another way
     width = max(len(contender.name) for contender in comparison.contenders)
-    text = f"[{len(results):>3}/{most * len(comparison.contenders)}] {cell.contender:<{width}}  "
+    text = f"[{len(results):>3}/{in_all}] {cell.contender:<{width}}  "
     text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
     text += f"  {duration(result.seconds)}"
     if next_cells(comparison, results):

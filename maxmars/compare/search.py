@@ -80,6 +80,16 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
     )
 
 
+def settings_of(
+    contender: Contender, comparison: Comparison, results: Results
+) -> tuple[Setting, ...]:
+    """The settings that the search of a contender tried, then those of its other finished cells,
+    which a search with other options left."""
+    own = {cell.setting for cell in results if cell.contender == contender.name}
+    tried = search(contender, comparison, results).tried
+    return tuple(dict.fromkeys([*tried, *sorted(own)]))
+
+
 def best_setting(contender: Contender, comparison: Comparison, results: Results) -> Setting | None:
     """The setting with the lowest mean loss among the finalists with the most finished seeds.
 
@@ -132,7 +142,7 @@ def _finalists(contender: Contender, comparison: Comparison, results: Results) -
     by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
     found = {
         setting: losses_at(contender, setting, by_search, results)
-        for setting in search(contender, comparison, results).tried
+        for setting in settings_of(contender, comparison, results)
         if np.isfinite(losses_at(contender, setting, comparison, results)).all()
     }
     most = max(map(len, found.values()), default=0)  # a mean over fewer would not compare

@@ -29,6 +29,7 @@ from maxmars.compare.search import (
     next_cells,
     results_at,
     search,
+    settings_of,
 )
 from maxmars.compare.statistics import (
     Basin,
@@ -77,8 +78,8 @@ class Outcome:
     contender: Contender
     search: Search
     losses: dict[Setting, list[float]]
-    """Setting -> final losses by seed, in the order of the search; infinite where a run
-    diverged."""
+    """Setting -> final losses by seed, in the order of the search, then of other finished cells;
+    infinite where a run diverged."""
     best: Best | None
     """None where every setting diverged, or none is finished."""
     basin: Basin | None
@@ -182,10 +183,11 @@ def summarize(workdir: Path) -> Summary:
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
         found = search(contender, comparison, results)
+        settings = settings_of(contender, comparison, results)
         outcome = Outcome(
             contender=contender,
             search=found,
-            losses={s: losses_at(contender, s, comparison, results) for s in found.tried},
+            losses={s: losses_at(contender, s, comparison, results) for s in settings},
             best=_best(contender, comparison, results, baselines, step_time_s, workdir),
             basin=None,
             step_time_s=step_time_s,

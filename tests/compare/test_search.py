@@ -171,6 +171,16 @@ def test_another_field_keeps_the_cells_so_far():
     ]
 
 
+def test_cells_that_a_search_with_other_options_left_may_win():
+    fields = ("learning_rate", "b1", "weight_decay")
+    _, left = run(comparison(fields, seeds=(0,), budget=60), valley)
+    best = best_setting(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left)
+    short = comparison(fields, seeds=(0, 1), budget=4)
+    asked = next_cells(short, left)
+    assert best not in search(short.contenders[0], short, left).tried
+    assert asked == [Cell(contender="a", setting=best, seed=1)]
+
+
 def test_where_rates_diverge_the_search_goes_down():
     compared = comparison(budget=12)
     asked, results = run(compared, lambda c: math.inf if rate_of(c) > 3e-4 else bowl(c))
