@@ -33,7 +33,7 @@ from maxmars.compare.cells import (
 from maxmars.compare.curves import median_step_time, read_curve
 from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
-from maxmars.compare.search import Results, next_cells
+from maxmars.compare.search import Results, most_cells_left, next_cells
 from maxmars.config import TrainConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
@@ -259,18 +259,18 @@ def _progress(
 ) -> str:
     """How a cell ended, how many there are at most, and the time that they may take."""
     cell = result.cell
-    most = comparison.budget + comparison.finalists * (len(comparison.seeds) - 1)
-    left, in_all = 0.0, 0
+    num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
         own = [r.seconds for c, r in results.items() if c.contender == contender.name]
-        left += max(0, most - len(own)) * float(np.mean(own or [result.seconds]))
-        in_all += max(most, len(own))  # more where an earlier search took another way
+        most = most_cells_left(contender, comparison, results)
+        num_left += most
+        seconds_left += most * float(np.mean(own or [result.seconds]))
     width = max(len(contender.name) for contender in comparison.contenders)
-    text = f"[{len(results):>3}/{in_all}] {cell.contender:<{width}}  "
+    text = f"[{len(results):>3}/{len(results) + num_left}] {cell.contender:<{width}}  "
     text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
     text += f"  {duration(result.seconds)}"
-    if next_cells(comparison, results):
-        text += f", at most {duration(left / num_processes)} left"
+    if num_left:
+        text += f", at most {duration(seconds_left / num_processes)} left"
     details = [cell.name, *([result.diverged] if result.diverged else [])]
     return "\n        ".join([text, *details])
 

@@ -44,6 +44,8 @@ class Search:
     """Cells that it asked for and that have no result."""
     untried: tuple[Setting, ...]
     """Neighbours of the best setting for which the budget was too small."""
+    budget_left: int
+    """Cells that it may still ask for."""
 
 
 def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
@@ -53,6 +55,15 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
     rows = itertools.zip_longest(*(_missing(c, comparison, results) for c in contenders))
     return [cell for row in rows for cell in row if cell is not None]
+
+
+def most_cells_left(contender: Contender, comparison: Comparison, results: Results) -> int:
+    """How many cells of a contender are missing at most; fewer if its search ends early."""
+    found = search(contender, comparison, results)
+    if not found.missing:
+        return len(_missing(contender, comparison, results))
+    of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
+    return len(found.missing) + found.budget_left + of_seeds
 
 
 def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
@@ -77,6 +88,7 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
         tried=_settings(asked),
         missing=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in missing),
         untried=_settings(left),
+        budget_left=comparison.budget - len(asked),
     )
 
 

@@ -7,7 +7,7 @@ from tiny import tiny_config
 
 from maxmars.compare.cells import Cell, CellResult, Comparison, Contender
 from maxmars.compare.grids import make_grid, value_of, with_values
-from maxmars.compare.search import best_setting, next_cells, search
+from maxmars.compare.search import best_setting, most_cells_left, next_cells, search
 from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -73,6 +73,12 @@ def valley(cell):
 def test_a_scan_then_seeds_at_the_best_rate():
     compared = comparison()
     asked, results = run(compared, bowl)
+    (contender,) = compared.contenders
+    assert most_cells_left(contender, compared, {}) == 8 + 2
+    assert most_cells_left(contender, compared, {c: results[c] for c in asked[:3]}) == 8 + 2 - 3
+    # The search ends after four cells, of its eight.
+    assert most_cells_left(contender, compared, {c: results[c] for c in asked[:4]}) == 2
+    assert most_cells_left(contender, compared, results) == 0
     assert [(rate_of(c), c.seed) for c in asked[:4]] == [(rate, 0) for rate in GRID]
     assert {(rate_of(c), c.seed) for c in asked[4:]} == {(2e-3, 1), (2e-3, 2)}
     assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2e-3),)
