@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import sys
 import types
@@ -13,23 +14,31 @@ from typing import Any, cast
 
 
 def import_file(path: Path) -> types.ModuleType:
-    """Run a Python file as a module.
+    """Run a Python file as a module; a file that ran before and did not change runs no second time.
+
+    So a class of the file is one class, wherever the file is named: JAX takes pytrees of two for
+    different ones.
 
     Raises:
       ValueError: it is no Python. Any other exception was raised by the file's own code.
     """
+    return _run(path.resolve(), str(path), path.read_bytes())
+
+
+@functools.cache
+def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
     # A name of its own, so that a config called gpt2.py hides no module; registered because
     # dataclasses of the file look their module up.
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     module = types.ModuleType(f"maxmars_user_{digest}")
-    module.__file__ = str(path)
+    module.__file__ = shown
     sys.modules[module.__name__] = module
     # Compiled here rather than by importlib, which would trust a .pyc of the same second.
     try:
-        code = compile(path.read_bytes(), str(path), "exec")
+        code = compile(source, shown, "exec")
     except SyntaxError as error:
         line = (error.text or "").strip()
-        raise ValueError(f"{path}:{error.lineno}: {error.msg}: {line}") from error
+        raise ValueError(f"{shown}:{error.lineno}: {error.msg}: {line}") from error
     exec(code, module.__dict__)
     return module
 

@@ -35,7 +35,24 @@ from maxmars.train.verify_resume import first_difference, series
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 CONTINUUM = EXAMPLE.parent / "continuum.py"
 SOURCE = """
-import jax, optax
+from typing import Any, NamedTuple
+import jax, jax.numpy as jnp, optax
+
+class Counted(NamedTuple):
+    count: jax.Array
+    inner: Any
+
+def counting(learning_rate, *, matrix_specs, mesh):
+    sgd = optax.sgd(learning_rate)
+
+    def init(params):
+        return Counted(jnp.zeros([], jnp.int32), sgd.init(params))
+
+    def update(updates, state, params=None):
+        updates, inner = sgd.update(updates, state.inner, params)
+        return updates, Counted(state.count + 1, inner)
+
+    return optax.GradientTransformation(init, update)
 
 def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.1):
     decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
@@ -83,6 +100,18 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     place = tmp_path / "continued" / "checkpoints" / "3"
     with pytest.raises(ValueError, match=f"does not fit this .* --init-from {place} and another"):
         train(dataclasses.replace(config, num_steps=4), tmp_path / "continued")
+
+
+def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
+    own = OptaxConfig(make=f"{source}:counting", learning_rate=1e-2)
+    checkpoints = CheckpointConfig(every=None)
+    config = short_config(tmp_path / "tokens", optimizer=own, num_steps=2, checkpoint=checkpoints)
+    assert train(config, tmp_path / "run").step == 2
+    assert train(dataclasses.replace(config, num_steps=3), tmp_path / "run").step == 3
+    first, again = (load_function(f"{source}:counting") for _ in range(2))
+    assert first is again
+    Path(source).write_text(f"{SOURCE}\n# changed\n")
+    assert load_function(f"{source}:counting") is not first
 
 
 def test_its_state_lies_as_the_parameters_do(tmp_path, source):
