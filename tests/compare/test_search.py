@@ -142,7 +142,7 @@ def on_the_edge(cell):
 
 def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     fields = ("learning_rate", "b1")
-    compared = comparison(fields, seeds=range(5), budget=30, confirm=3)
+    compared = comparison(fields, seeds=tuple(range(5)), budget=30, confirm=3)
     asked, results = run(compared, on_the_edge)
     best = best_setting(compared.contenders[0], compared, results)
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.8}
@@ -151,12 +151,12 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     repeated = {cell.setting for cell in asked if cell.seed > 0}
     assert len(repeated) < len({cell.setting for cell in asked}) / 2
     # Their cells are of the budget.
-    short = comparison(seeds=range(5), budget=6, confirm=3)
+    short = comparison(seeds=tuple(range(5)), budget=6, confirm=3)
     asked, results = run(short, on_the_edge)
     assert [(rate_of(c), c.seed) for c in asked[4:6]] == [(8e-3, 1), (8e-3, 2)]
     assert search(short.contenders[0], short, results).untried == ((("learning_rate", 4e-3),),)
     # One seed alone is taken in.
-    alone = comparison(fields, seeds=range(5), budget=30)
+    alone = comparison(fields, seeds=tuple(range(5)), budget=30)
     _, results = run(alone, on_the_edge)
     assert dict(best_setting(alone.contenders[0], alone, results))["learning_rate"] > 2e-3
 
