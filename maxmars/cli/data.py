@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -18,15 +20,17 @@ from maxmars.config.options import HELP
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
+    METADATA,
     TFDS_FORMAT,
     DocumentStarts,
     Metadata,
+    NoSuchSplitError,
     Shard,
     read_metadata,
 )
 from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_tokens
-from maxmars.distributed.files import Workdir, require_access, resolve, sha256_of
+from maxmars.distributed.files import Workdir, is_remote, require_access, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
 _SAMPLE_TOKENS = 1 << 14
@@ -107,14 +111,15 @@ class PrepareArguments(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(CheckedConfig):
-    """Show what prepared tokens hold, and compare every file with its checksum."""
+    """Show what a directory of tokens holds, and compare every file with its checksum."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars data inspect data/books",
         "maxmars data inspect data/books --compare data/other --no-verify",
     )
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH."""
+    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of TFDS, nanoGPT or
+    llm.c, as `maxmars train` reads them."""
     compare: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Tell whether this directory holds the same stream of tokens; exit with 1 if not."""
     verify: bool = True
@@ -195,16 +200,19 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
 def _inspect(arguments: InspectArguments) -> int:
     path, compare = arguments.path, arguments.compare
     directory, other = resolve(path), None if compare is None else resolve(compare)
-    described = {place: _read_any_metadata(place) for place in (directory, other) if place}
+    described = {place: _metadata_of(place) for place in (directory, other) if place}
     if arguments.verify:
         for place, metadata in described.items():
-            _verify(place, metadata)
-            print(f"{place}: every file matches its checksum")
-    metadata = described[directory]
-    _print_summary(directory, metadata)
+            if metadata is None:
+                print(f"{place}: files of another program, without checksums to compare")
+            else:
+                _verify(place, metadata)
+                print(f"{place}: every file matches its checksum")
+    splits = _splits_of(directory, described[directory])
+    _print_summary(directory, described[directory], splits)
     if other is None:
         config = [f"quickstart:data={path}"]
-        if metadata.tokenizer == "gpt2":
+        if next(iter(splits.values())).tokenizer == "gpt2":
             config = ["gpt2:size=small,optimizer=mars", "--data.path", path]
         print(f"next: {shlex.join(['maxmars', 'train', *config])}")
         return 0
@@ -222,21 +230,23 @@ def differences(one: Workdir, other: Workdir) -> list[str]:
     The number and format of the files do not matter. Files are compared by checksum where both
     directories cut the stream alike, else token by token.
     """
-    a, b = _read_any_metadata(one), _read_any_metadata(other)
-    found = [
-        f"{name}: {getattr(a, name)!r} and {getattr(b, name)!r}"
-        for name in ("tokenizer", "tokenizer_digest", "vocab_size")
-        if getattr(a, name) != getattr(b, name)
-    ]
-    if a.splits.keys() != b.splits.keys():
-        found.append(f"splits: {', '.join(a.splits)} and {', '.join(b.splits)}")
-    for name in a.splits.keys() & b.splits.keys():
-        counts = a.splits[name].num_tokens, b.splits[name].num_tokens
+    ours, theirs = _metadata_of(one), _metadata_of(other)
+    a, b = _splits_of(one, ours), _splits_of(other, theirs)
+    found = []
+    for name in ("tokenizer", "tokenizer_digest", "vocab_size"):
+        values = [getattr(next(iter(splits.values())), name) for splits in (a, b)]
+        if values[0] != values[1] and None not in values:  # not every format has the digest
+            found.append(f"{name}: {values[0]!r} and {values[1]!r}")
+    if a.keys() != b.keys():
+        found.append(f"splits: {', '.join(a)} and {', '.join(b)}")
+    for name in a.keys() & b.keys():
+        counts = a[name].num_tokens, b[name].num_tokens
         if counts[0] != counts[1]:
             found.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
-        if a.dtype == b.dtype and a.splits[name].shards == b.splits[name].shards:
+        cuts = [meta and (meta.dtype, meta.splits[name].shards) for meta in (ours, theirs)]
+        if cuts[0] is not None and cuts[0] == cuts[1]:
             continue
-        where = _first_difference(open_split(one, name), open_split(other, name), name)
+        where = _first_difference(a[name], b[name], name)
         if where is not None:
             found.append(f"{name} from token {where:,} on")
     return sorted(found)
@@ -255,10 +265,30 @@ def _first_difference(one: TokenStream, other: TokenStream, split: str) -> int |
     return None
 
 
-def _read_any_metadata(directory: Workdir) -> Metadata:
-    """The description of token shards or of a TFDS dataset of tokens."""
+def _metadata_of(directory: Workdir) -> Metadata | None:
+    """The description of token shards or of a TFDS dataset of tokens; None where another program
+    wrote what can be read.
+
+    Raises:
+      FileNotFoundError: there is nothing that can be read.
+    """
     require_access(directory)
+    is_described = is_remote(directory) or (directory / METADATA).is_file()
+    if not is_described and next(_open_splits(directory), None) is not None:
+        return None
     return read_metadata(directory, format=None)
+
+
+def _splits_of(directory: Workdir, metadata: Metadata | None) -> dict[str, TokenStream]:
+    if metadata is None:
+        return dict(_open_splits(directory))
+    return {name: open_split(directory, name) for name in metadata.splits}
+
+
+def _open_splits(directory: Workdir) -> Iterator[tuple[str, TokenStream]]:
+    for name in ("train", "val"):
+        with contextlib.suppress(NoSuchSplitError):
+            yield name, open_split(directory, name)
 
 
 def _verify(directory: Workdir, metadata: Metadata) -> None:
@@ -286,27 +316,25 @@ def _verify(directory: Workdir, metadata: Metadata) -> None:
                 )
 
 
-def _print_summary(directory: Workdir, metadata: Metadata) -> None:
+def _print_summary(
+    directory: Workdir, metadata: Metadata | None, splits: Mapping[str, TokenStream]
+) -> None:
     """Print the origin of the tokens, their counts, and a sample of each split."""
     console = Console(highlight=False, soft_wrap=True)
-    if metadata.record_tokens is None:
-        format = f"token shards ({FORMAT}, {metadata.dtype})"
-    else:
-        records = f"records of {metadata.record_tokens:,}"
-        format = f"TFDS dataset ({TFDS_FORMAT}, {metadata.dtype}, {records})"
+    first = next(iter(splits.values()))
     facts = {
-        "format": format,
-        "source": metadata.source,
-        "command": metadata.command,
-        "tokenizer": f"{metadata.tokenizer}, vocabulary of {metadata.vocab_size:,}",
-        "digest": metadata.tokenizer_digest,
+        "format": _format(metadata),
+        "source": metadata and metadata.source,
+        "command": metadata and metadata.command,
+        "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
+        "digest": first.tokenizer_digest,
     }
     console.print(str(directory), style="bold", markup=False)
     for name, value in facts.items():
         if value is not None:
             console.print(f"  {name:<10}", value, markup=False)
     try:
-        tokenizer = _matching_tokenizer(directory, metadata)
+        tokenizer = _matching_tokenizer(directory, first)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"no sample: {error}", markup=False)
         tokenizer = None
@@ -314,31 +342,44 @@ def _print_summary(directory: Workdir, metadata: Metadata) -> None:
     for column in ("tokens", "documents", "files", "tokens/document", "bytes/token"):
         table.add_column(column, justify="right")
     samples = []
-    for name, split in metadata.splits.items():
-        ratio = ""
+    for name, stream in splits.items():
+        ratio = length = documents = ""
         if tokenizer is not None:
-            tokens = open_split(directory, name).read(0, min(split.num_tokens, _SAMPLE_TOKENS))
+            tokens = stream.read(0, min(stream.num_tokens, _SAMPLE_TOKENS))
             text = tokens[tokens != tokenizer.eot]
             ratio = f"{len(tokenizer.decode(text).encode()) / max(len(text), 1):.2f}"
             end = int(np.argmax(np.append(tokens, tokenizer.eot) == tokenizer.eot))
-            first = tokenizer.decode(tokens[:end])
-            cut = first[:_SAMPLE_CHARACTERS]
-            samples.append(f"{name}: {cut!r}{'...' if cut != first else ''}")
-        length = f"{split.num_tokens / split.num_documents:,.1f}" if split.num_documents else ""
-        counts = (split.num_tokens, split.num_documents, len(split.shards))
-        table.add_row(name, *(f"{count:,}" for count in counts), length, ratio)
+            sample = tokenizer.decode(tokens[:end])
+            cut = sample[:_SAMPLE_CHARACTERS]
+            samples.append(f"{name}: {cut!r}{'...' if cut != sample else ''}")
+        num_files = sum(file.split in (None, stream.split) for file in stream.files)
+        if metadata is not None:
+            split = metadata.splits[name]
+            num_files, documents = len(split.shards), f"{split.num_documents:,}"
+            if split.num_documents:
+                length = f"{split.num_tokens / split.num_documents:,.1f}"
+        counts = f"{stream.num_tokens:,}", documents, f"{num_files:,}"
+        table.add_row(name, *counts, length, ratio)
     console.print(table)
     for sample in samples:
         console.print(sample, markup=False)
 
 
-def _matching_tokenizer(directory: Workdir, metadata: Metadata) -> Tokenizer:
+def _format(metadata: Metadata | None) -> str:
+    if metadata is None:
+        return "files of another program, without source and counts of documents"
+    if metadata.record_tokens is None:
+        return f"token shards ({FORMAT}, {metadata.dtype})"
+    return f"TFDS dataset ({TFDS_FORMAT}, {metadata.dtype}, records of {metadata.record_tokens:,})"
+
+
+def _matching_tokenizer(directory: Workdir, stream: TokenStream) -> Tokenizer:
     """The tokenizer of a directory of tokens, if it can be loaded and has the digest there."""
-    tokenizer = tokenizer_of_tokens(directory, metadata.tokenizer)
-    if tokenizer.digest != metadata.tokenizer_digest:
+    tokenizer = tokenizer_of_tokens(directory, stream.tokenizer)
+    if stream.tokenizer_digest not in (None, tokenizer.digest):
         raise ValueError(
-            f"the tokenizer {metadata.tokenizer!r} here has digest {tokenizer.digest}, but "
-            f"{directory} was prepared with {metadata.tokenizer_digest}; its text would be garbled."
+            f"the tokenizer {stream.tokenizer!r} here has digest {tokenizer.digest}, but "
+            f"{directory} was prepared with {stream.tokenizer_digest}; its text would be garbled."
         )
     return tokenizer
 

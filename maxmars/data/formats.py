@@ -55,7 +55,7 @@ def open_split(directory: str | os.PathLike[str], split: str) -> TokenStream:
     Raises:
       FileNotFoundError: there is no such directory, nothing in it that can be read, or a file of
         our own shards is missing.
-      ValueError: the files are damaged, or there is no such split.
+      ValueError: the files are damaged; `NoSuchSplitError` where there is no such split.
       OSError, ImportError: a bucket cannot be read; see `require_access`.
     """
     return open_examined(directory, split, examine(directory))
@@ -176,7 +176,7 @@ def _open_nanogpt(directory: Path, split: str) -> TokenFiles:
                 f"{path} has {num_bytes} bytes, but nanoGPT's tokens have 2 bytes each: it was cut "
                 "short; write it again."
             )
-        splits[name] = [TokenFile(path=path, num_bytes=num_bytes)]
+        splits[name] = [TokenFile(path=path, num_bytes=num_bytes, split=name)]
     return TokenFiles(
         directory,
         split,
@@ -209,7 +209,7 @@ def _open_llm_c(directory: Path, split: str, paths: list[Path]) -> TokenFiles:
             )
         kinds[magic, version] = path
         num_bytes = _HEADER_BYTES + count * np.dtype(_LLM_C[magic, version][0]).itemsize
-        file = TokenFile(path=path, num_bytes=num_bytes, header_bytes=_HEADER_BYTES)
+        file = TokenFile(path=path, num_bytes=num_bytes, header_bytes=_HEADER_BYTES, split=m[2])
         check_size(file)
         splits.setdefault(m[2], []).append(file)
     if len(kinds) > 1:

@@ -27,6 +27,10 @@ _PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
 AGAIN = "delete the directory and prepare it again"
 
 
+class NoSuchSplitError(ValueError):
+    """A directory of tokens has no split of this name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One file of tokens."""

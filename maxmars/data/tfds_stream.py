@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from maxmars.data.sources import TFDS_FORMAT, Metadata, read_metadata
+from maxmars.data.sources import TFDS_FORMAT, Metadata, NoSuchSplitError, read_metadata
 from maxmars.data.token_files import TokenFile, check_ids, check_range
 from maxmars.data.tokenizer import GPT2Tokenizer
 from maxmars.distributed.files import Workdir
@@ -182,7 +182,7 @@ def _find_split(directory: Path, found: list[str], split: str) -> str:
     for name in wanted:
         if name in found:
             return name
-    raise ValueError(
+    raise NoSuchSplitError(
         f"the TFDS dataset {directory} has no split {' or '.join(map(repr, wanted))}, only "
         f"{', '.join(found) or 'none'}."
     )

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from maxmars.data.bucket import read_ranges
-from maxmars.data.sources import AGAIN, Metadata, read_metadata
+from maxmars.data.sources import AGAIN, Metadata, NoSuchSplitError, read_metadata
 from maxmars.distributed.files import Workdir, is_remote, resolve
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -187,7 +187,7 @@ class TokenFiles:
       vocab_size: number of its ids.
 
     Raises:
-      ValueError: there is no such split.
+      NoSuchSplitError: there is no such split.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class TokenFiles:
         vocab_size: int,
     ) -> None:
         if split not in splits:
-            raise ValueError(
+            raise NoSuchSplitError(
                 f"the token directory {directory} has no split {split!r}, only "
                 f"{', '.join(splits) or 'none'}; prepare it again with a validation fraction "
                 "greater than 0, or name another directory."

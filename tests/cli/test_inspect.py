@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+from token_directories import write_llm_c, write_nanogpt, write_tfds
 
 from maxmars.cli import main
 from maxmars.cli.data import differences
@@ -94,3 +96,36 @@ def test_no_such_directory(tmp_path, capsys):
     code, text = inspect(capsys, tmp_path / "none")
     assert code == 1
     assert "does not exist" in text
+
+
+STREAM, VAL = np.arange(900) % 300, np.arange(70)
+
+
+def write_llm_c_files(directory, train, val):
+    for i, part in enumerate(np.split(train, [400])):
+        write_llm_c(directory / f"books_train_{i:06d}.bin", part)
+    write_llm_c(directory / "books_val_000000.bin", val)
+
+
+@pytest.mark.parametrize(("write", "num_files"), [(write_nanogpt, 1), (write_llm_c_files, 2)])
+def test_files_of_other_programs(tmp_path, capsys, write, num_files):
+    write(tmp_path / "theirs", STREAM, VAL)
+    code, text = inspect(capsys, tmp_path / "theirs")
+    assert code == 0
+    assert "files of another program, without checksums" in text
+    rows = [line.replace("│", " ").split()[:3] for line in text.splitlines()]
+    assert ["train", "900", str(num_files)] in rows
+    assert ["val", "70", "1"] in rows
+    assert text.endswith(f"--data.path {tmp_path / 'theirs'}\n")
+
+
+def test_files_of_another_program_and_a_dataset_of_tfds(tmp_path, capsys):
+    write_nanogpt(tmp_path / "nanogpt", STREAM, VAL)
+    dataset = write_tfds(tmp_path, {"train": np.split(STREAM, 9), "val": np.split(VAL, 2)})
+    code, text = inspect(capsys, dataset, "--compare", tmp_path / "nanogpt")
+    assert code == 0, text
+    assert "hold the same tokens" in text
+    write_nanogpt(tmp_path / "cut", STREAM[:-1], VAL)
+    code, text = inspect(capsys, tmp_path / "nanogpt", "--compare", tmp_path / "cut")
+    assert code == 1
+    assert "tokens of train: 900 and 899" in text
