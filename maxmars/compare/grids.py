@@ -8,6 +8,7 @@ too. A contender whose optimizer lacks a field is tuned over the others.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ _REACH = 8  # values beyond each end of a grid that the search may go to
 _BEFORE_ZERO = 2  # and how many follow below where 0 is the lowest value
 _FACTORS = {"weight_decay": 3.0, "vector_weight_decay": 3.0, "eps": 10.0}
 _DECAY_DISTANCES = tuple(m * 10.0**-k for k in range(1, 5) for m in (5, 2, 1))  # 1 - b
-
+_DECAY_NAME = re.compile(r"(\w+_)?(b|beta_?)\d?|(\w+_)?momentum")
 
 Number = int | float
 
@@ -103,10 +104,11 @@ def make_grid(
         if whole and value != round(value):
             raise ValueError(f"{field}={value:g} must be an integer.")
         with_values(config, {field: _number(value, whole)})
+    is_decay = not whole and field != LEARNING_RATE and _is_decay(config, field)
     if field == LEARNING_RATE:
         scanned = tuple(sorted(_number(v, whole) for v in given or (own * f for f in factors)))
         values = _extended(scanned, 2.0)
-    elif not whole and _is_decay(config, field):
+    elif is_decay:
         distances = sorted(1 - v for v in given) or sorted({*_DECAY_DISTANCES, 1 - own})
         values = [1 - d for d in (_extended(distances, 2.0) if given else distances)]
         scanned = (min(given or values, key=lambda v: abs(v - own)),)
@@ -118,6 +120,8 @@ def make_grid(
         values = [0.0, *values] if has_zero else values
         scanned = (min(given or (own,), key=lambda v: abs(v - own)),)
     numbers = {_number(v, whole) for v in values}
+    if is_decay:
+        numbers = {v for v in numbers if 0 <= v < 1}
     allowed = [v for v in sorted(numbers) if v in scanned or _allows(config, field, v)]
     return Grid(
         field=field, values=tuple(allowed), scanned=tuple(_number(v, whole) for v in scanned)
@@ -135,7 +139,13 @@ def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) 
 
 
 def _is_decay(config: TrainConfig, field: str) -> bool:
-    """Whether the config takes values of the field up to 1 only."""
+    """Whether the config takes values of the field up to 1 only.
+
+    It does not know what an optimizer of the user's own takes, so there the name decides.
+    """
+    optimizer = config.optimizer
+    if isinstance(optimizer, OptaxConfig) and field in optimizer.options:
+        return _DECAY_NAME.fullmatch(field) is not None and 0 <= optimizer.options[field] < 1
     return not _allows(config, field, 1.0) and _allows(config, field, 0.5)
 
 

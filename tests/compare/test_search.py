@@ -213,6 +213,10 @@ def test_losses_that_are_all_equal_come_to_an_end():
     assert len(asked) <= 4 + 1 + 2 + 4 + 2
 
 
+def own_optimizer(**options):
+    return OptaxConfig(make="f.py:g", learning_rate=1e-3, options=options)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "field", "given", "near"),
     [
@@ -224,7 +228,10 @@ def test_losses_that_are_all_equal_come_to_an_end():
         (AdamWConfig(), "weight_decay", (0.1, 0.2), (0.05, 0.1, 0.2, 0.4)),
         (AdamWConfig(), "warmup", (), (0, 12, 25, 50, 100, 200)),
         (MuonConfig(), "momentum", (), (0.9, 0.95, 0.98)),
-        (OptaxConfig(make="f.py:g", learning_rate=1e-3, options={"k": 4}), "k", (), (2, 4, 8)),
+        (own_optimizer(k=4), "k", (), (2, 4, 8)),
+        (own_optimizer(b1=0.9), "b1", (), (0.8, 0.9, 0.95)),
+        (own_optimizer(beta_2=0.5), "beta_2", (0.5, 0.9), (0.5, 0.9, 0.98)),
+        (own_optimizer(alpha=0.9), "alpha", (), (0.45, 0.9, 1.8)),
     ],
 )
 def test_the_values_of_a_field(optimizer, field, given, near):
@@ -234,6 +241,8 @@ def test_the_values_of_a_field(optimizer, field, given, near):
     assert list(values) == sorted(set(values))
     start = values.index(near[0])
     assert values[start : start + len(near)] == near
+    if field.startswith("b"):
+        assert 0 <= min(values) <= max(values) < 1
     for value in values:  # the config takes them all
         assert value_of(with_values(config, {field: value}), field) == value
 
