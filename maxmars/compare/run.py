@@ -47,6 +47,7 @@ from maxmars.plan.collectives import collectives
 from maxmars.train import train
 from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics
+from maxmars.train.optimizer import check_optimizer
 from maxmars.train.receipts import read_receipts
 from maxmars.train.reporter import DivergedError
 from maxmars.train.step import make_initializer, make_train_step
@@ -101,6 +102,8 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     """
     require_matplotlib()  # now rather than after hours
     check_comparable(comparison.contenders)
+    for contender in comparison.contenders:
+        _check_optimizer(contender.config)
     programs.keep_beside(workdir, jax.devices()[0].platform)  # one directory for all cells
     with contextlib.ExitStack() as stack:
         own = acquire(workdir / "cells" / part.lock)
@@ -132,8 +135,9 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                 if not cost.is_file():
                     write_json(cost, step_cost(contender.config))
                 config, key = cell.config(contender), (cell.contender, cell.seed)
-                if key not in starts:
-                    starts[key] = find_start(config)
+                if key not in starts:  # the cell's own values may be refused
+                    own = dataclasses.replace(contender.config, seed=cell.seed)
+                    starts[key] = find_start(own)
                 _check_same_start(cell, starts[key], results.values())
                 result = run_cell(cell, config, workdir, starts[key])
                 if result is None:
@@ -208,6 +212,22 @@ def find_start(config: TrainConfig) -> Digests:
     return combine(digest(weights)), sha.hexdigest()
 
 
+def _check_optimizer(config: TrainConfig) -> None:
+    check_optimizer(config.optimizer, config.model, sharding.training_mesh(config))
+
+
+def _refusal(config: TrainConfig) -> str | None:
+    """Why an optimizer of the user's own does not take the values of a cell; None if it does.
+
+    What it takes of its options only it knows, and a grid goes on beyond its ends.
+    """
+    try:
+        _check_optimizer(config)
+    except ValueError as error:
+        return f"the optimizer refuses it: {error}"
+    return None
+
+
 def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult]) -> None:
     for other in results:
         theirs = (other.initial_weights, other.tokens)
@@ -223,9 +243,9 @@ def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult])
 def run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
     """Train a cell, or continue it; None if a signal stopped it before its end."""
     directory, began = cell.directory(workdir), time.monotonic()
-    loss, diverged, curve = math.inf, None, None
+    loss, diverged, curve = math.inf, _refusal(config), None
     try:
-        if not train(config, directory, quiet=True).done:
+        if diverged is None and not train(config, directory, quiet=True).done:
             return None
     except DivergedError as error:
         diverged = error.reason

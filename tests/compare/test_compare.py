@@ -203,6 +203,44 @@ def test_two_processes_share_the_cells(compare_command, compared, comparison, tm
     }
 
 
+OWN = """
+import optax
+
+def make(learning_rate, *, matrix_specs, mesh, damping):
+    if damping > largest:
+        raise ValueError(f"damping={damping} is more than {largest}")
+    return optax.adam(learning_rate, eps=damping)
+"""
+
+
+def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
+    compare_command, tmp_path, capsys
+):
+    """A search goes beyond what the optimizer takes, of which only its function knows."""
+    own, config = tmp_path / "own.py", tmp_path / "config.py"
+    own.write_text(OWN.replace("largest", "0.03"))
+    text = Path(compare_command[1]).read_text()
+    make = f'OptaxConfig(make={f"{own}:make"!r}, options={{"damping": 0.02}}, learning_rate=4e-3)'
+    text = text.replace("ADAMW if optimizer", f"{make} if optimizer")
+    config.write_text(text.replace("EvalConfig, LionConfig", "EvalConfig, LionConfig, OptaxConfig"))
+    words = ["compare", str(config), "--optimizers", "adamw", "--learning-rates", "4e-3"]
+    words += ["--steps", "4", "--tune", "damping,learning_rate", "--budget", "3", "--seeds", "1"]
+    cli.main([*words, "--workdir", str(tmp_path / "refused")])
+    printed = " ".join(capsys.readouterr().out.split())
+    refused = "damping=0.04,seed=0 the optimizer refuses it: damping=0.04 is more than 0.03"
+    assert refused in printed
+    (outcome,) = json.loads((tmp_path / "refused" / "report.json").read_text())["outcomes"]
+    losses = {row["setting"].get("damping"): row["losses"][0] for row in outcome["settings"]}
+    assert losses.keys() == {None, 0.01, 0.04}
+    assert losses[0.04] == "Infinity"
+    assert max(losses[None], losses[0.01]) < 10
+
+    own.write_text(OWN.replace("largest", "0.01"))  # of the config's own value: nothing runs
+    with pytest.raises(ValueError, match=r"damping=0\.02 is more than 0\.01"):
+        cli.main([*words, "--workdir", str(tmp_path / "nothing")])
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_results_alone_are_enough_to_report(compared, tmp_path):
     shutil.copy(compared / "compare.json", tmp_path)
     for path in compared.glob("cells/*/*/result.json"):
