@@ -5,7 +5,8 @@
 
 Takes all comparisons in a directory together. Those of the same batch and number of steps are a
 group, in which every choice is set against `nesterov-g2`, which is NAdamW, paired by seed: the same
-first weights and the same tokens. Holm's method adjusts p over all rows of the table.
+first weights and the same tokens. Holm's method adjusts p over all rows of the table. A rate with *
+is of a search that is not at its end: it is running, or a larger --budget may find a better one.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Arm:
     """Seed -> final validation loss."""
     digests: dict[int, tuple[str, str]]
     """Seed -> those of first weights and tokens."""
+    search_ended: bool
+    """Whether no neighbour of the setting is better, rather than the budget being used up."""
     minus_reference: PairedTest | None = None
     """None for the reference itself, and where seeds or reference are missing."""
     p_adjusted: float | None = None
@@ -139,6 +142,7 @@ def _arm(outcome: Outcome, digests: dict[int, tuple[str, str]]) -> Arm:
         b2=b2,
         losses=outcome.best.losses,
         digests=digests,
+        search_ended=not outcome.search.untried and not outcome.search.missing,
     )
 
 
@@ -171,7 +175,8 @@ def markdown(arms: Sequence[Arm]) -> str:
         if arm.group != group:
             group = arm.group
             lines += ["", title(arm), "", *map(_row, (head, ["---"] * len(head)))]
-        test, rate = arm.minus_reference, f"{arm.learning_rate:g}, {arm.b1:g}, {arm.b2:g}"
+        test, mark = arm.minus_reference, "" if arm.search_ended else "*"
+        rate = f"{arm.learning_rate:g}{mark}, {arm.b1:g}, {arm.b2:g}"
         row = [arm.words, arm.name, rate, f"{arm.kappa:.2g}", _bounds(mean_interval(_values(arm)))]
         if test is not None and arm.p_adjusted is not None:
             difference = _bounds(test.difference, "+").replace("-", "−")
@@ -208,11 +213,13 @@ def draw(arms: Sequence[Arm], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = list(others(arms))
+    height = 1.6 + max(3.0, 0.3 * len(rows))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.5, 1.6 + max(3.0, 0.3 * len(rows))), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+        figure = Figure(figsize=(11.5 if rows else 6.0, height), layout="constrained")
+        left, *right = figure.subplots(1, 2 if rows else 1, squeeze=False)[0]
         draw_gammas(left, arms)
-        draw_rows(right, rows)
+        for axes in right:
+            draw_rows(axes, rows)
         figure.suptitle(
             "Final validation loss minus NAdamW's, nats; below 0 is better. Dots: seeds; bars: 95 %"
         )

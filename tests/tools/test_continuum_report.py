@@ -15,20 +15,23 @@ from maxmars.compare.cells import (
     write_result,
 )
 from maxmars.compare.curves import Curve
-from maxmars.compare.grids import make_grid
+from maxmars.compare.grids import Grid
 from maxmars.config.command_line import load_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SPREAD = (0.0, 0.02, -0.01)  # by seed
 
 
-def write(root, name, losses, *, steps=1024, tokens="tokens"):
+def write(root, name, losses, *, steps=1024, tokens="tokens", rates=(4e-3,)):
     """A finished comparison with these losses of its arms, and a small one of the seed's own."""
     contenders = []
     for choice in losses:
         config = load_config(f"{TOOLS / 'examples' / 'continuum.py'}:optimizer={choice}")
         config = dataclasses.replace(config, num_steps=steps)
-        grids = tuple(make_grid(config, f, v) for f, v in GRIDS.items())
+        grids = tuple(
+            Grid(field=field, values=values, scanned=values[:1])
+            for field, values in (("learning_rate", rates), ("b1", (0.8,)))
+        )
         contenders.append(Contender(name=choice, config=config, grids=grids))
     comparison = Comparison(
         contenders=tuple(contenders),
@@ -45,7 +48,6 @@ def write(root, name, losses, *, steps=1024, tokens="tokens"):
             write_result(made_up(cell, loss_of_seed, tokens), root / name)
 
 
-GRIDS = {"learning_rate": (4e-3,), "b1": (0.8,)}
 SETTING = (("learning_rate", 4e-3), ("b1", 0.8))
 
 
@@ -110,6 +112,22 @@ def test_every_arm_is_set_against_nadamw_of_its_batch_and_steps(tool, tmp_path, 
     assert [row[3] for row in cells[:4]] == ["0.1", "0.8", "0.1", "0"]  # γ b1 / (1 − b1)
     assert "8 sequences a step, 4,096 steps" in printed
     assert (tmp_path / "figure.png").stat().st_size > 20_000
+
+
+def test_a_choice_whose_search_the_budget_ended_is_marked(tool, tmp_path, capsys):
+    write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0)})
+    write(tmp_path, "more", {"0": (1.8, 1e-3)}, rates=(4e-3, 8e-3))  # with a budget of 1
+    tool(tmp_path)
+    printed = capsys.readouterr().out
+    assert "| NAdamW | 0.004, 0.8" in printed
+    assert "| AdamW | 0.004*, 0.8" in printed
+
+
+def test_the_figure_of_the_tuned_choices_alone(tool, tmp_path, recwarn):
+    write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0), "0": (1.8, 1e-3)})
+    tool(tmp_path, "--figure", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert not recwarn.list
 
 
 def test_what_did_not_read_the_same_tokens_is_refused(tool, tmp_path):
