@@ -55,20 +55,17 @@ def with_values(config: TrainConfig, values: Mapping[str, Number]) -> TrainConfi
     """The config with other values of fields that it has.
 
     Raises:
-      ValueError: the config refuses one.
+      ValueError: the config refuses one, or two of them together.
     """
-    for field, value in values.items():
-        optimizer = config.optimizer
-        if field == WARMUP:
-            schedule = dataclasses.replace(config.schedule, warmup_steps=int(value))
-            config = dataclasses.replace(config, schedule=schedule)
-            continue
-        if isinstance(optimizer, OptaxConfig) and field in optimizer.options:
-            change: dict[str, Any] = {"options": optimizer.options | {field: value}}
-        else:
-            change = {field: value}
-        config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, **change))
-    return config
+    optimizer, schedule = config.optimizer, config.schedule
+    changes: dict[str, Any] = {f: value for f, value in values.items() if f != WARMUP}
+    if isinstance(optimizer, OptaxConfig):
+        own = {f: changes.pop(f) for f in list(changes) if f in optimizer.options}
+        changes["options"] = optimizer.options | own
+    if WARMUP in values:
+        schedule = dataclasses.replace(schedule, warmup_steps=int(values[WARMUP]))
+    optimizer = dataclasses.replace(optimizer, **changes)
+    return dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
 
 
 def make_grid(
@@ -103,8 +100,12 @@ def make_grid(
     for value in given:
         if whole and value != round(value):
             raise ValueError(f"{field}={value:g} must be an integer.")
+        if value < 0:
+            raise ValueError(f"{field}={value:g} must not be negative.")
         with_values(config, {field: _number(value, whole)})
     is_decay = not whole and field != LEARNING_RATE and _is_decay(config, field)
+    if is_decay and not all(value < 1 for value in given):
+        raise ValueError(f"{field}={max(given):g} must be below 1, as it is a decay.")
     if field == LEARNING_RATE:
         scanned = tuple(sorted(_number(v, whole) for v in given or (own * f for f in factors)))
         values = _extended(scanned, 2.0)
@@ -139,14 +140,16 @@ def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) 
 
 
 def _is_decay(config: TrainConfig, field: str) -> bool:
-    """Whether the config takes values of the field up to 1 only.
+    """Whether the config takes values of the field below 1 only.
 
     It does not know what an optimizer of the user's own takes, so there the name decides.
     """
-    optimizer = config.optimizer
+    own, optimizer = value_of(config, field), config.optimizer
+    if own is None or not 0 <= own < 1:
+        return False
     if isinstance(optimizer, OptaxConfig) and field in optimizer.options:
-        return _DECAY_NAME.fullmatch(field) is not None and 0 <= optimizer.options[field] < 1
-    return not _allows(config, field, 1.0) and _allows(config, field, 0.5)
+        return _DECAY_NAME.fullmatch(field) is not None
+    return not _allows(config, field, 1.0)
 
 
 def _allows(config: TrainConfig, field: str, value: Number) -> bool:

@@ -174,7 +174,7 @@ def _descend(
     def order(values: _Values, seeds: tuple[int, ...] = seeds[:1]) -> tuple[float, float]:
         # Of settings that diverge, the one with the lower rate is closer to one that does not.
         loss = float(np.mean([losses[one] for one in tries([values], seeds)]))
-        return loss, 0.0 if math.isfinite(loss) else values[LEARNING_RATE]
+        return loss, 0.0 if math.isfinite(loss) else values.get(LEARNING_RATE, 0.0)
 
     def mean(values: _Values) -> tuple[float, float]:
         return order(values, seeds)

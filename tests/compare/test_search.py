@@ -8,7 +8,7 @@ from tiny import tiny_config
 from maxmars.compare.cells import Cell, CellResult, Comparison, Contender
 from maxmars.compare.grids import make_grid, value_of, with_values
 from maxmars.compare.search import best_setting, most_cells_left, next_cells, search
-from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
+from maxmars.config import AdamWConfig, AdEMAMixConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
@@ -197,6 +197,11 @@ def test_where_rates_diverge_the_search_goes_down():
     assert best_setting(compared.contenders[0], compared, results) is None
 
 
+def test_where_no_rate_is_tuned_the_search_survives_a_divergence():
+    asked, results = run(comparison(("b1",), budget=3), lambda _: math.inf)
+    assert len(asked) == len(results) == 3
+
+
 def test_a_best_rate_that_diverges_with_another_seed_loses():
     def loss(cell):
         return math.inf if (rate_of(cell), cell.seed) == (2e-3, 1) else bowl(cell)
@@ -228,6 +233,8 @@ def own_optimizer(**options):
         (AdamWConfig(), "weight_decay", (0.1, 0.2), (0.05, 0.1, 0.2, 0.4)),
         (AdamWConfig(), "warmup", (), (0, 12, 25, 50, 100, 200)),
         (MuonConfig(), "momentum", (), (0.9, 0.95, 0.98)),
+        (AdEMAMixConfig(b1=0.9), "b3", (), (0.999, 0.9995, 0.9998, 0.9999)),
+        (AdEMAMixConfig(b1=0.9), "b3", (0.99, 0.999), (0.9, 0.99, 0.999)),
         (own_optimizer(k=4), "k", (), (2, 4, 8)),
         (own_optimizer(b1=0.9), "b1", (), (0.8, 0.9, 0.95)),
         (own_optimizer(beta_2=0.5), "beta_2", (0.5, 0.9), (0.5, 0.9, 0.98)),
@@ -262,3 +269,8 @@ def test_fields_that_a_contender_has_not_and_values_that_it_refuses():
         make_grid(CONFIG, "b1", (0.9, 1.5))
     with pytest.raises(ValueError, match=r"warmup=2\.5 must be an integer"):
         make_grid(CONFIG, "warmup", (2.5,))
+    own = tiny_config(optimizer=own_optimizer(b1=0.9, alpha=1.0))
+    with pytest.raises(ValueError, match=r"b1=1 must be below 1, as it is a decay"):
+        make_grid(own, "b1", (0.9, 1.0))
+    with pytest.raises(ValueError, match=r"alpha=-1 must not be negative"):
+        make_grid(own, "alpha", (-1.0, 1.0))
