@@ -289,6 +289,7 @@ def _result_table(summary: Summary) -> str:
         "diverged",
     )
     rows = []
+    base = next(o.best for o in summary.outcomes if o.contender.name == baseline)
     for outcome in summary.outcomes:
         best, cells = outcome.best, _result(outcome, summary)
         diverged = f"{outcome.num_diverged} of {outcome.num_cells}"
@@ -296,9 +297,11 @@ def _result_table(summary: Summary) -> str:
             rows.append((cells["name"], *[_NONE] * 7, diverged))
             continue
         reached = [
-            f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else "not reached"
+            f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else _NONE
             for key in ("tokens", "seconds")
         ]
+        if best.tokens_to_baseline is None and base is not None:
+            reached = ["not reached"] * 2
         setting = describe_setting(best.setting).replace(",", ", ")
         setting += " (not at its end)" if outcome.search.untried else ""
         tested = (
@@ -317,6 +320,10 @@ def _notes(summary: Summary) -> Iterator[str]:
             "`maxmars compare` command continues."
         )
     yield from _search_notes(summary)
+    for name, what in (("code", "of maxmars's code"), ("jax", "of JAX"), ("python", "of Python")):
+        found = {r.environment.get(name) for o in summary.outcomes for r in o.results}
+        if len(found - {None}) > 1:
+            yield f"The cells ran with {len(found - {None})} versions {what}."
     for outcome in summary.outcomes:
         if outcome.best is None and outcome.num_diverged:
             yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
@@ -334,7 +341,8 @@ def _notes(summary: Summary) -> Iterator[str]:
             f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
             "Student's t test, paired by seed, with p adjusted by Holm's method: calling "
             "differences with p below alpha significant controls the family-wise error rate at "
-            "alpha. The best rate is chosen by the same losses, which favours all contenders alike."
+            "alpha. It is a test of the settings that were found; how well each contender was "
+            "tuned comes on top, above all where a search is not at its end."
         )
     yield (
         "Tokens and time to the baseline's loss are read off the mean curve of a run whose "
@@ -358,7 +366,8 @@ def _search_notes(summary: Summary) -> Iterator[str]:
         fields = ", ".join(grid.field for grid in outcome.contender.grids)
         tuned.setdefault(fields, []).append(outcome.contender.name)
     for fields, names in tuned.items() if len(tuned) > 1 else ():
-        yield f"Tuned over {fields}: {', '.join(names)}."
+        listed = ", ".join(names)
+        yield f"Tuned over {fields}: {listed}." if fields else f"Not tuned: {listed}."
     for outcome in summary.outcomes:
         contender, found = outcome.contender, outcome.search
         name = contender.name

@@ -185,14 +185,21 @@ def speed_up(outcome: Outcome, summary: Summary) -> Interval | None:
     contender is the better one, and its inverse where the baseline is. The mean over the seeds is
     the geometric one, so that contender and baseline exchanged give the inverse.
 
-    None for the baseline itself, and where a run ends above its first loss.
+    None for the baseline itself, where no seed has both runs, and where one ends above its first
+    loss.
     """
     base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
     if outcome.best is None or base is None or outcome.best is base:
         return None
     (theirs_at, theirs), (ours_at, ours) = base.line.points, outcome.best.line.points
+    by_seed = dict(zip(base.losses, theirs.tolist(), strict=True))
+    pairs = [
+        (our, by_seed[seed])
+        for seed, our in zip(outcome.best.losses, ours.tolist(), strict=True)
+        if seed in by_seed
+    ]
     logs = []
-    for our, their in zip(ours.tolist(), theirs.tolist(), strict=False):
+    for our, their in pairs:
         if our[-1] <= their[-1]:
             sign, positions, losses, target = 1, ours_at.tolist(), our, their[-1]
         else:
@@ -201,6 +208,8 @@ def speed_up(outcome: Outcome, summary: Summary) -> Interval | None:
         if not crossing:
             return None
         logs.append(sign * math.log(positions[-1] / crossing))
+    if not logs:
+        return None
     found = mean_interval(logs)
     return Interval(
         mean=math.exp(found.mean),

@@ -245,7 +245,9 @@ def _best(
     tokens = seconds = test = needed = None
     if baselines:
         positions, losses = line.points
-        target = float(np.mean([r.loss for r in baselines]))
+        # By the same sum as the baseline's own curve, which so ends exactly there.
+        reference = Line(name="", curves=tuple(r.curve for r in baselines if r.curve))
+        target = float(reference.points[1].mean(axis=0)[-1])
         tokens = first_crossing(positions.tolist(), losses.mean(axis=0).tolist(), target)
         if tokens is not None and step_time_s is not None:
             seconds = tokens / contender.config.tokens_per_step * step_time_s
