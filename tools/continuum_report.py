@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxmars.compare.cells import COMPARISON
+from maxmars.compare.cells import COMPARISON, read_comparison, read_results
 from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.grids import value_of, with_values
 from maxmars.compare.statistics import Interval, PairedTest, holm, mean_interval, paired_test
@@ -68,7 +68,7 @@ class Arm:
     search_ended: bool
     """Whether no neighbour of the setting is better, rather than the budget being used up."""
     minus_reference: PairedTest | None = None
-    """None for the reference itself, and where seeds or reference are missing."""
+    """None for the reference itself, and where seeds are missing."""
     p_adjusted: float | None = None
 
     @property
@@ -104,11 +104,15 @@ class Arm:
 def read(root: Path) -> list[Arm]:
     """All arms of the comparisons in a directory, by group, the lowest mean loss first.
 
+    Groups without a finished cell of the reference are left out.
+
     Raises:
       ValueError: two arms of a group did not begin with the same weights or read the same tokens.
     """
     arms: list[Arm] = []
     for path in sorted(root.rglob(COMPARISON)):
+        if not read_results(read_comparison(path.parent), path.parent):
+            continue  # just begun
         summary = summarize(path.parent)
         arms += [
             _arm(outcome, summary.digests)
@@ -116,7 +120,7 @@ def read(root: Path) -> list[Arm]:
             if outcome.best is not None
         ]
     references = {arm.group: arm for arm in arms if arm.choice == REFERENCE}
-    arms = [_tested(arm, references.get(arm.group)) for arm in arms]
+    arms = [_tested(arm, references[arm.group]) for arm in arms if arm.group in references]
     tests = [arm.minus_reference for arm in arms]
     adjusted = iter(holm([test.p for test in tests if test is not None]))
     arms = [
@@ -146,8 +150,8 @@ def _arm(outcome: Outcome, digests: dict[int, tuple[str, str]]) -> Arm:
     )
 
 
-def _tested(arm: Arm, reference: Arm | None) -> Arm:
-    if reference is None or reference is arm:
+def _tested(arm: Arm, reference: Arm) -> Arm:
+    if reference is arm:
         return arm
     seeds = [seed for seed in arm.losses if seed in reference.losses]
     for seed in seeds:
@@ -313,7 +317,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"{parser.prog}: {error}")
     if not arms:
-        parser.error(f"no comparison with a finished cell is in {arguments.directory}.")
+        parser.error(f"no finished cell of {REFERENCE} is in {arguments.directory}.")
     print(markdown(arms))
     if arguments.figure is not None:
         draw(arms, arguments.figure)

@@ -1,6 +1,7 @@
 """The table and the figure of the continuum, of losses that are made up."""
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -123,6 +124,18 @@ def test_a_choice_whose_search_the_budget_ended_is_marked(tool, tmp_path, capsys
     assert "| AdamW | 0.004*, 0.8" in printed
 
 
+def test_what_has_nothing_to_be_set_against_is_left_out(tool, tmp_path, capsys):
+    write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0), "0": (1.8, 1e-3)})
+    write(tmp_path, "longer", {"0": (1.3, 1e-3), "0.025-c2": (1.2, 1e-3)}, steps=4096)
+    write(tmp_path, "begun", {"0-clip": (1.8, 0)})
+    shutil.rmtree(tmp_path / "begun" / "cells")
+    tool(tmp_path, "--figure", tmp_path / "figure.png")
+    printed = capsys.readouterr().out
+    assert "1,024 steps" in printed
+    assert "4,096 steps" not in printed
+    assert "clip" not in printed
+
+
 def test_the_figure_of_the_tuned_choices_alone(tool, tmp_path, recwarn):
     write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0), "0": (1.8, 1e-3)})
     tool(tmp_path, "--figure", tmp_path / "figure.png")
@@ -141,4 +154,4 @@ def test_what_did_not_read_the_same_tokens_is_refused(tool, tmp_path):
 def test_a_directory_without_comparisons(tool, tmp_path, directory, capsys):
     with pytest.raises(SystemExit):
         tool(tmp_path / directory)
-    assert "no comparison with a finished cell is in" in capsys.readouterr().err
+    assert "no finished cell of nesterov-g2 is in" in capsys.readouterr().err
