@@ -62,10 +62,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def changes_since(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes_since(
+    earlier: Mapping[str, Any], now: Mapping[str, Any], *, devices: bool = False
+) -> list[str]:
     """How the code, the versions and the number of a CPU's cores differ between two results of
-    `environment`, in words."""
+    `environment`, in words; with `devices` also the system, the devices and the mesh."""
     names = ["git_commit", "code", "python", *package_versions(), "num_cores"]
+    names += ["system", "platform", "device_kinds", "num_devices", "mesh"] if devices else []
     return [
         f"{name} {earlier[name]} -> {now[name]}"
         for name in names

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import maxmars
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
+from maxmars.config.user_code import sources_in, split_source
 from maxmars.distributed.files import (
     json_number,
     read_json,
@@ -46,7 +48,8 @@ _COST = "cost.json"
 _FORMAT = 3
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
-_MAY_CHANGE = ("name", "data.verify", "hang_timeout_s", "checkpoint.")
+# Each cell has its own learning rate, so the config's does not matter either.
+_OF_THE_SAME = ("name", "data.verify", "hang_timeout_s", "checkpoint.", "optimizer.learning_rate")
 
 # Fields in which contenders may differ: the loss is measured in the same way whatever they are.
 MAY_DIFFER = (
@@ -110,7 +113,11 @@ class Cell:
         return workdir / "cells" / self.contender / self.name
 
     def config(self, contender: Contender) -> TrainConfig:
-        """Config of the run."""
+        """Config of the run.
+
+        Raises:
+          ValueError: the config does not allow these values together.
+        """
         config = with_values(contender.config, dict(self.setting))
         return dataclasses.replace(config, seed=self.seed)
 
@@ -140,6 +147,9 @@ class CellResult:
     """Digest of parameters and optimizer after the last step; None if the run diverged."""
     environment: Mapping[str, Any]
     """Versions and devices, as in `environment.json` of the run."""
+    data: str | None = None
+    """Digest of all the data of the run; None of results before they had it, and where no step
+    ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +175,8 @@ class Comparison:
         names = [contender.name for contender in self.contenders]
         found: dict[str, dict[str, object]] = {}
         for other in others:
-            for name, ours, theirs in _differences(first, other.config, ("optimizer", "name")):
+            rows = _differences(first.config, other.config, ("optimizer", "name"))
+            for name, ours, theirs in rows:
                 values = found.setdefault(name, dict.fromkeys(names, ours))
                 values[other.name] = theirs
         return found
@@ -179,7 +190,7 @@ def check_comparable(contenders: Sequence[Contender]) -> None:
     """
     first = contenders[0]
     for other in contenders[1:]:
-        if rows := _differences(first, other.config, MAY_DIFFER):
+        if rows := _differences(first.config, other.config, MAY_DIFFER):
             listed = ", ".join(f"{name} is {ours} there and {new} here" for name, ours, new in rows)
             raise ValueError(
                 f"{first.name} and {other.name} cannot be compared: {listed}. Give both the same "
@@ -188,10 +199,49 @@ def check_comparable(contenders: Sequence[Contender]) -> None:
 
 
 def _differences(
-    contender: Contender, other: TrainConfig, ignored: tuple[str, ...]
+    config: TrainConfig, other: TrainConfig, ignored: tuple[str, ...] = _OF_THE_SAME
 ) -> list[tuple[str, object, object]]:
-    found = differences(contender.config, other)
-    return [row for row in found if not row[0].startswith(ignored)]
+    return [row for row in differences(config, other) if not row[0].startswith(ignored)]
+
+
+def code_of(config: TrainConfig) -> dict[str, str]:
+    """SHA-256, in hex, of the Python files that a config names, by path.
+
+    Raises:
+      FileNotFoundError: one is gone.
+    """
+    paths = {split_source(source)[0] for source in sources_in(config)}
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
+
+
+Code = Mapping[str, Mapping[str, str]]
+"""Contender -> what `code_of` its config was when its comparison began."""
+
+
+def check_code(contender: Contender, before: Code, workdir: Path) -> None:
+    """Check that the files of a contender are still those of its finished cells.
+
+    Args:
+      contender: of the comparison.
+      before: see `stored_code`.
+      workdir: directory of the comparison.
+
+    Raises:
+      ValueError: one has changed.
+    """
+    now = code_of(contender.config)
+    for path, digest in before.get(contender.name, now).items():
+        if now.get(path, digest) != digest:
+            raise ValueError(
+                f"{path} has changed since the comparison in {workdir} began, so that cells of "
+                f"{contender.name} before and after would be of two optimizers under one name. "
+                "Undo the change, or choose another --workdir."
+            )
+
+
+def stored_code(workdir: Path) -> Code:
+    """The code of the comparison in `workdir`, as far as it is stored."""
+    return _read_fields(workdir).get("code", {})
 
 
 def open_comparison(comparison: Comparison, workdir: Path) -> None:
@@ -199,20 +249,21 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
 
     Raises:
       ValueError: `workdir` holds a comparison of another version, or a contender of the same name
-        with another config.
+        with another config or code.
+      FileNotFoundError: a Python file that a config names is gone.
     """
-    stored = {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
+    stored, code = _stored_configs(workdir), stored_code(workdir)
     for contender in comparison.contenders:
-        # Each cell has its own learning rate, so the config's does not matter.
-        ignored = ("optimizer.learning_rate", *_MAY_CHANGE)
+        check_code(contender, code, workdir)
         before = stored.get(contender.name, contender.config)
-        if rows := _differences(contender, before, ignored):
+        if rows := _differences(contender.config, before):
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
             raise ValueError(
                 f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
                 "Continue it with its own values, or choose another --workdir."
             )
     configs = stored | {c.name: c.config for c in comparison.contenders}
+    code = {**code, **{c.name: code_of(c.config) for c in comparison.contenders}}
     fields = {
         "format": _FORMAT,
         "maxmars": maxmars.__version__,
@@ -225,6 +276,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
             c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
         },
         "configs": {name: to_dict(config) for name, config in configs.items()},
+        "code": {name: digests for name, digests in code.items() if digests},
     }
     write_json(workdir / COMPARISON, fields)
 
@@ -295,9 +347,9 @@ def cell_from_json(fields: Any) -> CellResult:
     return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
 
 
-def finished_cells(workdir: Path, contenders: Iterable[Contender]) -> list[CellResult]:
-    """The results of all finished cells of these contenders, whatever their settings and seeds."""
-    names = [contender.name for contender in contenders]
+def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
+    """The results of all finished cells of the contenders of these names, whatever their settings
+    and seeds."""
     rows = read_json_lines(workdir / _PACKED, lambda row: _result(row) is not None)
     for name in names:
         paths = (workdir / "cells" / name).glob(f"*/{_RESULT}")
@@ -319,32 +371,41 @@ def pack_comparison(workdir: Path, out: Path) -> int:
 
     Args:
       workdir: directory of the comparison.
-      out: another directory; gets `compare.json`, `cells.jsonl` and the contenders' `cost.json`. An
-        earlier copy there is replaced.
+      out: another directory; gets `compare.json`, `cells.jsonl` and the contenders' `cost.json`,
+        also of contenders that the comparison had before. An earlier copy of the same comparison is
+        replaced.
 
     Returns:
       The number of finished cells.
 
     Raises:
       ValueError: `workdir` holds no comparison.
-      FileExistsError: `out` is `workdir`, or holds finished cells that `workdir` has not.
+      FileExistsError: `out` is `workdir`, or holds another comparison, or contenders or finished
+        cells that `workdir` has not.
     """
-    contenders = read_comparison(workdir).contenders
-    results = finished_cells(workdir, contenders)
-    ours = {result.cell for result in results}
-    theirs = finished_cells(out, contenders) if out != workdir else []
-    lost = [result.cell for result in theirs if result.cell not in ours]
+    read_comparison(workdir)
     if out.resolve() == workdir.resolve():
         raise FileExistsError(f"{out} cannot be packed into itself; name another directory.")
-    if lost:
-        raise FileExistsError(
-            f"{out} holds the cell {lost[0].contender}/{lost[0].name}, which {workdir} has not; "
-            "name another directory."
-        )
+    configs, theirs = _stored_configs(workdir), _stored_configs(out)
+    for name, config in theirs.items():
+        if name not in configs or _differences(config, configs[name]):
+            what = "another config" if name in configs else "none"
+            raise FileExistsError(
+                f"{out} holds a comparison with {name}, of which {workdir} has {what}; name "
+                "another directory."
+            )
+    results = finished_cells(workdir, list(configs))
+    ours = {result.cell for result in results}
+    for result in finished_cells(out, list(theirs)):
+        if result.cell not in ours:
+            raise FileExistsError(
+                f"{out} holds the cell {result.cell.contender}/{result.cell.name}, which {workdir} "
+                "has not; name another directory."
+            )
     write_text(out / COMPARISON, (workdir / COMPARISON).read_text())
     write_text(out / _PACKED, "".join(f"{json.dumps(cell_to_json(r))}\n" for r in results))
-    for contender in contenders:
-        cost = Path("cells", contender.name, _COST)
+    for name in configs:
+        cost = Path("cells", name, _COST)
         if (workdir / cost).is_file():
             write_text(out / cost, (workdir / cost).read_text())
     return len(results)
@@ -352,8 +413,13 @@ def pack_comparison(workdir: Path, out: Path) -> int:
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
     """The results of the finished cells with the seeds of a comparison."""
-    found = finished_cells(workdir, comparison.contenders)
+    found = finished_cells(workdir, [contender.name for contender in comparison.contenders])
     return {result.cell: result for result in found if result.cell.seed in comparison.seeds}
+
+
+def _stored_configs(workdir: Path) -> dict[str, TrainConfig]:
+    """The configs of all contenders that the comparison in `workdir` has or had, by name."""
+    return {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
 
 
 def _read_fields(workdir: Path) -> Mapping[str, Any]:

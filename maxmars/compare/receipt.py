@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import maxmars
-from maxmars.compare.cells import CellResult, Setting, cell_from_json, cell_to_json, read_results
+from maxmars.compare.cells import (
+    CellResult,
+    Setting,
+    cell_from_json,
+    cell_to_json,
+    check_code,
+    read_results,
+    stored_code,
+)
 from maxmars.compare.grids import with_values
 from maxmars.compare.search import results_at
 from maxmars.compare.summary import Outcome, Summary
-from maxmars.config import TrainConfig, from_dict, to_dict
+from maxmars.config import GPT2Config, TrainConfig, from_dict, to_dict
 from maxmars.config.command_line import named_configs
 from maxmars.config.user_code import sources_in, split_source, with_sources
 from maxmars.distributed.files import json_number, read_json_object, write_json
@@ -61,9 +70,10 @@ class Receipt:
 def write_receipts(summary: Summary, workdir: Path) -> list[Path]:
     """Write a receipt for each contender that has a best setting; returns their paths.
 
-    A file of the user's own that is gone since its runs leaves its contenders without one.
+    A file of the user's own that is gone or another one since its runs leaves its contenders
+    without one.
     """
-    paths = []
+    paths, code = [], stored_code(workdir)
     results = read_results(summary.comparison, workdir)
     for outcome in summary.outcomes:
         if outcome.best is not None:
@@ -71,9 +81,12 @@ def write_receipts(summary: Summary, workdir: Path) -> list[Path]:
             cells = results_at(outcome.contender, setting, summary.comparison, results)
             path = workdir / f"receipt-{outcome.contender.name}.json"
             try:
+                check_code(outcome.contender, code, workdir)
                 write_json(path, _fields(outcome, setting, cells, summary))
             except FileNotFoundError as error:
                 _LOGGER.warning("no %s is written: %s is gone", path.name, error.filename)
+            except ValueError as error:
+                _LOGGER.warning("no %s is written: %s", path.name, error)
             else:
                 paths.append(path)
     return paths
@@ -84,7 +97,8 @@ def read_receipt(path: Path) -> Receipt:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no receipt, of another format, or was changed after it was written.
+      ValueError: it is no receipt, of another format, was changed after it was written, or says
+        two things that do not agree.
     """
     fields = read_json_object(path)
     if not {"format", _HASH, "cells", "config", "name", "tuning"} <= fields.keys():
@@ -101,15 +115,19 @@ def read_receipt(path: Path) -> Receipt:
         )
     try:
         config = from_dict(fields["config"])
-        return Receipt(
+        # The code of a model would run to count its parameters. Before receipts held code and the
+        # number, their models were all GPT-2.
+        is_ours = isinstance(config.model, GPT2Config)
+        receipt = Receipt(
             name=fields["name"],
             config=config,
-            # Before receipts held code, their models were all GPT-2.
-            num_parameters=fields.get("num_parameters") or num_parameters(config.model),
+            num_parameters=num_parameters(config.model) if is_ours else fields["num_parameters"],
             cells=tuple(map(cell_from_json, fields["cells"])),
             tuning=fields["tuning"],
-            sources=_checked(fields.get("sources", {}), config),
+            sources=fields.get("sources", {}),
         )
+        _check(receipt)
+        return receipt
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); get it anew from whoever made it.") from (
             error
@@ -184,15 +202,27 @@ def _digest(text: str) -> str:
     return hashlib.sha256(_bytes(text)).hexdigest()[:16]
 
 
-def _checked(sources: Mapping[str, str], config: TrainConfig) -> Mapping[str, str]:
-    for source in sources_in(config):
-        if source.rpartition(":")[0] not in sources:
+def _check(receipt: Receipt) -> None:
+    """Check that all parts of a receipt are of one contender at one setting."""
+    for source in sources_in(receipt.config):
+        if source.rpartition(":")[0] not in receipt.sources:
             raise ValueError(f"it does not carry {source}")
-    for place, text in sources.items():
+    for place, text in receipt.sources.items():
         match = _PLACE.fullmatch(place)
         if match is None or not isinstance(text, str) or match[1] != _digest(text):
             raise ValueError(f"{place!r} is not the place of its text")
-    return sources
+    seeds = [cell.cell.seed for cell in receipt.cells]
+    are_numbers = seeds and all(type(seed) is int for seed in seeds)
+    if not are_numbers or len(set(seeds)) < len(seeds) or receipt.config.seed != seeds[0]:
+        raise ValueError(f"its cells have the seeds {seeds}, of which each may be there once")
+    for result in receipt.cells:
+        cell, curve = result.cell, result.curve
+        if cell.contender != receipt.name:
+            raise ValueError(f"a cell of {cell.contender!r} is in a receipt of {receipt.name!r}")
+        if with_values(receipt.config, dict(cell.setting)) != receipt.config:
+            raise ValueError(f"the setting {dict(cell.setting)} is not that of its config")
+        if math.isfinite(result.loss) and (curve is None or curve.losses[-1:] != (result.loss,)):
+            raise ValueError(f"the loss of seed {cell.seed} is not where its curve ends")
 
 
 def _fields(

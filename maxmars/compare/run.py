@@ -25,9 +25,12 @@ from maxmars.compare.cells import (
     Cell,
     CellResult,
     Comparison,
+    Contender,
+    check_code,
     check_comparable,
     open_comparison,
     read_results,
+    stored_code,
     write_result,
 )
 from maxmars.compare.curves import median_step_time, read_curve
@@ -98,7 +101,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
       ValueError: the contenders are not comparable or do not fit the mesh and the data, or
         `workdir` holds another comparison or is in use.
       ImportError: matplotlib is not installed.
-      FileNotFoundError: there is no data.
+      FileNotFoundError: there is no data, or a Python file that a config names is gone.
     """
     require_matplotlib()  # now rather than after hours
     check_comparable(comparison.contenders)
@@ -111,6 +114,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
         stack.callback(own.release)
         comparison = _with_precision(comparison)
         open_comparison(comparison, workdir)
+        code = stored_code(workdir)
         contenders = {c.name: c for c in comparison.contenders}
         results = read_results(comparison, workdir)
         print(f"cells and their logs: {workdir / 'cells'}", flush=True)
@@ -131,15 +135,21 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                 if cell in results:  # another process finished it just now
                     continue
                 contender = contenders[cell.contender]
+                check_code(contender, code, workdir)
                 cost = workdir / "cells" / cell.contender / "cost.json"
                 if not cost.is_file():
                     write_json(cost, step_cost(contender.config))
-                config, key = cell.config(contender), (cell.contender, cell.seed)
+                key = cell.contender, cell.seed
                 if key not in starts:  # the cell's own values may be refused
                     own = dataclasses.replace(contender.config, seed=cell.seed)
                     starts[key] = find_start(own)
                 _check_same_start(cell, starts[key], results.values())
-                result = run_cell(cell, config, workdir, starts[key])
+                refusal = _refusal(cell, contender)
+                if refusal is None:
+                    directory = cell.directory(workdir)
+                    result = run_cell(cell, cell.config(contender), directory, starts[key])
+                else:
+                    result = _refused(cell, refusal, starts[key])
                 if result is None:
                     break
                 write_result(result, workdir)
@@ -216,16 +226,38 @@ def _check_optimizer(config: TrainConfig) -> None:
     check_optimizer(config.optimizer, config.model, sharding.training_mesh(config))
 
 
-def _refusal(config: TrainConfig) -> str | None:
-    """Why an optimizer of the user's own does not take the values of a cell; None if it does.
+def _refusal(cell: Cell, contender: Contender) -> str | None:
+    """Why a cell's values are none for its optimizer; None if they are.
 
-    What it takes of its options only it knows, and a grid goes on beyond its ends.
+    Grids go on beyond their ends, each by itself: two values may not be allowed together, and what
+    an optimizer of the user's own takes only it knows.
     """
+    try:
+        config = cell.config(contender)
+    except ValueError as error:
+        return str(error)
     try:
         _check_optimizer(config)
     except ValueError as error:
         return f"the optimizer refuses it: {error}"
     return None
+
+
+def _refused(cell: Cell, reason: str, start: Digests) -> CellResult:
+    """The result of a cell that does not run."""
+    return CellResult(
+        cell=cell,
+        loss=math.inf,
+        diverged=reason,
+        step_time_s=None,
+        seconds=0.0,
+        initial_weights=start[0],
+        tokens=start[1],
+        curve=None,
+        train_losses=(),
+        final_state=None,
+        environment={},
+    )
 
 
 def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult]) -> None:
@@ -240,12 +272,18 @@ def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult])
             )
 
 
-def run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> CellResult | None:
-    """Train a cell, or continue it; None if a signal stopped it before its end."""
-    directory, began = cell.directory(workdir), time.monotonic()
-    loss, diverged, curve = math.inf, _refusal(config), None
+def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -> CellResult | None:
+    """Train a cell, or continue it; None if a signal stopped it before its end.
+
+    Args:
+      cell: which one it is.
+      config: its config.
+      directory: its working directory.
+      start: see `find_start`.
+    """
+    loss, diverged, curve, began = math.inf, None, None, time.monotonic()
     try:
-        if diverged is None and not train(config, directory, quiet=True).done:
+        if not train(config, directory, quiet=True).done:
             return None
     except DivergedError as error:
         diverged = error.reason
@@ -271,6 +309,7 @@ def run_cell(cell: Cell, config: TrainConfig, workdir: Path, start: Digests) -> 
         train_losses=tuple((r["step"], float(r["train/loss"])) for r in rows if "train/loss" in r),
         final_state=receipts[-1]["digest"] if receipts and diverged is None else None,
         environment=read_json(directory / "environment.json") or {},
+        data=next((r["data"] for r in reversed(receipts) if "data" in r), None),
     )
 
 

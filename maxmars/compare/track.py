@@ -12,7 +12,7 @@ from typing import Any
 
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.compare.cells import MAY_DIFFER, CellResult, describe_setting
-from maxmars.compare.curves import Line
+from maxmars.compare.curves import Curve, Line
 from maxmars.compare.figures import draw_losses, require_matplotlib
 from maxmars.compare.receipt import Receipt, place_code
 from maxmars.compare.report import markdown_table
@@ -29,6 +29,8 @@ ones are not judged, since rounding grows."""
 LOSS_TOLERANCE = 0.02
 """Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
 losses of cells by up to 0.009 from one mesh to another."""
+CURVE_TOLERANCE = 0.05
+"""The same of evaluations before the last one, when the learning rate is higher."""
 MARGIN = 0.004
 """A target counts as reached if (target - mean) times the root of the number of seeds is at least
 this many nats, as in the speedruns of modded-nanogpt."""
@@ -43,7 +45,7 @@ class Repeated:
     is_equal: bool
     """Whether all its losses, and the end if it was reached, are equal bit by bit."""
     difference: float
-    """The largest difference of its first losses and the final one, in nats."""
+    """The largest difference of its first training losses and the validation losses, in nats."""
     problem: str | None
     """Why it does not confirm the receipt; None if it does."""
 
@@ -67,7 +69,8 @@ def verify(
       steps: only so many first steps of each; None is all of them.
       data_path: directory of the tokens here; None is that in the receipt.
       code: directory for Python files of the receipt; see `receipt.place_code`.
-      log: gets a line on what differs from the machine of the receipt, and one for each cell.
+      log: gets a line on what differs from the machine of the receipt, code, versions and devices,
+        and one for each cell.
 
     Raises:
       ValueError: the receipt has fewer cells, its data is not read from a directory, its code
@@ -83,7 +86,7 @@ def verify(
             raise ValueError(f"--data {data_path}: the receipt's tokens are not read from a path.")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data_path))
     here = environment(sharding.training_mesh(config))
-    if changes := changes_since(receipt.cells[0].environment, here):
+    if changes := changes_since(receipt.cells[0].environment, here, devices=True):
         log(f"changed since the receipt: {', '.join(changes)}")
     found = []
     for theirs in receipt.cells[:num_cells]:
@@ -102,9 +105,7 @@ def describe(repeated: Repeated) -> str:
         return f"{text}REFUSED, {repeated.problem}"
     if repeated.is_equal:
         return f"{text}equal bit by bit"
-    return (
-        f"{text}equal up to rounding (first and final losses differ by {repeated.difference:.1e})"
-    )
+    return f"{text}equal up to rounding (losses differ by at most {repeated.difference:.1e})"
 
 
 def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int | None) -> Repeated:
@@ -129,12 +130,15 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
             problem += f" They are the sources of Python {python}, and this is Python {own}."
         return repeated(math.inf, problem)
     num_steps = min(steps or config.num_steps, config.num_steps)
-    schedule = dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
-    cut = dataclasses.replace(config, num_steps=num_steps, schedule=schedule)
+    cut = config
     if num_steps < config.num_steps:
+        # A run that is shorter than its warmup never comes to the decay.
+        decay = max(config.decay_steps, config.schedule.warmup_steps)
+        schedule = dataclasses.replace(config.schedule, decay_steps=decay)
         every = dataclasses.replace(config.eval, every=num_steps)
-        cut = dataclasses.replace(cut, eval=every)
-    ours = run_cell(theirs.cell, cut, scratch, (weights, tokens))
+        cut = dataclasses.replace(config, num_steps=num_steps, schedule=schedule, eval=every)
+    # Nothing that the receipt says is a part of the path.
+    ours = run_cell(theirs.cell, cut, scratch / str(theirs.cell.seed), (weights, tokens))
     if ours is None:
         raise KeyboardInterrupt
     logged = dict(theirs.train_losses)
@@ -144,16 +148,27 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
     if lacks or not pairs:
         return repeated(math.inf, "the receipt lacks training losses of these steps.")
     early = max(_apart(*pair) for step, pair in pairs.items() if step <= EARLY_STEPS)
-    is_equal, final = not any(_apart(*pair) for pair in pairs.values()), 0.0
+    is_equal, final, along = not any(_apart(*pair) for pair in pairs.values()), 0.0, 0.0
     if num_steps == config.num_steps:
-        final = _apart(theirs.loss, ours.loss)
-        is_equal &= not final and theirs.final_state == ours.final_state
+        final, along = _apart(theirs.loss, ours.loss), _curves_apart(theirs.curve, ours.curve)
+        is_equal &= not final and not along and theirs.final_state == ours.final_state
     problem = None
     if not early <= EARLY_TOLERANCE:
         problem = f"a training loss differs by {early:.2g} nats, more than {EARLY_TOLERANCE:g}."
     elif not final <= LOSS_TOLERANCE:
         problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
-    return repeated(max(early, final), problem, is_equal=is_equal)
+    elif not along <= CURVE_TOLERANCE:
+        problem = f"a validation loss differs by {along:.2g} nats, more than {CURVE_TOLERANCE:g}."
+    return repeated(max(early, final, along), problem, is_equal=is_equal)
+
+
+def _curves_apart(theirs: Curve | None, ours: Curve | None) -> float:
+    """The largest difference of two curves; infinite where they have other points."""
+    if theirs is None or ours is None:
+        return 0.0 if theirs is ours else math.inf
+    if (theirs.loss_of, theirs.tokens) != (ours.loss_of, ours.tokens):
+        return math.inf
+    return max(map(_apart, theirs.losses, ours.losses), default=0.0)
 
 
 def _apart(theirs: float, ours: float) -> float:
@@ -205,12 +220,13 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
         steps, which then may differ within a division; without a target all rank by mean loss.
     """
     groups: list[list[Entry]] = []
+    any_steps = target is not None
     for path, receipt in receipts.items():
         losses, reached = receipt.losses, None
         if target is not None:
             reached = (target - sum(losses) / len(losses)) * math.sqrt(len(losses)) >= MARGIN
         entry = Entry(path=path, receipt=receipt, loss=mean_interval(losses), reached=reached)
-        own = [g for g in groups if _is_same_division(g[0].receipt, receipt, target is not None)]
+        own = [g for g in groups if all(is_same_division(e.receipt, receipt, any_steps) for e in g)]
         if own:
             own[0].append(entry)
         else:
@@ -223,13 +239,27 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
     return [Division(entries=tuple(sorted(group, key=rank)), target=target) for group in groups]
 
 
-def _is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
+def is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
+    """Whether the losses of two receipts are measured on the same model, tokens, batch and
+    evaluation.
+
+    Args:
+      first: any.
+      second: any.
+      any_steps: whether they may have other numbers of steps.
+    """
     ignored = (*MAY_DIFFER, "seed", "data.path", "data.verify", "mesh.")
     # Of the evaluations the last one counts.
     ignored = (*ignored, "eval.every", "eval.batch_size", "eval.hellaswag_")
     ignored = (*ignored, "num_steps") if any_steps else ignored
     rows = differences(first.config, second.config)
     if not all(name.startswith(ignored) for name, _, _ in rows):
+        return False
+    data, others = ({c.data for c in r.cells if c.data is not None} for r in (first, second))
+    if data and others and data != others:
+        return False
+    pythons, theirs = ({c.environment.get("python") for c in r.cells} for r in (first, second))
+    if isinstance(first.config.data, PythonSourcesConfig) and pythons != theirs:
         return False
     # Their digests are those of the first and the last batch.
     tokens = {cell.cell.seed: cell.tokens for cell in first.cells}
@@ -248,9 +278,10 @@ def write_board(divisions: Sequence[Division], directory: Path) -> None:
     blocks, fields = ["# Board"], []
     for number, division in enumerate(divisions, 1):
         blocks += [f"## {division.title}", _division_table(division)]
+        names = [entry.receipt.name for entry in division.entries]
         lines = [
-            Line(name=entry.receipt.name, curves=curves)
-            for entry in division.entries
+            Line(name=name if names.count(name) == 1 else entry.path, curves=curves)
+            for name, entry in zip(names, division.entries, strict=True)
             if (curves := tuple(c.curve for c in entry.receipt.cells if c.curve is not None))
         ]
         picture = directory / f"board-{number}.png"
@@ -263,6 +294,10 @@ def write_board(divisions: Sequence[Division], directory: Path) -> None:
                 "entries": [_entry_fields(entry) for entry in division.entries],
             }
         )
+    blocks.append(
+        "`maxmars track verify` repeats the losses. The name of an optimizer and the time of a "
+        "step are what the author of the receipt says."
+    )
     write_text(directory / "board.md", "\n\n".join(blocks) + "\n")
     write_json(directory / "board.json", fields)
 

@@ -19,14 +19,18 @@ from maxmars import cli
 from maxmars.compare.cells import (
     Cell,
     CellResult,
+    Comparison,
+    Contender,
     finished_cells,
     pack_comparison,
     write_result,
 )
+from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
 from maxmars.compare.run import compare
 from maxmars.compare.sizes import speed_up
 from maxmars.compare.summary import summarize
+from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
 
 LION = Cell(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
@@ -38,7 +42,8 @@ def series(workdir, key):
 
 
 def by_cell(workdir, comparison):
-    return {result.cell: result for result in finished_cells(workdir, comparison.contenders)}
+    names = [contender.name for contender in comparison.contenders]
+    return {result.cell: result for result in finished_cells(workdir, names)}
 
 
 @pytest.fixture
@@ -235,10 +240,37 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     assert losses[0.04] == "Infinity"
     assert max(losses[None], losses[0.01]) < 10
 
+    # Cells of other code are none of this comparison, and no receipt is of it.
+    own.write_text(OWN.replace("largest", "0.03") + "\n# Changed.\n")
+    for receipt in (tmp_path / "refused").glob("receipt-*.json"):
+        receipt.unlink()
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--workdir", str(tmp_path / "refused")])
+    changed = f"{own} has changed since the comparison in {tmp_path / 'refused'} began"
+    assert changed in capsys.readouterr().err
+    cli.main(["report", str(tmp_path / "refused")])
+    assert f"no receipt-adamw.json is written: {changed}" in capsys.readouterr().err
+    assert not list((tmp_path / "refused").glob("receipt-*.json"))
+
     own.write_text(OWN.replace("largest", "0.01"))  # of the config's own value: nothing runs
     with pytest.raises(ValueError, match=r"damping=0\.02 is more than 0\.01"):
         cli.main([*words, "--workdir", str(tmp_path / "nothing")])
     assert not (tmp_path / "nothing").exists()
+
+
+def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_path):
+    """Each grid is one of its own: AdEMAMix takes a b1 of 0.95, and a b3 of 0.92."""
+    first = comparison.contenders[0]
+    config = dataclasses.replace(first.config, optimizer=AdEMAMixConfig(b1=0.9, b3=0.999))
+    grids = tuple(make_grid(config, f, v) for f, v in (("b1", (0.95,)), ("b3", (0.92,))))
+    contender = Contender(name="ademamix", config=config, grids=grids)
+    alone = Comparison(
+        contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
+    )
+    assert compare(alone, tmp_path)
+    (found,) = by_cell(tmp_path, alone).values()
+    assert found.loss == math.inf
+    assert "b1=0.95 must be positive and at most b3=0.92" in found.diverged
 
 
 def test_results_alone_are_enough_to_report(compared, tmp_path):
@@ -309,6 +341,23 @@ def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
     shutil.copy(compared / "compare.json", fewer)
     with pytest.raises(FileExistsError, match=r"holds the cell \w+/learning_rate=\S+, which"):
         pack_comparison(fewer, packed)
+    fields = json.loads((compared / "compare.json").read_text())
+    other = json.loads((compared / "compare.json").read_text())
+    other["configs"]["lion"]["model"]["embed_dim"] = 16
+    (fewer / "compare.json").write_text(json.dumps(other))
+    with pytest.raises(FileExistsError, match=r"with lion, of which \S+ has another config"):
+        pack_comparison(fewer, packed)
+    del other["configs"]["lion"], other["compared"]["lion"]
+    (fewer / "compare.json").write_text(json.dumps(other))
+    with pytest.raises(FileExistsError, match=r"with lion, of which \S+ has none"):
+        pack_comparison(fewer, packed)
+    # Contenders that it has no more are kept as well.
+    continued = shutil.copytree(compared, tmp_path / "continued")
+    del fields["compared"]["lion"]
+    (continued / "compare.json").write_text(json.dumps(fields))
+    pack_comparison(continued, packed)
+    assert by_cell(packed, comparison) == by_cell(compared, comparison)
+    shutil.copy(compared / "compare.json", packed)
 
     (tmp_path / "README.md").write_text(
         "![](.github/figures/tiny-which-loss_tokens.png) ![](.github/figures/other.png)"
@@ -451,7 +500,7 @@ def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, ca
     assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
 
 
-def test_a_result_survives_its_file(tmp_path, comparison):
+def test_a_result_survives_its_file(tmp_path):
     result = CellResult(
         cell=dataclasses.replace(LION, seed=3),
         loss=math.inf,
@@ -465,9 +514,9 @@ def test_a_result_survives_its_file(tmp_path, comparison):
         final_state=None,
         environment={},
     )
-    assert finished_cells(tmp_path, comparison.contenders) == []
+    assert finished_cells(tmp_path, ["lion"]) == []
     write_result(result, tmp_path)
-    assert finished_cells(tmp_path, comparison.contenders) == [result]
+    assert finished_cells(tmp_path, ["lion"]) == [result]
 
 
 @pytest.mark.slow

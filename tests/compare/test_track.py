@@ -8,7 +8,7 @@ import pytest
 
 from maxmars import cli
 from maxmars.compare.receipt import read_receipt
-from maxmars.config import OptaxConfig, PythonSourcesConfig, to_dict
+from maxmars.config import ModuleConfig, OptaxConfig, PythonSourcesConfig, to_dict
 
 
 @pytest.fixture
@@ -54,6 +54,20 @@ def test_its_first_steps_are_repeated_bit_by_bit(receipt, capsys):
 
 
 @pytest.mark.slow
+def test_the_first_steps_of_a_run_that_is_shorter_than_its_warmup(receipt, capsys):
+    def warm_up(fields):
+        fields["config"]["schedule"]["warmup_steps"] = 5
+        for cell in fields["cells"]:  # of a rate that hardly grows
+            cell["cell"]["setting"] = [["learning_rate", 1e-9]]
+            cell["train_losses"] = cell["train_losses"][:1]
+        fields["config"]["optimizer"]["learning_rate"] = 1e-9
+
+    forge(receipt, warm_up)
+    cli.main(["track", "verify", str(receipt), "--steps", "1"])
+    assert "seed 0, 1 steps: equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_last_step_that_the_receipt_did_not_log_is_not_compared(receipt, capsys):
     def log_fewer(fields):
         fields["config"]["log"]["every"] = 2
@@ -80,7 +94,12 @@ def test_on_another_mesh_rounding_may_differ(receipt, capsys):
 
 
 def better(fields):
-    fields["cells"][0]["loss"] -= 0.05
+    cell = fields["cells"][0]
+    cell["loss"] = cell["curve"]["losses"][-1] = cell["loss"] - 0.05
+
+
+def better_on_the_way(fields):
+    fields["cells"][0]["curve"]["losses"][0] -= 1
 
 
 def easier_start(fields):
@@ -93,6 +112,8 @@ def other_tokens(fields):
 
 def higher_rate(fields):
     fields["config"]["optimizer"]["learning_rate"] *= 4
+    for cell in fields["cells"]:
+        cell["cell"]["setting"][0][1] *= 4
 
 
 @pytest.mark.parametrize(
@@ -101,6 +122,7 @@ def higher_rate(fields):
         (better, "4", "the final loss differs by 0.05 nats"),
         (easier_start, "4", "a training loss differs by 0.01"),
         pytest.param(easier_start, "2", "a training loss differs by 0.01", marks=pytest.mark.slow),
+        (better_on_the_way, "4", "a validation loss differs by 1"),
         (other_tokens, "4", "the tokens are other ones"),
         pytest.param(higher_rate, "4", "a training loss differs by", marks=pytest.mark.slow),
     ],
@@ -113,6 +135,88 @@ def test_a_forged_receipt_is_refused(change, steps, problem, receipt, capsys):
     printed = capsys.readouterr().out
     assert f"REFUSED, {problem}" in printed
     assert printed.endswith(f"{receipt}: REFUSED\n")
+
+
+def one_lucky_seed(fields):
+    fields["cells"][1] = fields["cells"][0]
+
+
+def other_setting(fields):
+    fields["cells"][0]["cell"]["setting"] = [["learning_rate", 123.0]]
+
+
+def other_name(fields):
+    fields["cells"][0]["cell"]["contender"] = "adamw"
+
+
+def loss_beside_its_curve(fields):
+    fields["cells"][0]["loss"] -= 0.05
+
+
+def seed_that_is_a_path(fields):
+    fields["config"]["seed"] = fields["cells"][0]["cell"]["seed"] = "../../elsewhere"
+
+
+def no_cells(fields):
+    fields["cells"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (one_lucky_seed, "the seeds [0, 0], of which each may be there once"),
+        (no_cells, "the seeds [], of which"),
+        (seed_that_is_a_path, "is damaged ("),
+        (other_setting, "the setting {'learning_rate': 123.0} is not that of its config"),
+        (other_name, "a cell of 'adamw' is in a receipt of 'lion'"),
+        (loss_beside_its_curve, "the loss of seed 0 is not where its curve ends"),
+    ],
+)
+def test_a_receipt_whose_parts_do_not_agree_is_none(change, problem, receipt, capsys):
+    forge(receipt, change)
+    for command in (["verify", str(receipt)], ["board", str(receipt.parent)]):
+        with pytest.raises(SystemExit):
+            cli.main(["track", *command])
+        assert problem in capsys.readouterr().err
+
+
+def test_a_name_that_is_a_path_leads_nowhere(receipt, tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+
+    def rename(fields):
+        fields["name"] = str(elsewhere)
+        for cell in fields["cells"]:
+            cell["cell"]["contender"] = str(elsewhere)
+
+    forge(receipt, rename)
+    cli.main(["track", "verify", str(receipt), "--steps", "1"])
+    assert "seed 0, 1 steps: equal bit by bit" in capsys.readouterr().out
+    assert not elsewhere.exists()
+
+
+OWN_MODEL = """
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+def make(**options):
+    raise ValueError
+"""
+
+
+def test_the_model_of_a_receipt_is_not_run_to_read_it(receipt, tmp_path, capsys):
+    (tmp_path / "theirs.py").write_text(OWN_MODEL)
+
+    def take_model(fields):
+        model = ModuleConfig(make=f"{tmp_path / 'theirs.py'}:make", vocab_size=257, max_seq_len=16)
+        fields["config"]["model"] = to_dict(model)
+        del fields["num_parameters"]
+
+    forge(receipt, take_model)
+    with pytest.raises(SystemExit):
+        cli.main(["track", "board", str(tmp_path)])
+    assert "is damaged (KeyError('num_parameters'))" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
 
 
 OWN_CODE = """
@@ -210,6 +314,8 @@ def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys)
 
     def longer(fields):
         fields["name"] = "longer"
+        for cell in fields["cells"]:
+            cell["cell"]["contender"] = "longer"
         fields["config"]["num_steps"] = 8
         fields["config"]["eval"]["every"] = 1  # of which the last counts
 
@@ -234,6 +340,45 @@ def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys)
     assert not any(entry["reached"] for entry in division["entries"])
 
 
+def test_other_tokens_are_another_division(compared, tmp_path):
+    """Also with other seeds, of which no two digests of tokens can be compared."""
+    for name in ("here", "seeds", "data", "python"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "receipt-lion.json"
+        shutil.copy(compared / "receipt-lion.json", path)
+        if name == "here":
+            continue
+
+        def change(fields, name=name):
+            fields["config"]["seed"] += 100
+            for cell in fields["cells"]:
+                cell["cell"]["seed"] += 100
+                cell["tokens"] = "0" * 64
+                if name == "data":
+                    cell["data"] = "0" * 64
+
+        forge(path, change)
+
+    def of_python_sources(fields, version):
+        fields["config"]["data"] = to_dict(PythonSourcesConfig())
+        for cell in fields["cells"]:
+            cell["data"] = None
+            cell["environment"]["python"] = version
+
+    forge(tmp_path / "python" / "receipt-lion.json", lambda f: of_python_sources(f, "3.9.1"))
+    shutil.copytree(tmp_path / "python", tmp_path / "python2")
+    forge(tmp_path / "python2" / "receipt-lion.json", lambda f: of_python_sources(f, "3.9.2"))
+    cli.main(["track", "board", str(tmp_path)])
+    divisions = json.loads((tmp_path / "board.json").read_text())
+    groups = {frozenset(e["receipt"].split("/")[0] for e in d["entries"]) for d in divisions}
+    assert groups == {
+        frozenset({"here", "seeds"}),
+        frozenset({"data"}),
+        frozenset({"python"}),
+        frozenset({"python2"}),
+    }
+
+
 def test_a_target_is_reached_by_the_final_losses_of_all_seeds(receipt, tmp_path):
     """(target - mean) times the root of two seeds must be 0.004, as in modded-nanogpt."""
 
@@ -245,7 +390,7 @@ def test_a_target_is_reached_by_the_final_losses_of_all_seeds(receipt, tmp_path)
 
     def lower_before_the_end(fields):
         for cell in fields["cells"]:
-            cell["curve"]["losses"][-2] = 0.1
+            cell["curve"]["losses"][0] = 0.1
 
     forge(receipt, lower_before_the_end)  # only the last evaluation counts
     mean = sum(read_receipt(receipt).losses) / 2
