@@ -122,7 +122,9 @@ def higher_rate(fields):
         (better, "4", "the final loss differs by 0.05 nats"),
         (easier_start, "4", "a training loss differs by 0.01"),
         pytest.param(easier_start, "2", "a training loss differs by 0.01", marks=pytest.mark.slow),
-        (better_on_the_way, "4", "a validation loss differs by 1"),
+        pytest.param(
+            better_on_the_way, "4", "a validation loss differs by 1", marks=pytest.mark.slow
+        ),
         (other_tokens, "4", "the tokens are other ones"),
         pytest.param(higher_rate, "4", "a training loss differs by", marks=pytest.mark.slow),
     ],
@@ -180,6 +182,7 @@ def test_a_receipt_whose_parts_do_not_agree_is_none(change, problem, receipt, ca
         assert problem in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_name_that_is_a_path_leads_nowhere(receipt, tmp_path, capsys):
     elsewhere = tmp_path / "elsewhere"
 
@@ -340,6 +343,7 @@ def test_a_board_ranks_what_was_measured_on_the_same(compared, tmp_path, capsys)
     assert not any(entry["reached"] for entry in division["entries"])
 
 
+@pytest.mark.slow
 def test_other_tokens_are_another_division(compared, tmp_path):
     """Also with other seeds, of which no two digests of tokens can be compared."""
     for name in ("here", "seeds", "data", "python"):
