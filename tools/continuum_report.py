@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -249,10 +249,20 @@ def draw_gammas(axes: Axes, arms: Sequence[Arm]) -> None:
             dots = _dots(arm, found)
             axes.plot([x] * len(dots), dots, ".", color=color, alpha=0.4, markersize=5)
     axes.axhline(0, color="#000000", linewidth=0.8)
-    ticks = ["0\nAdamW", "0.025\nMARS", "0.1", "1 − β₁\nNAdamW (v of g²)"]
+    names = ("0, AdamW", "0.025, MARS", "0.1", "1 − β₁ (g²: NAdamW)")
+    ticks = [
+        f"{name}\n{_kappas(found.get(gamma if gamma == '0' else f'{gamma}-{m}') for m in MOMENTS)}"
+        for gamma, name in zip(GAMMAS, names, strict=True)
+    ]
     axes.set_xticks(range(len(GAMMAS)), ticks)
-    axes.set(title=f"Tuned, {title(arms[0])}", xlabel="γ")
+    axes.set(title=f"Tuned, {title(arms[0])}", xlabel="γ, and κ = γ β₁ / (1 − β₁) at the best β₁")
     axes.legend()
+
+
+def _kappas(arms: Iterable[Arm | None]) -> str:
+    """κ of two arms, of which one may be missing."""
+    found = sorted({f"{arm.kappa:.2g}" for arm in arms if arm is not None})
+    return f"κ = {' and '.join(found)}" if found else ""
 
 
 def others(arms: Sequence[Arm]) -> Iterator[tuple[str, Arm | None, dict[str, Arm]]]:
