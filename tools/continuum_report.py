@@ -7,6 +7,7 @@ Takes all comparisons in a directory together. Those of the same batch and numbe
 group, in which every choice is set against `nesterov-g2`, which is NAdamW, paired by seed: the same
 first weights and the same tokens. Holm's method adjusts p over all rows of the table. A rate with *
 is of a search that is not at its end: it is running, or a larger --budget may find a better one.
+These have no p, and the figure leaves them out.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Arm:
     minus_reference: PairedTest | None = None
     """None for the reference itself, and where seeds are missing."""
     p_adjusted: float | None = None
+    """None also where a search is not at its end."""
 
     @property
     def group(self) -> tuple[int, int]:
@@ -120,12 +122,17 @@ def read(root: Path) -> list[Arm]:
             if outcome.best is not None
         ]
     references = {arm.group: arm for arm in arms if arm.choice == REFERENCE}
-    arms = [_tested(arm, references[arm.group]) for arm in arms if arm.group in references]
-    tests = [arm.minus_reference for arm in arms]
-    adjusted = iter(holm([test.p for test in tests if test is not None]))
+    arms = [_compared(arm, references[arm.group]) for arm in arms if arm.group in references]
+    # Of two settings of which one is not the last word, no p says something about two optimizers.
+    tested = [
+        arm
+        for arm in arms
+        if arm.minus_reference and arm.search_ended and references[arm.group].search_ended
+    ]
+    p = holm([arm.minus_reference.p for arm in tested if arm.minus_reference])
+    adjusted = {(arm.group, arm.choice): value for arm, value in zip(tested, p, strict=True)}
     arms = [
-        arm if test is None else dataclasses.replace(arm, p_adjusted=next(adjusted))
-        for arm, test in zip(arms, tests, strict=True)
+        dataclasses.replace(arm, p_adjusted=adjusted.get((arm.group, arm.choice))) for arm in arms
     ]
     sizes = [arm.group for arm in arms]
     return sorted(
@@ -150,7 +157,7 @@ def _arm(outcome: Outcome, digests: dict[int, tuple[str, str]]) -> Arm:
     )
 
 
-def _tested(arm: Arm, reference: Arm) -> Arm:
+def _compared(arm: Arm, reference: Arm) -> Arm:
     if reference is arm:
         return arm
     seeds = [seed for seed in arm.losses if seed in reference.losses]
@@ -182,9 +189,10 @@ def markdown(arms: Sequence[Arm]) -> str:
         test, mark = arm.minus_reference, "" if arm.search_ended else "*"
         rate = f"{arm.learning_rate:g}{mark}, {arm.b1:g}, {arm.b2:g}"
         row = [arm.words, arm.name, rate, f"{arm.kappa:.2g}", _bounds(mean_interval(_values(arm)))]
+        if test is not None:
+            row.append(_bounds(test.difference, "+").replace("-", "−"))
         if test is not None and arm.p_adjusted is not None:
-            difference = _bounds(test.difference, "+").replace("-", "−")
-            row += [difference, f"{test.p:.2g}", f"{arm.p_adjusted:.2g}"]
+            row += [f"{test.p:.2g}", f"{arm.p_adjusted:.2g}"]
         lines.append(_row([*row, *[""] * (len(head) - len(row))]))
     return "\n".join(lines[1:])
 
@@ -209,10 +217,18 @@ def _row(cells: Sequence[str]) -> str:
 def draw(arms: Sequence[Arm], path: Path) -> None:
     """Draw the loss against γ for both v, and beside it every other arm; every seed is a dot.
 
+    Arms whose search is not at its end, or that of their reference, are left out.
+
     Raises:
+      ValueError: none is left.
       ImportError: matplotlib is not installed.
     """
     require_matplotlib()
+    ended = [arm for arm in arms if arm.search_ended]
+    groups = {arm.group for arm in ended if arm.choice == REFERENCE}
+    arms = [arm for arm in ended if arm.group in groups]
+    if not arms:
+        raise ValueError("there is no figure yet: no search is at its end.")
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -324,14 +340,14 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         arms = read(arguments.directory)
+        if not arms:
+            parser.error(f"no finished cell of {REFERENCE} is in {arguments.directory}.")
+        print(markdown(arms))
+        if arguments.figure is not None:
+            draw(arms, arguments.figure)
+            print(f"\nfigure: {arguments.figure}")
     except ValueError as error:
         sys.exit(f"{parser.prog}: {error}")
-    if not arms:
-        parser.error(f"no finished cell of {REFERENCE} is in {arguments.directory}.")
-    print(markdown(arms))
-    if arguments.figure is not None:
-        draw(arms, arguments.figure)
-        print(f"\nfigure: {arguments.figure}")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,9 @@ def test_a_choice_whose_search_the_budget_ended_is_marked(tool, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "| NAdamW | 0.004, 0.8" in printed
     assert "| AdamW | 0.004*, 0.8" in printed
+    write(tmp_path / "alone", "more", {"nesterov-g2": (1.8, 0)}, rates=(4e-3, 8e-3))
+    with pytest.raises(SystemExit, match="no search is at its end"):
+        tool(tmp_path / "alone", "--figure", tmp_path / "figure.png")
 
 
 def test_what_has_nothing_to_be_set_against_is_left_out(tool, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
     maxmars compare tools/examples/continuum.py --workdir runs/continuum --baseline nesterov-g2 \\
       --optimizers 0,0.025-c2,0.025-g2,nesterov-c2,nesterov-g2,0.1-c2,0.1-g2 \\
-      --tune learning_rate,b1,b2 --budget 24 --confirm 3 --finalists 2 --seeds 5
+      --tune learning_rate,b1,b2 --budget 60 --confirm 3 --finalists 2 --seeds 5
 
 All of them are, with kappa = gamma b1 / (1 - b1),
 
