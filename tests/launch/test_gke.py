@@ -214,9 +214,10 @@ def test_ctrl_c_ends_the_log_and_not_the_run(cloud):
     program(cloud / "bin" / "kubectl", '#!/bin/bash\necho "step 1"; exec sleep 60\n')
     command = [sys.executable, "-m", "maxmars", "launch", "gke", "logs", "--name", "run1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes["start_new_session"] = True
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
         assert process.stdout.readline() == "step 1\n"
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: kubectl gets it too
         assert process.stdout.read() == "\nno longer showing the log; the run goes on\n"
     assert process.returncode == 130
 
