@@ -226,7 +226,9 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
         if target is not None:
             reached = (target - sum(losses) / len(losses)) * math.sqrt(len(losses)) >= MARGIN
         entry = Entry(path=path, receipt=receipt, loss=mean_interval(losses), reached=reached)
-        own = [g for g in groups if all(is_same_division(e.receipt, receipt, any_steps) for e in g)]
+        own = [
+            g for g in groups if all(_is_same_division(e.receipt, receipt, any_steps) for e in g)
+        ]
         if own:
             own[0].append(entry)
         else:
@@ -239,15 +241,8 @@ def make_board(receipts: Mapping[str, Receipt], target: float | None = None) -> 
     return [Division(entries=tuple(sorted(group, key=rank)), target=target) for group in groups]
 
 
-def is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
-    """Whether the losses of two receipts are measured on the same model, tokens, batch and
-    evaluation.
-
-    Args:
-      first: any.
-      second: any.
-      any_steps: whether they may have other numbers of steps.
-    """
+def _is_same_division(first: Receipt, second: Receipt, any_steps: bool) -> bool:
+    """Whether two receipts are of the same model, tokens, batch and evaluation."""
     ignored = (*MAY_DIFFER, "seed", "data.path", "data.verify", "mesh.")
     # Of the evaluations the last one counts.
     ignored = (*ignored, "eval.every", "eval.batch_size", "eval.hellaswag_")

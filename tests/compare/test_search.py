@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from made_up import cell_result
 from tiny import tiny_config
 
-from maxmars.compare.cells import Cell, CellResult, Comparison, Contender
+from maxmars.compare.cells import Cell, Comparison, Contender
 from maxmars.compare.grids import make_grid, value_of, with_values
 from maxmars.compare.search import best_setting, most_cells_left, next_cells, search
 from maxmars.config import AdamWConfig, AdEMAMixConfig, MuonConfig, OptaxConfig, ScheduleConfig
@@ -29,28 +30,12 @@ def comparison(
     )
 
 
-def result(cell, loss):
-    return CellResult(
-        cell=cell,
-        loss=loss,
-        diverged=None,
-        step_time_s=0.1,
-        seconds=1.0,
-        initial_weights="",
-        tokens="",
-        curve=None,
-        train_losses=(),
-        final_state=None,
-        environment={},
-    )
-
-
 def run(compared, loss):
     """The cells that are asked for, one at a time as a comparison runs them, and all results."""
     results = {}
     while cells := next_cells(compared, results):
         assert len(results) < 200
-        results[cells[0]] = result(cells[0], loss(cells[0]))
+        results[cells[0]] = cell_result(cells[0], loss(cells[0]))
     return list(results), results
 
 
@@ -163,7 +148,7 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
 
 def test_a_finished_cell_is_not_asked_for_again():
     done = Cell(contender="a", setting=(("learning_rate", 2e-3),), seed=0)
-    cells = next_cells(comparison(names=("a", "b")), {done: result(done, 2.0)})
+    cells = next_cells(comparison(names=("a", "b")), {done: cell_result(done, 2.0)})
     assert len(cells) == 7
     assert done not in cells
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+from made_up import cell_result
 from tiny import tiny_config
 
-from maxmars.compare.cells import CellResult, Comparison, Contender
+from maxmars.compare.cells import Comparison, Contender
 from maxmars.compare.grids import make_grid
 from maxmars.compare.search import best_setting, losses_at, next_cells
 from maxmars.compare.statistics import (
@@ -90,22 +91,6 @@ def test_the_width_of_a_basin():
     assert basin(rates, [INF] * 4, 0.2) is None
 
 
-def made_up_result(cell, loss):
-    return CellResult(
-        cell=cell,
-        loss=loss,
-        diverged=None,
-        step_time_s=None,
-        seconds=1.0,
-        initial_weights="",
-        tokens="",
-        curve=None,
-        train_losses=(),
-        final_state=None,
-        environment={},
-    )
-
-
 def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
     """Adjusted p and differences of made-up contenders, tuned and tested as real ones are.
 
@@ -127,7 +112,7 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
         for cell in cells:
             bowl = 0.04 * math.log2(dict(cell.setting)["learning_rate"] / 2.5e-3) ** 2
             loss = 2.0 + bowl - gains[int(cell.contender[1:])] + of_seed[cell.seed]
-            results[cell] = made_up_result(cell, loss + rng.normal(0, noise))
+            results[cell] = cell_result(cell, loss + rng.normal(0, noise))
     at_best = [
         losses_at(c, best_setting(c, compared, results), compared, results)
         for c in compared.contenders
@@ -193,7 +178,7 @@ def compare_identical(rng, *, budget=80, confirm=3, num_seeds=5, noise=0.008):
                 0.01 * math.log2((1 - at["b2"]) / 0.06) ** 2,
             )
             loss = 1.75 + sum(distances) + of_seed[cell.seed] + rng.normal(0, noise)
-            results[cell] = made_up_result(cell, loss)
+            results[cell] = cell_result(cell, loss)
     one, other = (
         losses_at(c, best_setting(c, compared, results), compared, results)
         for c in compared.contenders
