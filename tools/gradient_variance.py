@@ -54,7 +54,7 @@ class Arguments(ConfigArguments):
     own, tells variance from bias.
 
     DIR gets gradient_variance.json with all numbers, a Markdown table and a figure (extra
-    `report`).
+    `report`). Each seed is kept when it is finished: the same command goes on after it.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -406,52 +406,70 @@ def by_window(array: np.ndarray, window: int) -> np.ndarray:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def measure(arguments: Arguments, command: str) -> dict[str, Any]:
-    """All seeds: the content of the JSON."""
+def measure(arguments: Arguments, command: str, path: Path) -> dict[str, Any]:
+    """All seeds: the content of the JSON, in which each seed is kept as soon as it is measured.
+
+    Raises:
+      UsageError: `path` is another measurement, or has all seeds.
+    """
+    from maxmars.distributed.files import write_text
     from maxmars.distributed.progress import Progress
 
     config, b1 = arguments.config, arguments.b1
     if b1 is None:
         b1 = config.optimizer.b1 if isinstance(config.optimizer, MarsConfig) else 0.95
     gammas = chosen_gammas(arguments.gammas, b1)
+    window_starts(config.num_steps, arguments.points, arguments.window, arguments.spacing)
     files = [Path(__file__), Path(__file__).with_name("gradient_error.py")]
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    with Progress() as progress:
-        seeds = [
-            measure_seed(
-                dataclasses.replace(config, seed=config.seed + number),
-                arguments,
-                b1,
-                gammas,
-                progress,
-            )
-            for number in range(arguments.seeds)
-        ]
-    return {
-        "command": command,
-        "code": code,
+    measured = {
+        "code": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
         "b1": b1,
         "gammas": gammas,
+        "points": arguments.points,
         "window": arguments.window,
+        "spacing": arguments.spacing,
         "held": arguments.held,
         "axes_of_moments": "windows, estimators, c and m, gammas, `Moments`, matrices",
-        "seeds": seeds,
+        "config": to_dict(config),
     }
+    seeds = finished_seeds(path, measured, arguments.seeds)
+    with Progress() as progress:
+        for number in range(len(seeds), arguments.seeds):
+            of_seed = dataclasses.replace(config, seed=config.seed + number)
+            seeds.append(to_json(measure_seed(of_seed, arguments, b1, gammas, progress)))
+            found = to_json({"command": command, **measured, "seeds": seeds})
+            write_text(path, json.dumps(found, allow_nan=False) + "\n")
+    return found
 
 
-def to_json(found: dict[str, Any]) -> str:
-    """JSON with arrays as lists of seven digits, which is what float32 has."""
+def finished_seeds(path: Path, measured: dict[str, Any], num_seeds: int) -> list[Any]:
+    """The seeds that an earlier command left in `path`, fewer than `num_seeds`.
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return plain(value.tolist())
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return float(f"{value:.7g}") if isinstance(value, float) else value
+    Raises:
+      UsageError: `path` is another measurement, or has all seeds.
+    """
+    if not path.exists():
+        return []
+    there = json.loads(path.read_text())
+    if any(there.get(key) != value for key, value in to_json(measured).items()):
+        raise UsageError(f"{path} is another measurement; choose another --output.")
+    if len(there["seeds"]) >= num_seeds:
+        raise UsageError(
+            f"--seeds {num_seeds}: {path} has {len(there['seeds'])} already; raise it, "
+            "choose another --output, or --draw True for table and figure."
+        )
+    return list(there["seeds"])
 
-    return json.dumps(plain(found), allow_nan=False) + "\n"
+
+def to_json(value: Any) -> Any:
+    """A value of JSON: arrays and tuples as lists, with seven digits, which is what float32 has."""
+    if isinstance(value, np.ndarray):
+        return to_json(value.tolist())
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def run(argv: Sequence[str]) -> None:
@@ -478,19 +496,9 @@ def run(argv: Sequence[str]) -> None:
                 f"--draw True: there is no {path}; measure first, or name its --output."
             )
         result = Result(json.loads(path.read_text()))
-    elif path.exists():
-        raise UsageError(
-            f"{path} is a measurement already; choose another --output, or --draw True for its "
-            "table and figure."
-        )
     else:
-        window_starts(
-            arguments.config.num_steps, arguments.points, arguments.window, arguments.spacing
-        )
         command = " ".join(["python", f"tools/{PROG}", *argv])
-        text = to_json(measure(arguments, command))
-        write_text(path, text)
-        result = Result(json.loads(text))
+        result = Result(measure(arguments, command, path))
     table = markdown(result, FIGURE)
     write_text(arguments.output / TABLE, table)
     with replacing(arguments.output / FIGURE) as temporary:
@@ -503,7 +511,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
+        print("\ninterrupted; the same command goes on after its last seed", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)

@@ -150,7 +150,17 @@ def test_a_measurement_leaves_numbers_tables_and_a_figure(tool, byte_tokens, tmp
     assert (tmp_path / "found" / "gradient_variance.png").stat().st_size > 10_000
     with pytest.raises(SystemExit, match="2"):  # minutes of work are not overwritten
         tool(*command)
-    assert "is a measurement already" in capsys.readouterr().err
+    assert "has 1 already; raise it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        tool(*command, "--seeds", "2", "--spacing", "linear")
+    assert "is another measurement" in capsys.readouterr().err
+    tool(*command, "--seeds", "2")  # goes on after the first
+    both = json.loads((tmp_path / "found" / "gradient_variance.json").read_text())
+    assert both["seeds"][0] == seed
+    assert [found["config"]["seed"] for found in both["seeds"]] == [
+        seed["config"]["seed"],
+        seed["config"]["seed"] + 1,
+    ]
 
 
 @pytest.mark.parametrize(
