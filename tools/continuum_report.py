@@ -40,7 +40,12 @@ KNOWN = {
     "0.025-exact": "exact MARS, no clip",
     "1-exact": "STORM in Adam",
 }
-GAMMAS = ("0", "0.025", "0.1", "nesterov")
+GAMMAS = {  # in the order of κ
+    "0": "0\nAdamW",
+    "0.025": "0.025\nMARS",
+    "nesterov": "1 − β₁\ng²: NAdamW",
+    "0.1": "0.1\n",
+}
 MOMENTS = {"c2": ("v of c²", "#D55E00", "o"), "g2": ("v of g²", "#0072B2", "s")}
 STYLE = {
     "font.size": 10,
@@ -265,10 +270,9 @@ def draw_gammas(axes: Axes, arms: Sequence[Arm]) -> None:
             dots = _dots(arm, found)
             axes.plot([x] * len(dots), dots, ".", color=color, alpha=0.4, markersize=5)
     axes.axhline(0, color="#000000", linewidth=0.8)
-    names = ("0, AdamW", "0.025, MARS", "0.1", "1 − β₁ (g²: NAdamW)")
     ticks = [
         f"{name}\n{_kappas(found.get(gamma if gamma == '0' else f'{gamma}-{m}') for m in MOMENTS)}"
-        for gamma, name in zip(GAMMAS, names, strict=True)
+        for gamma, name in GAMMAS.items()
     ]
     axes.set_xticks(range(len(GAMMAS)), ticks)
     axes.set(title=f"Tuned, {title(arms[0])}", xlabel="γ, and κ = γ β₁ / (1 − β₁) at the best β₁")
