@@ -316,6 +316,7 @@ def draw_rows(axes: Axes, rows: Sequence[tuple[str, Arm | None, dict[str, Arm]]]
         label.set_fontweight("bold" if arm is None else "normal")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=6)
     axes.set_title("One part changed")
 
 
