@@ -127,8 +127,8 @@ def test_the_logits_of_all_tokens_are_never_there(name):
 # The largest differences on CPUs: 2e-4 in the loss, and 0.0025 of a gradient's norm.
 @pytest.mark.gpu
 def test_the_loss_in_bfloat16_is_that_in_float32():
-    x, embedding, targets = inputs(4, 128, 1024)
-    x, embedding = np.tile(x, 16) / 4, np.tile(embedding, 16) / 8
+    x, embedding, targets = (jnp.asarray(a) for a in inputs(4, 128, 1024))
+    x, embedding = jnp.tile(x, 16) / 4, jnp.tile(embedding, 16) / 8
     with jax.default_matmul_precision("highest"):  # float32 is not TF32 here
         expected = with_grads(lambda *a: plain(*a, targets).mean(), x, embedding)
     chunked = functools.partial(FUNCTIONS["mean_loss"][0], chunk_bytes=4 * 1024 * 100)
