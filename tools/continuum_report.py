@@ -5,9 +5,9 @@
 
 Takes all comparisons in a directory together. Those of the same batch and number of steps are a
 group, in which every choice is set against `nesterov-g2`, which is NAdamW, paired by seed: the same
-first weights and the same tokens. Holm's method adjusts p over all rows of the table. A rate with *
-is of a search that is not at its end: it is running, or a larger --budget may find a better one.
-These have no p, and the figure leaves them out.
+first weights and the same tokens. Holm's method adjusts p over all rows that have one. A rate with
+* is of a search that is not at its end: it is running, seeds are missing, or a larger --budget may
+find a better one. These have no p, and the figure leaves them out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxmars.compare.cells import COMPARISON, read_comparison, read_results
+from maxmars.compare.cells import (
+    COMPARISON,
+    Contender,
+    check_comparable,
+    read_comparison,
+    read_results,
+)
 from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.grids import value_of, with_values
 from maxmars.compare.statistics import Interval, PairedTest, holm, mean_interval, paired_test
@@ -60,7 +67,7 @@ STYLE = {
 class Arm:
     """A choice at its best setting."""
 
-    choice: str
+    contender: Contender
     sequences: int
     """In a batch."""
     steps: int
@@ -72,11 +79,16 @@ class Arm:
     digests: dict[int, tuple[str, str]]
     """Seed -> those of first weights and tokens."""
     search_ended: bool
-    """Whether no neighbour of the setting is better, rather than the budget being used up."""
+    """Whether all neighbours of the setting were tried, and it ran with all seeds."""
     minus_reference: PairedTest | None = None
     """None for the reference itself, and where seeds are missing."""
     p_adjusted: float | None = None
     """None also where a search is not at its end."""
+
+    @property
+    def choice(self) -> str:
+        """Its value of `optimizer` in `examples/continuum.py`."""
+        return self.contender.name
 
     @property
     def group(self) -> tuple[int, int]:
@@ -114,7 +126,8 @@ def read(root: Path) -> list[Arm]:
     Groups without a finished cell of the reference are left out.
 
     Raises:
-      ValueError: two arms of a group did not begin with the same weights or read the same tokens.
+      ValueError: two arms of a group are the same choice, were not trained and evaluated alike, or
+        did not begin with the same weights or read the same tokens.
     """
     arms: list[Arm] = []
     for path in sorted(root.rglob(COMPARISON)):
@@ -126,6 +139,12 @@ def read(root: Path) -> list[Arm]:
             for outcome in summary.outcomes
             if outcome.best is not None
         ]
+    for group in dict.fromkeys(arm.group for arm in arms):
+        contenders = [arm.contender for arm in arms if arm.group == group]
+        check_comparable(contenders)
+        for name, count in Counter(contender.name for contender in contenders).items():
+            if count > 1:
+                raise ValueError(f"{count} comparisons in {root} have {name} with {title(group)}.")
     references = {arm.group: arm for arm in arms if arm.choice == REFERENCE}
     arms = [_compared(arm, references[arm.group]) for arm in arms if arm.group in references]
     # Of two settings of which one is not the last word, no p says something about two optimizers.
@@ -150,7 +169,7 @@ def _arm(outcome: Outcome, digests: dict[int, tuple[str, str]]) -> Arm:
     config = with_values(outcome.contender.config, dict(outcome.best.setting))
     rate, b1, b2 = (float(value_of(config, f) or 0) for f in ("learning_rate", "b1", "b2"))
     return Arm(
-        choice=outcome.contender.name,
+        contender=outcome.contender,
         sequences=config.global_batch_size,
         steps=config.num_steps,
         learning_rate=rate,
@@ -158,7 +177,7 @@ def _arm(outcome: Outcome, digests: dict[int, tuple[str, str]]) -> Arm:
         b2=b2,
         losses=outcome.best.losses,
         digests=digests,
-        search_ended=not outcome.search.untried and not outcome.search.missing,
+        search_ended=outcome.search.is_at_its_end,
     )
 
 
@@ -190,7 +209,7 @@ def markdown(arms: Sequence[Arm]) -> str:
     for arm in arms:
         if arm.group != group:
             group = arm.group
-            lines += ["", title(arm), "", *map(_row, (head, ["---"] * len(head)))]
+            lines += ["", title(group), "", *map(_row, (head, ["---"] * len(head)))]
         test, mark = arm.minus_reference, "" if arm.search_ended else "*"
         rate = f"{arm.learning_rate:g}{mark}, {arm.b1:g}, {arm.b2:g}"
         row = [arm.words, arm.name, rate, f"{arm.kappa:.2g}", _bounds(mean_interval(_values(arm)))]
@@ -202,9 +221,10 @@ def markdown(arms: Sequence[Arm]) -> str:
     return "\n".join(lines[1:])
 
 
-def title(arm: Arm) -> str:
+def title(group: tuple[int, int]) -> str:
     """What the arms of a group share."""
-    return f"{arm.sequences} sequences a step, {arm.steps:,} steps"
+    sequences, steps = group
+    return f"{sequences} sequences a step, {steps:,} steps"
 
 
 def _bounds(found: Interval, sign: str = "") -> str:
@@ -275,7 +295,9 @@ def draw_gammas(axes: Axes, arms: Sequence[Arm]) -> None:
         for gamma, name in GAMMAS.items()
     ]
     axes.set_xticks(range(len(GAMMAS)), ticks)
-    axes.set(title=f"Tuned, {title(arms[0])}", xlabel="γ, and κ = γ β₁ / (1 − β₁) at the best β₁")
+    axes.set(
+        title=f"Tuned, {title(arms[0].group)}", xlabel="γ, and κ = γ β₁ / (1 − β₁) at the best β₁"
+    )
     axes.legend()
 
 
@@ -297,7 +319,7 @@ def others(arms: Sequence[Arm]) -> Iterator[tuple[str, Arm | None, dict[str, Arm
             continue
         if arm.group != group:
             group = arm.group
-            yield title(arm), None, {}
+            yield title(arm.group), None, {}
         yield arm.name or arm.words, arm, {a.choice: a for a in arms if a.group == group}
 
 

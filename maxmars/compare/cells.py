@@ -285,11 +285,21 @@ def read_comparison(workdir: Path) -> Comparison:
     """The comparison in `workdir`.
 
     Raises:
-      ValueError: there is none, or another version of maxmars wrote it.
+      ValueError: there is none, it is damaged, or another version of maxmars wrote it.
     """
     fields = _read_fields(workdir)
     if not fields:
         raise ValueError(f"{workdir} holds no comparison: there is no {COMPARISON} in it.")
+    try:
+        comparison = _comparison(fields)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _damaged(workdir) from error
+    if comparison.baseline not in {contender.name for contender in comparison.contenders}:
+        raise _damaged(workdir)
+    return comparison
+
+
+def _comparison(fields: Mapping[str, Any]) -> Comparison:
     contenders = tuple(
         Contender(
             name=name,
@@ -422,13 +432,18 @@ def _stored_configs(workdir: Path) -> dict[str, TrainConfig]:
     return {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
 
 
+def _damaged(workdir: Path) -> ValueError:
+    path = workdir / COMPARISON
+    return ValueError(f"{path} is damaged; restore it, or choose another --workdir.")
+
+
 def _read_fields(workdir: Path) -> Mapping[str, Any]:
     path = workdir / COMPARISON
     if not path.is_file():
         return {}
     fields = read_json(path)
-    if fields is None:
-        raise ValueError(f"{path} is damaged; restore it, or choose another --workdir.")
+    if not isinstance(fields, dict):
+        raise _damaged(workdir)
     if fields.get("format") != _FORMAT:
         raise ValueError(
             f"{workdir} holds a comparison that another version of maxmars wrote "

@@ -12,7 +12,7 @@ import contextlib
 import importlib.util
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.titlesize": "medium",
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
@@ -147,7 +148,8 @@ def draw_rates_and_norms(lines: Sequence[Line], path: Path, metrics: Mapping[str
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
             is_log = spread.size > 0 and spread.max() > 5 * spread.min()
-            reach = 2.5 if is_log else 4.0
+            # Norms of sound runs differ more than their losses do.
+            reach = 2.5 if is_log else 10.0
             _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, reach=reach)
             axes.set_title(metrics[metric])
             axes.set_xlabel(f"tokens{unit}")
@@ -266,9 +268,16 @@ def draw_tuning(
             axes.set_xscale("function", functions=(_far_from_1, _near_1))
         elif positive:
             axes.set_xscale("log")
-        axes.set_xticks(_ticks(values, axes))
-        axes.set_xticks([], minor=True)
+        best = {
+            min(means, key=lambda value: means[value])
+            for grid in grids.values()
+            if (means := {v: np.mean(losses) for v, losses in grid.items() if losses})
+        }
+        labelled = _ticks(values, axes, best)
+        axes.set_xticks(labelled)
+        axes.set_xticks([value for value in values if value not in labelled], minor=True)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.tick_params(axis="x", labelrotation=30)
         axes.set_ylim(bottom - margin, top + margin)
         axes.set_xlabel("peak learning rate" if field == "learning_rate" else field)
@@ -560,11 +569,12 @@ def _near_1(position: Any) -> Any:
     return 1 - 10.0 ** -np.asarray(position, float)
 
 
-def _ticks(values: Sequence[Number], axes: Axes) -> list[Number]:
-    """The values, without those whose labels have no room beside the one before."""
+def _ticks(values: Sequence[Number], axes: Axes, best: Collection[Number]) -> list[Number]:
+    """The values whose labels have room: first the best ones, then both ends, then the others."""
     positions = axes.transScale.transform([(value, 0.0) for value in values])[:, 0]
-    room, kept = 0.75 * np.ptp(positions) / _MAX_TICKS, [0]
-    for index in range(1, len(values)):
-        if positions[index] - positions[kept[-1]] > room:
+    room, ends = 0.75 * np.ptp(positions) / _MAX_TICKS, (0, len(values) - 1)
+    kept: list[int] = []
+    for index in sorted(range(len(values)), key=lambda i: (values[i] not in best, i not in ends)):
+        if all(abs(positions[index] - positions[other]) > room for other in kept):
             kept.append(index)
-    return [values[index] for index in kept]
+    return [values[index] for index in sorted(kept)]

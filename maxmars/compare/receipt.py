@@ -128,7 +128,7 @@ def read_receipt(path: Path) -> Receipt:
         )
         _check(receipt)
         return receipt
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); get it anew from whoever made it.") from (
             error
         )
@@ -215,8 +215,17 @@ def _check(receipt: Receipt) -> None:
     are_numbers = seeds and all(type(seed) is int for seed in seeds)
     if not are_numbers or len(set(seeds)) < len(seeds) or receipt.config.seed != seeds[0]:
         raise ValueError(f"its cells have the seeds {seeds}, of which each may be there once")
+    if not isinstance(receipt.name, str) or not isinstance(receipt.tuning, Mapping):
+        raise ValueError("its name or its tuning is none")
     for result in receipt.cells:
         cell, curve = result.cell, result.curve
+        if not (math.isfinite(result.loss) or result.loss == math.inf):
+            raise ValueError(f"the loss of seed {cell.seed} is {result.loss}")
+        are_texts = isinstance(result.initial_weights, str) and isinstance(result.tokens, str)
+        if not are_texts or not isinstance(result.environment, Mapping):
+            raise ValueError(f"digests or environment of seed {cell.seed} are none")
+        if result.step_time_s is not None and not isinstance(result.step_time_s, (int, float)):
+            raise ValueError(f"the step time of seed {cell.seed} is {result.step_time_s!r}")
         if cell.contender != receipt.name:
             raise ValueError(f"a cell of {cell.contender!r} is in a receipt of {receipt.name!r}")
         if with_values(receipt.config, dict(cell.setting)) != receipt.config:

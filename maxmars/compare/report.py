@@ -168,7 +168,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
     ]
     if summary.num_missing:
-        texts.append(f"unfinished: at least {summary.num_missing} cells are missing")
+        texts.append(f"unfinished: cells are missing, {summary.num_missing} at least")
     if len(_tuned(summary)) > 1:
         texts += [
             f"{o.contender.name}: {describe_setting(o.best.setting).replace(',', ', ')}"
@@ -316,7 +316,7 @@ def _result_table(summary: Summary) -> str:
 def _notes(summary: Summary) -> Iterator[str]:
     if summary.num_missing:
         yield (
-            f"UNFINISHED: at least {summary.num_missing} cells are missing; the same "
+            f"UNFINISHED: cells are missing, {summary.num_missing} at least; the same "
             "`maxmars compare` command continues."
         )
     yield from _search_notes(summary)
@@ -333,8 +333,9 @@ def _notes(summary: Summary) -> Iterator[str]:
             high = f"{'at least ' if found.open_high else ''}{found.high:.2g}"
             least = "at least " if found.open_low or found.open_high else ""
             yield (
-                f"{outcome.contender.name} is within {TOLERANCE} nats of its best loss for rates "
-                f"from {low} to {high}, a factor of {least}{found.factor:.1f}."
+                f"With seed {summary.comparison.seeds[0]}, {outcome.contender.name} is within "
+                f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
+                f"{least}{found.factor:.1f}."
             )
     if len(summary.comparison.seeds) > 1:
         yield (
@@ -493,6 +494,9 @@ def _line_figures(lines: Sequence[Line], out: Path, what: str, thin: str) -> Ite
         if draw_training_losses(lines, path, against=against):
             text = f"Training loss{what} against {against}. Thin: every run as it was logged; "
             yield _image(path, f"{text}thick: a mean over the seeds and a sixteenth of the run.")
+    path = out / "figures" / "training_loss_time.png"
+    if validated and draw_training_losses(lines, path, against="time"):
+        yield _image(path, f"Training loss{what} against the time of the steps.")
     path, timed = out / "figures" / "loss_time.png", validated or lines
     if draw_losses(timed, path, against="time"):
         untimed = _names([line for line in timed if line.seconds_per_token is None])

@@ -1,7 +1,7 @@
 """Which cells to run next: the search for the best setting with one seed, then more seeds.
 
 The choice depends on the results so far alone, so that a comparison that was stopped, or that
-several processes share, continues by asking again. It goes in two stages:
+several processes share, continues by asking again. It goes in three stages:
 
 1. Coordinate descent with the first seed, over at most `budget` cells of each contender: all
    scanned learning rates at the config's own other values; then one field after the other, each
@@ -12,6 +12,9 @@ several processes share, continues by asking again. It goes in two stages:
    and the mean over them decides: at the edge of stability a run may be lucky with one.
 2. All seeds at the `finalists` best settings: one seed cannot tell close ones apart. Their mean
    losses decide.
+3. Where these, or cells that a search with other options left, make another setting the best one
+   than that at which the descent ended, its neighbours are tried as well, within the budget. Then
+   the second stage comes again, until the neighbours of the best setting are all tried.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from maxmars.compare.cells import Cell, CellResult, Comparison, Contender, Setting, make_setting
-from maxmars.compare.grids import LEARNING_RATE, Grid, Number
+from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of
 
 Results = Mapping[Cell, CellResult]
 
@@ -42,10 +45,17 @@ class Search:
     """The settings that it asked for so far, in this order; the last ones may be without result."""
     missing: tuple[Cell, ...]
     """Cells that it asked for and that have no result."""
+    finals: tuple[Cell, ...]
+    """Cells of the finalists that have no result; none as long as others are missing."""
     untried: tuple[Setting, ...]
-    """Neighbours of the best setting for which the budget was too small."""
+    """Settings that would be next, for which the budget was too small."""
     budget_left: int
     """Cells that it may still ask for."""
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether the best setting has all seeds, and all its neighbours were tried."""
+        return not (self.missing or self.finals or self.untried)
 
 
 def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
@@ -53,43 +63,72 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
     num_finished = Counter(cell.contender for cell in results)
     # In turns, so that changes of the machine's speed over the hours affect all alike.
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
-    rows = itertools.zip_longest(*(_missing(c, comparison, results) for c in contenders))
+    searches = [search(contender, comparison, results) for contender in contenders]
+    rows = itertools.zip_longest(*(found.missing or found.finals for found in searches))
     return [cell for row in rows for cell in row if cell is not None]
 
 
 def most_cells_left(contender: Contender, comparison: Comparison, results: Results) -> int:
-    """How many cells of a contender are missing at most; fewer if its search ends early."""
+    """How many cells of a contender are missing at most; fewer if its search ends early, and more
+    only if seeds decide for a setting at which it did not end."""
     found = search(contender, comparison, results)
     if not found.missing:
-        return len(_missing(contender, comparison, results))
+        return len(found.finals)
     of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
     return len(found.missing) + found.budget_left + of_seeds
 
 
 def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
     """Replay the search of a contender on the results so far."""
-    losses = {
-        (cell.setting, cell.seed): result.loss
-        for cell, result in results.items()
-        if cell.contender == contender.name
-    }
+    seeds = comparison.seeds[: comparison.confirm]
+    losses = _Losses(contender, seeds, _by_try(contender, results))
     asked: list[_Try] = []
-    missing: list[_Try] = []
-    left: list[_Try] = []
-    for wanted in _descend(contender, comparison.seeds[: comparison.confirm], losses):
-        new = [one for one in dict.fromkeys(wanted) if one not in asked]
-        affordable = new[: comparison.budget - len(asked)]
-        asked += affordable
-        missing = [one for one in affordable if one not in losses]
-        left = [] if missing else new[len(affordable) :]
-        if missing or left:
+    missing, left = _ask(_descend(contender, losses), asked, comparison.budget, losses)
+    while True:
+        finalists = _finalists(_settings(asked), contender, comparison, results)
+        all_tries = [(setting, seed) for setting in finalists for seed in comparison.seeds]
+        finals = [] if missing else [one for one in all_tries if one not in losses.of_try]
+        best = _best(finalists, contender, comparison, results)
+        if missing or left or finals or best is None:
+            break
+        num_asked = len(asked)
+        missing, left = _ask(_around(best, contender, losses), asked, comparison.budget, losses)
+        if not left and len(asked) == num_asked:
             break
     return Search(
         tried=_settings(asked),
         missing=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in missing),
+        finals=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in finals),
         untried=_settings(left),
         budget_left=comparison.budget - len(asked),
     )
+
+
+def _by_try(contender: Contender, results: Results) -> dict[_Try, float]:
+    return {
+        (cell.setting, cell.seed): result.loss
+        for cell, result in results.items()
+        if cell.contender == contender.name
+    }
+
+
+def _ask(
+    steps: Iterable[list[_Try]], asked: list[_Try], budget: int, losses: _Losses
+) -> tuple[list[_Try], list[_Try]]:
+    """Take the steps of a search as far as the results and the budget go, and add to `asked`.
+
+    Returns:
+      The tries that have no result yet, and those for which the budget is too small.
+    """
+    for wanted in steps:
+        new = [one for one in dict.fromkeys(wanted) if one not in asked]
+        affordable = new[: budget - len(asked)]
+        asked += affordable
+        missing = [one for one in affordable if one not in losses.of_try]
+        left = [] if missing else new[len(affordable) :]
+        if missing or left:
+            return missing, left
+    return [], []
 
 
 def settings_of(
@@ -97,9 +136,7 @@ def settings_of(
 ) -> tuple[Setting, ...]:
     """The settings that the search of a contender tried, then those of its other finished cells,
     which a search with other options left."""
-    own = {cell.setting for cell in results if cell.contender == contender.name}
-    tried = search(contender, comparison, results).tried
-    return tuple(dict.fromkeys([*tried, *sorted(own)]))
+    return _with_others(search(contender, comparison, results).tried, contender, results)
 
 
 def best_setting(contender: Contender, comparison: Comparison, results: Results) -> Setting | None:
@@ -107,13 +144,9 @@ def best_setting(contender: Contender, comparison: Comparison, results: Results)
 
     None where every setting diverged or none is finished.
     """
-    sound = {
-        s: losses_at(contender, s, comparison, results)
-        for s in _finalists(contender, comparison, results)
-    }
-    most = max(map(len, sound.values()), default=0)
-    means = {setting: np.mean(found) for setting, found in sound.items() if len(found) == most}
-    return min(means, key=lambda setting: means[setting], default=None)
+    tried = search(contender, comparison, results).tried
+    finalists = _finalists(tried, contender, comparison, results)
+    return _best(finalists, contender, comparison, results)
 
 
 def results_at(
@@ -137,24 +170,21 @@ def _settings(tries: Iterable[_Try]) -> tuple[Setting, ...]:
     return tuple(dict.fromkeys(setting for setting, _ in tries))
 
 
-def _missing(contender: Contender, comparison: Comparison, results: Results) -> list[Cell]:
-    if missing := search(contender, comparison, results).missing:
-        return list(missing)
-    settings = _finalists(contender, comparison, results)
-    cells = [
-        Cell(contender=contender.name, setting=s, seed=n)
-        for s in settings
-        for n in comparison.seeds
-    ]
-    return [cell for cell in cells if cell not in results]
+def _with_others(
+    tried: Iterable[Setting], contender: Contender, results: Results
+) -> tuple[Setting, ...]:
+    own = {cell.setting for cell in results if cell.contender == contender.name}
+    return tuple(dict.fromkeys([*tried, *sorted(own)]))
 
 
-def _finalists(contender: Contender, comparison: Comparison, results: Results) -> list[Setting]:
+def _finalists(
+    tried: Iterable[Setting], contender: Contender, comparison: Comparison, results: Results
+) -> list[Setting]:
     """The best settings of those that diverged with no seed so far, by the search's seeds."""
     by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
     found = {
         setting: losses_at(contender, setting, by_search, results)
-        for setting in settings_of(contender, comparison, results)
+        for setting in _with_others(tried, contender, results)
         if np.isfinite(losses_at(contender, setting, comparison, results)).all()
     }
     most = max(map(len, found.values()), default=0)  # a mean over fewer would not compare
@@ -162,41 +192,74 @@ def _finalists(contender: Contender, comparison: Comparison, results: Results) -
     return sorted(means, key=lambda setting: means[setting])[: comparison.finalists]
 
 
-def _descend(
-    contender: Contender, seeds: tuple[int, ...], losses: Mapping[_Try, float]
-) -> Generator[list[_Try]]:
-    """Coordinate descent: yields the tries whose losses it reads when it is asked to go on."""
+def _best(
+    finalists: Sequence[Setting], contender: Contender, comparison: Comparison, results: Results
+) -> Setting | None:
+    found = {s: losses_at(contender, s, comparison, results) for s in finalists}
+    most = max(map(len, found.values()), default=0)
+    means = {setting: np.mean(losses) for setting, losses in found.items() if len(losses) == most}
+    return min(means, key=lambda setting: means[setting], default=None)
 
-    def tries(candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[_Try]:
-        settings = [make_setting(contender.config, values) for values in candidates]
+
+@dataclass(frozen=True)
+class _Losses:
+    """How good values of a contender are, as far as they were tried."""
+
+    contender: Contender
+    seeds: tuple[int, ...]
+    """With which a setting must be better."""
+    of_try: Mapping[_Try, float]
+
+    def first(self, candidates: Iterable[_Values]) -> list[_Try]:
+        """The tries of values with the first seed."""
+        return self._tries(candidates, self.seeds[:1])
+
+    def all(self, candidates: Iterable[_Values]) -> list[_Try]:
+        """The tries of values with each seed."""
+        return self._tries(candidates, self.seeds)
+
+    def order(self, values: _Values) -> tuple[float, float]:
+        """By which values are sorted: their loss with the first seed."""
+        return self._mean(self.first([values]), values)
+
+    def mean(self, values: _Values) -> tuple[float, float]:
+        """By which values are compared: their mean loss over the seeds."""
+        return self._mean(self.all([values]), values)
+
+    def to_beat(self, best: _Values) -> tuple[float, float]:
+        """By first seed: where the best values were lucky with it, their mean is what to beat."""
+        return max(self.order(best), self.mean(best))
+
+    def _tries(self, candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[_Try]:
+        settings = [make_setting(self.contender.config, values) for values in candidates]
         return [(setting, seed) for setting in settings for seed in seeds]
 
-    def order(values: _Values, seeds: tuple[int, ...] = seeds[:1]) -> tuple[float, float]:
+    def _mean(self, tries: list[_Try], values: _Values) -> tuple[float, float]:
         # Of settings that diverge, the one with the lower rate is closer to one that does not.
-        loss = float(np.mean([losses[one] for one in tries([values], seeds)]))
+        loss = float(np.mean([self.of_try[one] for one in tries]))
         return loss, 0.0 if math.isfinite(loss) else values.get(LEARNING_RATE, 0.0)
 
-    def mean(values: _Values) -> tuple[float, float]:
-        return order(values, seeds)
+
+def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
+    """Coordinate descent: yields the tries whose losses it reads when it is asked to go on."""
 
     def moved(best: _Values, candidates: list[_Values]) -> Generator[list[_Try], None, _Values]:
-        """A candidate that is better than the best setting so far, or that."""
-        yield tries(candidates, seeds[:1])
-        for closest in sorted(candidates, key=order):
-            # Where the best one so far was lucky with the first seed, its mean is what to beat.
-            if order(closest) >= max(order(best), mean(best)):
+        """A candidate that is better than the best values so far, or these."""
+        yield losses.first(candidates)
+        for closest in sorted(candidates, key=losses.order):
+            if losses.order(closest) >= losses.to_beat(best):
                 break
-            yield tries([closest], seeds)
-            if mean(closest) < mean(best):
+            yield losses.all([closest])
+            if losses.mean(closest) < losses.mean(best):
                 return closest
         return best
 
     start = {grid.field: grid.scanned[0] for grid in contender.grids}
     scans = [grid for grid in contender.grids if len(grid.scanned) > 1]
     candidates = [start | {grid.field: v} for grid in scans for v in grid.scanned] or [start]
-    yield tries(candidates, seeds[:1])
-    best = min(candidates, key=order)
-    yield tries([best], seeds)
+    yield losses.first(candidates)
+    best = min(candidates, key=losses.order)
+    yield losses.all([best])
     while (better := (yield from moved(best, candidates))) != best:
         best = better
     while True:
@@ -210,11 +273,23 @@ def _descend(
                 return
 
 
+def _around(setting: Setting, contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
+    """The neighbours of a setting, then with all seeds those that may be better."""
+    own = {grid.field: value_of(contender.config, grid.field) for grid in contender.grids}
+    best: _Values = {field: v for field, v in own.items() if v is not None} | dict(setting)
+    neighbours = [near for grid in contender.grids for near in _neighbours(best, grid)]
+    candidates = [*neighbours, *_diagonals(best, contender)]
+    yield losses.first(candidates)
+    limit = losses.to_beat(best)
+    yield losses.all(near for near in candidates if losses.order(near) < limit)
+
+
 def _neighbours(values: _Values, grid: Grid) -> list[_Values]:
     """The values with the next lower and the next higher value of one field."""
-    index = grid.values.index(values[grid.field])
-    near = [*grid.values[max(0, index - 1) : index], *grid.values[index + 1 : index + 2]]
-    return [values | {grid.field: value} for value in near]
+    own = values[grid.field]
+    lower = [value for value in grid.values if value < own][-1:]
+    higher = [value for value in grid.values if value > own][:1]
+    return [values | {grid.field: value} for value in (*lower, *higher)]
 
 
 def _diagonals(values: _Values, contender: Contender) -> list[_Values]:

@@ -172,8 +172,11 @@ def _curves_apart(theirs: Curve | None, ours: Curve | None) -> float:
 
 
 def _apart(theirs: float, ours: float) -> float:
-    """The difference of two losses; 0 of two that both are no numbers, or both infinite."""
-    return 0.0 if theirs == ours or (theirs != theirs and ours != ours) else abs(theirs - ours)
+    """The difference of two losses: 0 of two that both are no numbers, or the same infinity, and
+    infinite where one of them is a number only."""
+    if theirs == ours or (math.isnan(theirs) and math.isnan(ours)):
+        return 0.0
+    return math.inf if math.isnan(theirs - ours) else abs(theirs - ours)
 
 
 # --- the board ------------------------------------------------------------------------------------

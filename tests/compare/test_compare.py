@@ -66,6 +66,7 @@ def test_what_a_comparison_leaves_behind(compared):
     assert figures == {
         "every_run.png",
         "loss_time.png",
+        "training_loss_time.png",
         "loss_tokens.png",
         "rates_and_norms.png",
         "training_loss_tokens.png",
@@ -102,7 +103,7 @@ def test_the_report_says_what_was_found(compared):
     assert lion["curves"][0]["tokens"] == [0, 4 * 256]
     page = (compared / "report.md").read_text()
     assert "The budget of lion ended before its search: learning_rate=" in page
-    assert page.count("](figures/") == 6
+    assert page.count("](figures/") == 7
     assert report["digests"]["0"]["tokens"][:12] in page
 
 

@@ -118,6 +118,31 @@ def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
     assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 4e-3),)
 
 
+def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
+    def loss(cell):
+        b1 = dict(cell.setting).get("b1", 0.9)
+        lucky = 0.03 if cell.seed == 0 and b1 == 0.9 else 0.0
+        return bowl(cell) + abs(b1 - 0.98) / 4 - lucky
+
+    compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
+    (contender,) = compared.contenders
+    asked, results = run(compared, loss)
+    best = best_setting(contender, compared, results)
+    assert dict(best) == {"learning_rate": 2e-3, "b1": 0.98}
+    assert search(contender, compared, results).is_at_its_end
+    tried = {(rate_of(c), dict(c.setting).get("b1", 0.9)) for c in asked}
+    assert tried >= {(rate, b1) for rate in (1e-3, 2e-3, 4e-3) for b1 in (0.95, 0.98, 0.99)}
+    # A finalist that lacks a seed is not the end.
+    cell = Cell(contender="a", setting=best, seed=2)
+    short = {c: r for c, r in results.items() if c != cell}
+    assert next_cells(compared, short) == [cell]
+    assert not search(contender, compared, short).is_at_its_end
+    # The budget may be too small for it.
+    small = comparison(("learning_rate", "b1"), budget=12, finalists=2)
+    _, results = run(small, loss)
+    assert search(contender, small, results).untried
+
+
 def on_the_edge(cell):
     """The higher the rate the better, but above 2e-3 each other seed goes wrong."""
     values = {"b1": 0.9} | dict(cell.setting)

@@ -116,9 +116,17 @@ def higher_rate(fields):
         cell["cell"]["setting"][0][1] *= 4
 
 
+def no_numbers(fields):
+    higher_rate(fields)
+    for cell in fields["cells"]:
+        for row in cell["train_losses"][1:]:
+            row[1] = "NaN"
+
+
 @pytest.mark.parametrize(
     ("change", "steps", "problem"),
     [
+        pytest.param(no_numbers, "2", "a training loss differs by inf", marks=pytest.mark.slow),
         (better, "4", "the final loss differs by 0.05 nats"),
         (easier_start, "4", "a training loss differs by 0.01"),
         pytest.param(easier_start, "2", "a training loss differs by 0.01", marks=pytest.mark.slow),
@@ -155,6 +163,22 @@ def loss_beside_its_curve(fields):
     fields["cells"][0]["loss"] -= 0.05
 
 
+def lowest_loss(fields):
+    fields["cells"][0]["loss"] = "-Infinity"
+
+
+def no_digest(fields):
+    fields["cells"][0]["tokens"] = 3
+
+
+def no_environment(fields):
+    fields["cells"][0]["environment"] = [1]
+
+
+def no_time(fields):
+    fields["cells"][0]["step_time_s"] = "fast"
+
+
 def seed_that_is_a_path(fields):
     fields["config"]["seed"] = fields["cells"][0]["cell"]["seed"] = "../../elsewhere"
 
@@ -172,6 +196,10 @@ def no_cells(fields):
         (other_setting, "the setting {'learning_rate': 123.0} is not that of its config"),
         (other_name, "a cell of 'adamw' is in a receipt of 'lion'"),
         (loss_beside_its_curve, "the loss of seed 0 is not where its curve ends"),
+        (lowest_loss, "the loss of seed 0 is -inf"),
+        (no_digest, "digests or environment of seed 0 are none"),
+        (no_environment, "digests or environment of seed 0 are none"),
+        (no_time, "the step time of seed 0 is 'fast'"),
     ],
 )
 def test_a_receipt_whose_parts_do_not_agree_is_none(change, problem, receipt, capsys):

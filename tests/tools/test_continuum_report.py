@@ -23,7 +23,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SPREAD = (0.0, 0.02, -0.01)  # by seed
 
 
-def write(root, name, losses, *, steps=1024, tokens="tokens", rates=(4e-3,)):
+def write(root, name, losses, *, steps=1024, tokens="tokens", rates=(4e-3,), seeds=3):
     """A finished comparison with these losses of its arms, and a small one of the seed's own."""
     contenders = []
     for choice in losses:
@@ -43,7 +43,7 @@ def write(root, name, losses, *, steps=1024, tokens="tokens", rates=(4e-3,)):
     )
     open_comparison(comparison, root / name)
     for choice, (loss, own) in losses.items():
-        for seed, spread in enumerate(SPREAD):
+        for seed, spread in enumerate(SPREAD[:seeds]):
             cell = Cell(contender=choice, setting=SETTING, seed=seed)
             loss_of_seed = loss + spread + own * seed
             write_result(made_up(cell, loss_of_seed, tokens), root / name)
@@ -122,6 +122,9 @@ def test_a_choice_whose_search_the_budget_ended_is_marked(tool, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "| NAdamW | 0.004, 0.8" in printed
     assert "| AdamW | 0.004*, 0.8" in printed
+    write(tmp_path, "running", {"0.025-c2": (1.6, 0)}, seeds=2)
+    tool(tmp_path)
+    assert "| MARS, no clip | 0.004*, 0.8" in capsys.readouterr().out
     write(tmp_path / "alone", "more", {"nesterov-g2": (1.8, 0)}, rates=(4e-3, 8e-3))
     with pytest.raises(SystemExit, match="no search is at its end"):
         tool(tmp_path / "alone", "--figure", tmp_path / "figure.png")
@@ -150,6 +153,13 @@ def test_what_did_not_read_the_same_tokens_is_refused(tool, tmp_path):
     write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0)})
     write(tmp_path, "clip", {"0-clip": (1.6, 0)}, tokens="others")
     with pytest.raises(SystemExit, match="0-clip and nesterov-g2 of 1,024 steps differ in their"):
+        tool(tmp_path)
+
+
+def test_a_choice_that_two_comparisons_have_is_refused(tool, tmp_path):
+    write(tmp_path, "tuned", {"nesterov-g2": (1.7, 0), "0": (1.8, 0)})
+    write(tmp_path, "again", {"0": (1.6, 0)})
+    with pytest.raises(SystemExit, match="have 0 with 8 sequences a step, 1,024 steps"):
         tool(tmp_path)
 
 
