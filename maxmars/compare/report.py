@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from maxmars.compare.cells import describe_setting
 from maxmars.compare.curves import RATES_AND_NORMS, TRAINING_LOSS, VALIDATION_LOSS, Line
@@ -32,8 +26,9 @@ from maxmars.compare.figures import (
 )
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.receipt import write_receipts
-from maxmars.compare.statistics import CONFIDENCE, Interval
+from maxmars.compare.statistics import CONFIDENCE
 from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
+from maxmars.compare.tables import escape_markdown, fold, interval, markdown_table, print_table
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import json_number, read_json, write_json, write_text
@@ -109,7 +104,7 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
         for line in lines
     ]
     write_json(out / "report.json", data)  # first: it says whose report this is
-    names = ", ".join(_escape(line.name) for line in lines)
+    names = ", ".join(escape_markdown(line.name) for line in lines)
     blocks = [
         f"# Runs: {names}",
         "## Runs",
@@ -176,26 +171,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
             if o.best is not None
         ]
     texts += _search_notes(summary)
-    print(*map(_fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in 80 columns: a long name in the first is folded, a number is not."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(columns[0], overflow="fold", min_width=8)
-    for index, title in enumerate(columns[1:], 1):
-        width = max(map(len, (*title.split(), *(row[index] for row in rows))))
-        table.add_column(title, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console(width=80).print(table)
-
-
-def _fold(text: str) -> str:
-    """A sentence on lines of 80 columns."""
-    return textwrap.fill(
-        text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    print(*map(fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
 
 
 def best_lines(summary: Summary) -> list[Line]:
@@ -207,18 +183,6 @@ def _write_markdown(directory: Path, blocks: Sequence[str]) -> None:
     write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
 
 
-def _escape(text: str) -> str:
-    """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
-    line = "".join(c if c.isprintable() else " " for c in text)
-    return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns after the first are aligned as numbers."""
-    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
-    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
-
-
 def _setting(summary: Summary) -> str:
     config = summary.outcomes[0].contender.config
     cost, environment = summary.outcomes[0].cost, summary.environment
@@ -226,7 +190,9 @@ def _setting(summary: Summary) -> str:
     where = ""
     if environment:
         kinds = " and ".join(environment["device_kinds"])
-        where = f" on {environment['num_devices']} x {_escape(kinds)}, JAX {environment['jax']}"
+        where = (
+            f" on {environment['num_devices']} x {escape_markdown(kinds)}, JAX {environment['jax']}"
+        )
     seeds = len(summary.comparison.seeds)
     digests = "; ".join(
         f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
@@ -350,7 +316,9 @@ def _notes(summary: Summary) -> Iterator[str]:
         "learning rate decays to the end; a run planned to be that short would be a little better."
     )
     for field, values in summary.comparison.own_fields.items():
-        each = ", ".join(f"{_escape(str(value))} ({name})" for name, value in values.items())
+        each = ", ".join(
+            f"{escape_markdown(str(value))} ({name})" for name, value in values.items()
+        )
         yield f"The configs also differ in {field}: {each}."
 
 
@@ -527,7 +495,7 @@ def _unlogged(lines: Sequence[Line]) -> str:
 
 
 def _names(lines: Sequence[Line]) -> str:
-    return _escape(", ".join(line.name for line in lines))
+    return escape_markdown(", ".join(line.name for line in lines))
 
 
 def _image(path: Path, caption: str) -> str:
@@ -621,11 +589,3 @@ def _curves_json(line: Line) -> list[dict[str, Any]]:
         vars(curve) | {"losses": [json_number(loss) for loss in curve.losses]}
         for curve in line.curves
     ]
-
-
-def interval(found: Interval, form: str, digits: int = 4) -> str:
-    """The mean, and half the width of its interval if there is one."""
-    mean = form.format(found.mean)
-    if found.low is None or found.high is None:
-        return mean
-    return f"{mean} ± {(found.high - found.low) / 2:.{digits}f}"

@@ -13,15 +13,10 @@ from typing import Any
 
 from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison, read_results
 from maxmars.compare.figures import draw_speed_ups
-from maxmars.compare.report import (
-    check_out,
-    interval,
-    markdown_table,
-    print_table,
-    write_report,
-)
+from maxmars.compare.report import check_out, write_report
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
 from maxmars.compare.summary import Outcome, Summary
+from maxmars.compare.tables import interval, markdown_table, print_table
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_json, write_text
 from maxmars.model.language_model import num_parameters

@@ -15,9 +15,9 @@ from maxmars.compare.cells import MAY_DIFFER, CellResult, describe_setting
 from maxmars.compare.curves import Curve, Line
 from maxmars.compare.figures import draw_losses, require_matplotlib
 from maxmars.compare.receipt import Receipt, place_code
-from maxmars.compare.report import markdown_table
 from maxmars.compare.run import find_start, run_cell
 from maxmars.compare.statistics import Interval, mean_interval
+from maxmars.compare.tables import markdown_table
 from maxmars.config import PythonSourcesConfig, TokenShardsConfig, TrainConfig, differences
 from maxmars.config.numbers import short
 from maxmars.distributed import sharding

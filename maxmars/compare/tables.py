@@ -1,0 +1,53 @@
+"""Tables and numbers of reports, in Markdown and in 80 columns."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from maxmars.compare.statistics import Interval
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns after the first are aligned as numbers."""
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(map(escape_markdown, line))} |" for line in lines)
+
+
+def escape_markdown(text: str) -> str:
+    """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in 80 columns: a long name in the first is folded, a number is not."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(columns[0], overflow="fold", min_width=8)
+    for index, title in enumerate(columns[1:], 1):
+        width = max(map(len, (*title.split(), *(row[index] for row in rows))))
+        table.add_column(title, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(width=80).print(table)
+
+
+def fold(text: str) -> str:
+    """A sentence on lines of 80 columns."""
+    return textwrap.fill(
+        text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def interval(found: Interval, form: str, digits: int = 4) -> str:
+    """The mean, and half the width of its interval if there is one."""
+    mean = form.format(found.mean)
+    if found.low is None or found.high is None:
+        return mean
+    return f"{mean} ± {(found.high - found.low) / 2:.{digits}f}"
