@@ -1,8 +1,10 @@
 """Directories of tokens in every format that can be read, written without maxmars's own writers."""
 
 import hashlib
+import tempfile
 
 import numpy as np
+import pytest
 
 from maxmars.data.sources import Metadata, Shard, Split, write_metadata
 
@@ -80,7 +82,7 @@ def write_tfds(
             for i, record in enumerate(records):
                 yield i, {"tokens": record.astype(np.uint16)}
 
-    builder = Tokens(data_dir=data_dir, file_format="array_record")
+    builder = make_builder(Tokens, data_dir)
     tfds.disable_progress_bar()
     options = tfds.download.DownloadConfig(num_shards=num_shards)
     builder.download_and_prepare(download_config=options)
@@ -102,6 +104,14 @@ def write_tfds(
             ),
         )
     return directory
+
+
+def make_builder(cls, data_dir):
+    """A TFDS builder of array_record; the temporary directory that it leaves lies in `data_dir`."""
+    (data_dir / "temporary").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(data_dir / "temporary"))
+        return cls(data_dir=data_dir, file_format="array_record")
 
 
 def describe_records(directory, name, records):

@@ -159,6 +159,7 @@ def newest_sound(
     Raises:
       FileNotFoundError: there is no checkpoint, or none of `step`.
       ValueError: every one is damaged, or a newer version of maxmars wrote one.
+      OSError: the network or the store has failed.
     """
     root = resolve(directory)
     steps = steps_of_run(root)
@@ -197,6 +198,7 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
       DamagedError: they cannot be read or do not agree with their digests; every process raises.
       ValueError: the checkpoint has arrays of other names, shapes or types, or a sharding does not
         divide its array.
+      OSError: the network or the store has failed.
     """
     first_device = SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
@@ -248,9 +250,10 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
             )
 
     # A digest is a sum over the devices of all processes: each process must have its part before.
-    state = _together("state", read_own_part)
+    path = checkpoint.path / "state"
+    state = _together(path, read_own_part)
     found = digest(state)
-    _together("state", compare_digests)
+    _together(path, compare_digests)
     return state
 
 
@@ -346,10 +349,15 @@ def bytes_in_flight(tree: Any) -> int:
 
 def root_cause(error: Exception) -> str:
     """The innermost error in one line; Orbax wraps it in several others."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
+    error = _innermost(error)
     first_line = next(iter(str(error).strip().splitlines()), "").split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {first_line[:400]}"
+
+
+def _innermost(error: Exception) -> Exception:
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _read_checkpoint(path: Any) -> Checkpoint:
@@ -361,15 +369,18 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     """
 
     def read_meta() -> dict[str, Any]:
-        if not (path / "meta").is_dir():
-            raise DamagedError("it is not complete: there is no meta in it")
-        meta = json.loads((path / "meta" / "data.json").read_text())
+        try:
+            meta = json.loads((path / "meta" / "data.json").read_text())
+        except FileNotFoundError:
+            if (path / "meta").is_dir():
+                raise
+            raise DamagedError("it is not complete: there is no meta in it") from None
         if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
             raise DamagedError("meta does not agree with its checksum")
         return meta
 
     def attempt() -> str:
-        meta, damage = _attempt("meta", read_meta)
+        meta, damage = _attempt(path / "meta", read_meta)
         return json.dumps([meta, None if damage is None else str(damage)])
 
     meta, damage = json.loads(processes.text_from_primary(attempt) or "")
@@ -399,7 +410,7 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     )
 
 
-def _together(part: str, read_own: Callable[[], Any]) -> Any:
+def _together(part: Any, read_own: Callable[[], Any]) -> Any:
     """What `read_own` returns; DamagedError in every process if it fails in one of them."""
     result, damage = _attempt(part, read_own)
     if damage is not None:
@@ -411,10 +422,13 @@ def _together(part: str, read_own: Callable[[], Any]) -> Any:
     return result
 
 
-def _attempt(part: str, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
-    """What `read` returns, or the damage that it finds.
+def _attempt(part: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
+    """What `read` returns, or the damage that it finds in the part at a path.
 
     An error that may be none of the checkpoint is raised as it is.
+
+    Raises:
+      OSError: the network or the store has failed.
     """
     try:
         return read(), None
@@ -424,7 +438,12 @@ def _attempt(part: str, read: Callable[[], Result]) -> tuple[Result | None, Dama
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
-        return None, DamagedError(f"{part} cannot be read ({cause})")
+        if files.may_pass(_innermost(error), part):
+            raise OSError(
+                f"{part} could not be read ({cause}); the checkpoint stays as it is: start again "
+                "when the network and the store answer."
+            ) from error
+        return None, DamagedError(f"{part.name} cannot be read ({cause})")
 
 
 class _TidyLoop(asyncio.SelectorEventLoop):

@@ -33,7 +33,7 @@ from maxmars.checkpoint.reader import (
 )
 from maxmars.config import CheckpointConfig, ModelConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
-from maxmars.distributed.files import reporting
+from maxmars.distributed.files import reporting, set_aside
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -268,9 +268,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _set_aside(self, step: int) -> None:
         """Rename a damaged checkpoint, so that it counts no more; in a bucket this copies files."""
-        names = [f"{step}.damaged", *(f"{step}.damaged-{n}" for n in range(2, 1000))]
-        target = next(p for p in map(self._directory.joinpath, names) if not p.exists())
-        (self._directory / str(step)).rename(target)
+        target = set_aside(self._directory / str(step))
         _LOGGER.warning("damaged checkpoint %d is now %s; delete it if you wish", step, target)
 
     def _finish(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ class AuditArguments(CheckedConfig):
 def run(argv: list[str]) -> int:
     """Run `maxmars audit`; 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
+    from maxmars.distributed.files import write_json
     from maxmars.train.audit import audit  # loads JAX
 
     def log(text: str) -> None:
@@ -47,6 +47,6 @@ def run(argv: list[str]) -> int:
     found = audit(arguments.run, replay=arguments.replay, log=log)
     if arguments.output is not None:
         fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
-        arguments.output.write_text(json.dumps(fields, indent=2) + "\n")
+        write_json(arguments.output, fields)
     print(found.text)
     return 1 if found.problems else 0

@@ -145,6 +145,11 @@ def _prepare(arguments: PrepareArguments) -> int:
         "--eot-token": arguments.eot_token if tokenizer.endswith(".json") else None,
         "--format": arguments.format,
     }
+    optional = ["shard_tokens", "task_bytes"]
+    optional += ["record_tokens"] if arguments.format == "tfds" else []
+    for name in optional:
+        if getattr(arguments, name) != getattr(PrepareArguments, name):
+            options[f"--{name.replace('_', '-')}"] = getattr(arguments, name)
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     out = resolve(arguments.out)

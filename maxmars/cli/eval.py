@@ -114,6 +114,8 @@ def run(argv: list[str]) -> int:
     from maxmars.distributed import processes, sharding
 
     processes.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if arguments.output is not None:
+        _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
     if arguments.backend == "lm-eval":
         _run_lm_eval(arguments, tasks, mesh)
@@ -152,6 +154,16 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
                 f"{option} belongs to --backend {other}, not to {backend}; leave it out."
             )
     return tasks
+
+
+def _check_output(output: Path) -> None:
+    """Refuse, in every process, a file that process 0 could not write after all the work."""
+    from maxmars.distributed import processes
+    from maxmars.distributed.files import why_not_written
+
+    problem = processes.text_from_primary(lambda: why_not_written(output, replaced=True))
+    if problem is not None:
+        raise UsageError(f"--output {output} {problem}; name a file to write.")
 
 
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:

@@ -17,6 +17,7 @@ import tyro
 from maxmars.config import MeshConfig
 from maxmars.config.checks import CheckedConfig, NotNegative, Positive, Rule
 from maxmars.config.command_line import UsageError, parse_options
+from maxmars.distributed.files import why_not_written
 from maxmars.distributed.progress import Progress
 
 if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wait for
@@ -156,9 +157,8 @@ def _check_output(arguments: GenerateArguments) -> None:
                 f"--output {output} does not go with {flag}; send the lines of --json to a file by "
                 f"`--json > {shlex.quote(str(output))}`."
             )
-    if output.is_dir() or not output.parent.is_dir():
-        where = f"lies in {output.parent}, which does not exist"
-        problem = "is a directory" if output.is_dir() else where
+    problem = why_not_written(output, replaced=False)
+    if problem is not None:
         raise UsageError(f"--output {output} {problem}; name a file to write.")
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxmars.cli.train import TrainArguments
-from maxmars.config.command_line import UsageError, load_config, parse_arguments, parse_options
+from maxmars.config.command_line import (
+    UsageError,
+    load_config,
+    named_configs,
+    parse_arguments,
+    parse_options,
+)
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.options import HELP
 from maxmars.config.user_code import sources_in
@@ -45,7 +52,8 @@ preemption the run continues in its --workdir. What follows -- goes to
     --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext
   maxmars launch tpu-vm gpt2:size=xl,optimizer=mars --name run1 \\
     --zone us-east5-a --accelerator v5p-128 --spot --queued \\
-    --setup mount.sh --workdir /mnt/runs/run1 -- --mesh.fsdp 64
+    --setup mount.sh --workdir /mnt/runs/run1 \\
+    -- --global-batch-size 512 --mesh.fsdp 64 --data.path /mnt/openwebtext
 
 `maxmars launch PLATFORM --help` lists the options, and
 `maxmars launch PLATFORM ACTION --help` those of an action."""
@@ -75,10 +83,24 @@ def run(argv: list[str]) -> int:
                 raise
             log("\nno longer showing the log; the run goes on")
             return 130
+    _refuse_other_action(name, rest[:1])
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
     options = parse_options(platform.options, given, prog=f"maxmars launch {name}")
     return platform.start(options, tuple(rest[end + 1 :])) or 0
+
+
+def _refuse_other_action(name: str, first: list[str]) -> None:
+    """Refuse a word in the place of CONFIG that is no config, but like an action of a platform."""
+    actions = {action for platform in _PLATFORMS.values() for action in platform.actions}
+    known = named_configs()
+    for word in first:
+        closest = difflib.get_close_matches(word, [*known, *sorted(actions)], n=1)
+        if word.isalpha() and word not in known and actions.intersection(closest):
+            raise UsageError(
+                f"maxmars launch {name} has no action {word}; its actions are "
+                f"{', '.join(_PLATFORMS[name].actions)}. A CONFIG in that place starts a run."
+            )
 
 
 def _with_values(words: list[str]) -> list[str]:
@@ -103,15 +125,17 @@ def _job(
     prolog: Path | None = None,
 ) -> Job:
     """The run, checked as `maxmars train` would: before anything is rented."""
-    prog = "the part after --: maxmars train"
-    parsed = parse_arguments(TrainArguments, [options.config, *train], prog=prog)
+    sources = sources_in(load_config(options.config))
+    try:
+        parsed = parse_arguments(TrainArguments, [options.config, *train], prog="maxmars train")
+    except UsageError as error:
+        raise UsageError(f"after --: {error}") from error
     given = (parsed.workdir, parsed.coordinator, parsed.num_processes, parsed.process_id)
     if any(value is not None for value in given):
         raise UsageError(
             "--workdir goes before --, and the machines tell each process its place: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    sources = sources_in(load_config(options.config))
     if sources_in(parsed.config) != sources:
         raise UsageError(
             f"the functions {', '.join(sources_in(parsed.config))} are not those that "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -89,7 +91,22 @@ def run(argv: list[str]) -> int:
         print(f"use: {' '.join(overrides)}")
     if arguments.output is not None:
         write_json(arguments.output, plan.to_json() | {"overrides": overrides})
+    print(f"next, on those chips: {_train_command(words, overrides)}")
     return 0
+
+
+def _train_command(words: list[str], overrides: list[str]) -> str:
+    """The command that trains what was planned: without the options of `plan` alone."""
+    own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(PlanArguments)}
+    own.update(overrides[::2])
+    kept, rest = [], iter(words)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") not in own:
+            kept.append(word)
+        elif not equals:
+            next(rest)
+    return shlex.join(["maxmars", "train", *kept, *overrides])
 
 
 def _choose_devices(topology: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from maxmars.config.checks import Group, NotNegative, Positive
+from maxmars.config.checks import Group, NotNegative, Positive, Rule
 from maxmars.config.command_line import (
     ConfigArguments,
     UsageError,
@@ -181,7 +181,9 @@ class VerifyResumeArguments(ConfigArguments):
         "mesh.tensor",
     )
 
-    steps: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 20
+    steps: Annotated[
+        int, Rule(lambda steps: steps > 1, "must be at least 2"), tyro.conf.arg(metavar="N")
+    ] = 20
     """Steps of each run."""
     checkpoint_step: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Kill the third run after the checkpoint of this step; None takes half of the steps."""

@@ -34,6 +34,7 @@ from maxmars.config.options import (
     Option,
     check_words,
     did_you_mean,
+    literals,
     options_of,
     refused,
     wrong_value,
@@ -119,6 +120,10 @@ def load_config(spec: str) -> TrainConfig:
             f"get_config of {path} returned a {type(config).__name__}; "
             "it must return a TrainConfig."
         )
+    for option in options_of(config, switches=False):  # Python does not check a `Literal`
+        words = literals(option.hint)
+        if words and isinstance(option.default, str) and option.default not in words:
+            raise UsageError(f"{path}: {wrong_value(option, option.default)}")
     model, optimizer = config.model, config.optimizer
     if isinstance(model, ModuleConfig):
         model = dataclasses.replace(model, make=str(path.parent / model.make))
@@ -178,7 +183,8 @@ def parse_arguments(
       example: the CONFIG whose fields `--help` shows where none is given.
 
     Raises:
-      UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
+      UsageError: there is no CONFIG, an option is wrong, or `--help` is asked for a group that is
+        not there; see also `load_config`.
       SystemExit: 0 after `--help`.
     """
     words, options = split_positionals(argv)
@@ -187,7 +193,7 @@ def parse_arguments(
         sys.exit(0)
     if not words:
         raise UsageError(
-            f"{prog} needs a config: `{prog} {example}`, for example. See `{prog} --help`."
+            f"{prog} needs a config: `{prog} quickstart`, for example. See `{prog} --help`."
         )
     spec, *rest = words
 
@@ -230,7 +236,7 @@ def _show_help_with_config(
         about = f"The defaults shown are those of {spec}{', with the choices' if rows else '.'}"
         about += ":" if rows else ""
         name = f"{prog} {shlex.quote(spec)}"
-    show_help(arguments, options, argv, prog=name, about=about, rows=rows)
+    show_help(arguments, options, argv, prog=name, config=spec, about=about, rows=rows)
 
 
 def _choices_of(spec: str) -> list[tuple[str, str, str]]:
@@ -369,11 +375,11 @@ def _choices(path: Path, text: str, get_config: Callable[..., Any]) -> dict[str,
             )
         values[name] = {str(value): value for value in typing.get_args(annotation)}
     chosen: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
+    for item in filter(None, re.split(r",(?=\w+=)", text)):  # other commas belong to a text
         name, equals, word = item.partition("=")
         last = next(reversed(chosen), None)
         if last is not None and name not in values and not values[last]:
-            chosen[last] += f",{item}"  # any text may hold commas, as paths do
+            chosen[last] += f",{item}"  # which may also hold `,b=`, as paths may
             continue
         if not equals or not word or name in chosen:
             raise UsageError(

@@ -8,12 +8,14 @@ fields' own texts.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 
-from maxmars.config.options import HELP, Option, first_sentence
+from maxmars.config.checks import UsageError
+from maxmars.config.options import HELP, Option, did_you_mean, first_sentence
 
 _MOST_FIRST = 10
 _WORD_WIDTH = 34
@@ -30,6 +32,7 @@ def show_help(
     argv: Sequence[str],
     *,
     prog: str,
+    config: str | None = None,
     about: str = "",
     rows: Sequence[tuple[str, str]] = (),
 ) -> None:
@@ -40,7 +43,11 @@ def show_help(
       options: its options.
       argv: the command line; any word that names a group of options asks for that group.
       prog: the command's name, with its CONFIG if it takes one.
+      config: this CONFIG, which may follow `--help` too.
       about: told below the docstring, with these rows of a word and its text.
+
+    Raises:
+      UsageError: the word after `--help` is neither a group nor an argument.
     """
     places = [option for option in options if option.is_positional]
     usage = " ".join(["usage:", prog, *(place.words for place in places), "[OPTIONS]"])
@@ -52,6 +59,12 @@ def show_help(
     if asked is not None:
         print("\n".join([usage, *_explained(groups[asked])]))
         return
+    after = next((word for help_, word in itertools.pairwise(argv) if help_ in HELP), config)
+    if after != config and not str(after).startswith("-"):
+        hint = did_you_mean(str(after), groups)
+        if hint or not places:  # else it may be an argument
+            known = ", ".join(groups)
+            raise UsageError(f"`{prog}` has no group {after}{hint}; its groups are {known}.")
     what, _, details = inspect.cleandoc(arguments.__doc__ or "").partition("\n\n")
     examples = "\n".join(f"  {example}" for example in getattr(arguments, "EXAMPLES", ()))
     lines = [usage]

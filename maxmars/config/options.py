@@ -269,7 +269,7 @@ def check_words(
         name = flag.replace("_", "-")
         option = known.get(switches.get(name, name))
         if option is None:
-            hint = did_you_mean(name, [*known, *switches])
+            hint = _option_meant(name, [*known, *switches])
             hint += advise(flag.lstrip("-").partition(".")[0])
             raise UsageError(f"`{prog}` has no option {flag}{hint}; see `{prog} --help`.")
         if option.is_switch:
@@ -324,15 +324,16 @@ def expected(hint: Any) -> str:
     return words.get(hint, "None" if hint is types.NoneType else str(hint))
 
 
+def literals(hint: Any) -> list[str]:
+    """The words that a type lists, alone or in a union; none if it also takes any text."""
+    parts = (hint, *typing.get_args(hint))
+    lists = [part for part in parts if typing.get_origin(part) is Literal]
+    return [] if str in parts else [str(word) for part in lists for word in typing.get_args(part)]
+
+
 def wrong_value(option: Option, value: str) -> str:
     """The error of a value that is not of the option's type."""
-    choices = [
-        c
-        for part in (option.hint, *typing.get_args(option.hint))
-        if typing.get_origin(part) is Literal
-        for c in map(str, typing.get_args(part))
-    ]
-    hint = did_you_mean(value, choices)
+    hint = did_you_mean(value, literals(option.hint))
     if "an integer" in expected(option.hint) and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
         number = float(value)
         hint = f"; write {number:.0f}" if number.is_integer() else ""
@@ -343,6 +344,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint at the most similar known word, "" if none is."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+_SHORT = {"lr": "learning-rate", "wd": "weight-decay"}
+
+
+def _option_meant(name: str, flags: Sequence[str]) -> str:
+    """A hint at the option that ends with the words of an unknown one, best in the same group, or
+    at the most similar one."""
+    group, _, leaf = name.lstrip("-").rpartition(".")
+    leaf = _SHORT.get(leaf, leaf)
+    same = [flag for flag in flags if re.search(rf"[.-]{re.escape(leaf)}$", flag)]
+    if not same or any(flag.startswith(f"--{leaf}.") for flag in flags):  # a group
+        return did_you_mean(name, flags)
+
+    def distance(flag: str) -> tuple[bool, bool, int]:
+        its = flag.lstrip("-").rpartition(".")[0]
+        return its != group, bool(its), len(flag)
+
+    return f" (did you mean `{min(same, key=distance)}`?)"
 
 
 def refused(message: str, given: Mapping[str, Sequence[str]]) -> str:

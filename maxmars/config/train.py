@@ -103,7 +103,7 @@ class CheckpointConfig(CheckedConfig):
     """Also keep this number of checkpoints with the lowest best_metric. Only a checkpoint that is
     written at the step of an evaluation has this metric, so eval.every should divide
     checkpoint.every. None keeps none for that reason."""
-    best_metric: str = "eval/loss"
+    best_metric: Literal["eval/loss"] = "eval/loss"
     """The metric by which keep_best chooses; lower is better."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None

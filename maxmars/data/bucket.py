@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from maxmars.distributed.files import Workdir, reporting, require_access
+from maxmars.distributed.files import Workdir, may_pass, reporting, require_access
 
 _PAUSE_S = 5.0
 
@@ -45,7 +45,7 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
         for i, content in zip(waiting, found, strict=True):
             if isinstance(content, bytes):
                 contents[i] = _check_length(ranges[i], content)
-            elif _may_pass(content) and time.monotonic() < deadline:
+            elif may_pass(content, ranges[i][0]) and time.monotonic() < deadline:
                 failed.append(i)
             else:
                 _raise(ranges[i][0], content)
@@ -77,12 +77,6 @@ def _file_system_of(process: int) -> Any:
 
 def _file_system() -> Any:
     return _file_system_of(os.getpid())
-
-
-def _may_pass(error: BaseException) -> bool:
-    from gcsfs.retry import is_retriable
-
-    return isinstance(error, TimeoutError) or is_retriable(error)
 
 
 def _check_length(wanted: Range, content: bytes) -> bytes:

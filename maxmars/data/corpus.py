@@ -129,7 +129,7 @@ class TextFiles(Corpus):
 
     Raises:
       FileNotFoundError: a pattern matches no file.
-      ValueError: a file is of another kind than those named above.
+      ValueError: a file is of another kind than those named above, or lies in another store.
       ImportError: a file needs a library of the extra `hf`, or a bucket needs the extra `gcs`.
       OSError: a bucket does not answer.
     """
@@ -281,6 +281,10 @@ def no_field(field: str, fields: Iterable[str]) -> str:
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
     """Size and version of each file that a path or glob means."""
+    if is_remote(pattern) and not pattern.startswith("gs://"):
+        raise ValueError(
+            f"{pattern} must be files on a disk or gs://BUCKET/PATH; download them first."
+        )
     require_access(pattern)
     with _reporting(pattern):
         store, path = fsspec.core.url_to_fs(pattern)

@@ -19,6 +19,7 @@ import numpy as np
 
 from maxmars.data.bucket import list_objects
 from maxmars.data.sources import (
+    PREPARE,
     TFDS_FORMAT,
     Metadata,
     check_finished,
@@ -38,7 +39,6 @@ from maxmars.data.tokenizer import GPT2Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, require_access, resolve
 
 _LOGGER = logging.getLogger(__name__)
-_PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
 _HEADER = np.dtype("<i4"), 256  # llm.c's
 _HEADER_BYTES = _HEADER[0].itemsize * _HEADER[1]
 _LLM_C_NAME = re.compile(r"(.+)_(train|val)(?:_(\d+))?\.bin")
@@ -108,7 +108,8 @@ def open_examined(directory: str | os.PathLike[str], split: str, meta: str | Non
     if meta is not None or (directory / "dataset_info.json").is_file():
         return TfdsTokens(directory, split)
     if not directory.is_dir():
-        raise FileNotFoundError(f"the token directory {directory} does not exist; {_PREPARE}.")
+        what = "is no directory" if directory.exists() else "does not exist"
+        raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
     llm_c = [path for path in sorted(directory.glob("*.bin")) if _LLM_C_NAME.fullmatch(path.name)]
     if any(_read_header(path)[0] in {magic for magic, _ in _LLM_C} for path in llm_c):
         return _open_llm_c(directory, split, llm_c)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -122,7 +123,8 @@ class TfdsCorpus(Corpus):
     def __init__(self, name: str, split: str, *, text_field: str, data_dir: str | None) -> None:
         """Open the split."""
         self._name, self._split = name, split
-        self._text_field, self._data_dir = text_field, data_dir
+        self._text_field = text_field
+        self._data_dir = None if data_dir is None else os.path.expanduser(data_dir)
         builder, source = self._open()
         features = list(builder.info.features or {})
         if text_field not in features:
@@ -141,7 +143,11 @@ class TfdsCorpus(Corpus):
         import tensorflow_datasets as tfds
 
         try:
-            builder = tfds.builder(self._name, data_dir=self._data_dir)
+            # The files say what is there. The code of a dataset knows its newest version only, and
+            # makes a temporary directory that nobody removes.
+            builder = tfds.core.read_only_builder.builder_from_files(
+                self._name, data_dir=self._data_dir
+            )
             return builder, builder.as_data_source(split=self._split)
         except Exception as error:  # TFDS raises many kinds
             raise _no_tfds(self._name, self._split, self._data_dir, error) from error
@@ -172,13 +178,17 @@ _TFDS_ROWS = 256
 
 
 def _no_tfds(name: str, split: str, data_dir: str | None, error: Exception) -> Exception:
+    import tensorflow_datasets as tfds
+
     where = f"in {data_dir}" if data_dir else "in TFDS's own directory"
     first_line = str(error).strip().partition("\n")[0]
+    reason = f"{type(error).__name__}: {first_line}"
+    if isinstance(error, tfds.core.DatasetNotFoundError):
+        reason = "there is no such dataset, config or version"
     return FileNotFoundError(
         f"cannot open split {split!r} of the TFDS dataset {name!r} {where} "
-        f"({type(error).__name__}: {first_line}). It must have been prepared as "
-        f"array_record: run `tfds build {name} --file_format=array_record` where TensorFlow is, "
-        "and name its directory by --data-dir."
+        f"({reason}). It must have been prepared as array_record: run `tfds build {name} "
+        "--file_format=array_record` where TensorFlow is, and name its directory by --data-dir."
     )
 
 

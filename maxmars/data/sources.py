@@ -23,7 +23,9 @@ FORMAT = "maxmars-tokens"
 TFDS_FORMAT = "maxmars-tfds-tokens"
 VERSION = 2
 METADATA, PLAN = "meta.json", "plan.json"
-_PREPARE = "run `maxmars data prepare SOURCE DIRECTORY` to make one"
+PREPARE = (
+    "run `maxmars data prepare SOURCE DIRECTORY` to make one, with `--tokenizer gpt2` for GPT-2"
+)
 AGAIN = "delete the directory and prepare it again"
 
 
@@ -128,8 +130,9 @@ def read_metadata(directory: str | os.PathLike[str], *, format: str | None = FOR
     text = metadata_text(path)
     if text is None:
         check_finished(path.parent)
-        what = "has no meta.json" if path.parent.is_dir() else "does not exist"
-        raise FileNotFoundError(f"the token directory {directory} {what}; {_PREPARE}.")
+        what = "is no directory" if path.parent.exists() else "does not exist"
+        what = "has no meta.json" if path.parent.is_dir() else what
+        raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
     return parse_metadata(text, path, format=format)
 
 

@@ -55,8 +55,14 @@ class TfdsTokens:
         self.metadata = metadata
         splits = {} if metadata is None else metadata.splits
         sha256 = {shard.file: shard.sha256 for s in splits.values() for shard in s.shards}
+        split_of = {shard.file: name for name, s in splits.items() for shard in s.shards}
         self.files: Sequence[TokenFile] = [
-            TokenFile(path=path, num_bytes=path.stat().st_size, sha256=sha256.get(path.name))
+            TokenFile(
+                path=path,
+                num_bytes=path.stat().st_size,
+                sha256=sha256.get(path.name),
+                split=split_of.get(path.name),
+            )
             for path in sorted(directory.glob("*.array_record*"))
         ]
         builder = _builder(directory)

@@ -12,8 +12,11 @@ last. So the records of a split in order are its stream. `meta.json` beside them
 
 from __future__ import annotations
 
-import secrets
+import contextlib
+import errno
+import os
 import shutil
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,13 @@ import numpy as np
 
 from maxmars.data.sources import Metadata, Shard, Split, read_metadata
 from maxmars.data.token_files import TokenShards
-from maxmars.distributed.files import sha256_of
+from maxmars.distributed.files import replacing, sha256_of
 from maxmars.distributed.progress import Progress
 
 DATASET = "tokens"
 FEATURE = "tokens"
 _VERSION = "1.0.0"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def to_tfds(source: Path, target: Path, record_tokens: int) -> Metadata:
@@ -40,6 +44,9 @@ def to_tfds(source: Path, target: Path, record_tokens: int) -> Metadata:
 
     Returns:
       What describes the dataset.
+
+    Raises:
+      OSError: a file cannot be written.
     """
     import tensorflow_datasets as tfds
 
@@ -77,20 +84,21 @@ def _write_split(
         for i in range(count):
             first, last = i * num_records // count, (i + 1) * num_records // count
             path = Path(template.sharded_filepath(shard_index=i, num_shards=count))
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-            with _array_record_writer(temporary) as writer:
-                for record in range(first, last):
-                    start = record * record_tokens
-                    status.update(f"writing TFDS {shards.split}: {start / split.num_tokens:.0%}")
-                    tokens = shards.read(start, min(record_tokens, split.num_tokens - start))
-                    encoded = features.encode_example(
-                        {FEATURE: tokens.astype(shards.metadata.dtype)}
-                    )
-                    data = serializer.serialize_example(encoded)
-                    num_bytes += len(data)
-                    writer.write(data)
-            sha256 = sha256_of(temporary)
-            temporary.replace(path)
+            with replacing(path) as temporary:
+                with _array_record_writer(temporary, path) as writer:
+                    for record in range(first, last):
+                        start = record * record_tokens
+                        status.update(
+                            f"writing TFDS {shards.split}: {start / split.num_tokens:.0%}"
+                        )
+                        tokens = shards.read(start, min(record_tokens, split.num_tokens - start))
+                        encoded = features.encode_example(
+                            {FEATURE: tokens.astype(shards.metadata.dtype)}
+                        )
+                        data = serializer.serialize_example(encoded)
+                        num_bytes += len(data)
+                        writer.write(data)
+                sha256 = sha256_of(temporary)
             tokens_in_file = min(last * record_tokens, split.num_tokens) - first * record_tokens
             written.append(Shard(file=path.name, num_tokens=tokens_in_file, sha256=sha256))
             lengths.append(last - first)
@@ -100,17 +108,21 @@ def _write_split(
     return replace(split, shards=tuple(written)), info
 
 
-class _array_record_writer:  # noqa: N801 (a context)
-    """A writer of ArrayRecord that is closed at the end."""
+@contextlib.contextmanager
+def _array_record_writer(temporary: Path, path: Path) -> Generator[Any, None, None]:
+    """A writer of ArrayRecord to `temporary`; errors name `path`.
 
-    def __init__(self, path: Path) -> None:
-        from array_record.python.array_record_module import ArrayRecordWriter
+    Raises:
+      OSError: the file cannot be written.
+    """
+    from array_record.python.array_record_module import ArrayRecordWriter
 
+    try:
         # Groups of one: each record can be read by itself.
-        self._writer = ArrayRecordWriter(str(path), "group_size:1")
-
-    def __enter__(self) -> Any:
-        return self._writer
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        with contextlib.closing(ArrayRecordWriter(str(temporary), "group_size:1")) as writer:
+            yield writer
+    except RuntimeError as error:  # the library has no other; only its text tells the cause
+        text = str(error)
+        code = next((c for c in _FULL if os.strerror(c) in text), errno.EIO)
+        reason = os.strerror(code) if code in _FULL else text.partition("\n")[0]
+        raise OSError(code, reason, str(path)) from error

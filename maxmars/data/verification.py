@@ -2,9 +2,9 @@
 
 Token ids that are all zero, or those of another shard, train without an error. So each file on a
 disk is hashed once a working directory, in a thread while the run trains, and again when its size
-or time has changed; the processes of a run divide the files. An evaluation hashes those that it
-reads. (Of files in a bucket, the bucket's own checksums are
-compared before the first step: see `formats.examine`.)
+or time has changed; the processes of a run divide the files. An evaluation hashes the files of the
+split that it reads. (Of files in a bucket, the bucket's own checksums are compared before the first
+step: see `formats.examine`.)
 """
 
 from __future__ import annotations

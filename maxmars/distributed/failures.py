@@ -54,7 +54,8 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     def due(self, step: int) -> bool:
         """Whether to stop after `step` steps.
 
-        Every process asks before each step. Whichever was signalled, all get the same answer.
+        Every process asks after it has dispatched a step, the last one of the run aside. Whichever
+        was signalled, all get the same answer.
         """
         if jax.distributed.is_initialized():
             # After a signal JAX names the first number that no process has asked for, and is silent

@@ -36,6 +36,16 @@ _BLOCK_BYTES = 1 << 20
 _UPLOAD_EVERY_S = 30.0
 _PROBE_S = 30.0
 _REQUEST_S = 60.0  # gcsfs waits for ever
+_PASSING = re.compile(  # TensorStore's errors have no types of their own
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |Could not resolve|Couldn't resolve|"
+    + "|".join(
+        re.escape(os.strerror(code))
+        for code in (
+            *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN),
+            *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        )
+    )
+)
 _WAYS_OUT = (
     (
         r"\b40[13]\b|UNAUTHENTICATED|PERMISSION_DENIED|Forbidden|credential",
@@ -60,7 +70,7 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
       ValueError: it is in an object store other than `gs://`, or names no bucket.
     """
     text = os.fspath(path)
-    if not re.match(r"(gs|s3|az|hf):/", text):
+    if not is_remote(text) and not re.match(r"(gs|s3|az|hf):/", text):
         return Path(path).expanduser().absolute()
     if not re.match(r"gs://[^/]+(/|$)", text):
         raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
@@ -123,6 +133,18 @@ def reporting(path: Any) -> Generator[None, None, None]:
         raise OSError(f"{path} cannot be used ({reason}); {way_out}.") from error
 
 
+def may_pass(error: BaseException, path: Any) -> bool:
+    """Whether an error in the use of a path is the network's or the store's, and says nothing of
+    what lies there: another attempt may not meet it."""
+    if isinstance(error, TimeoutError | ConnectionError) or _PASSING.search(str(error)):
+        return True
+    if not is_remote(path) or importlib.util.find_spec("gcsfs") is None:
+        return False
+    from gcsfs.retry import is_retriable
+
+    return is_retriable(error)
+
+
 def make_directory(path: Workdir) -> None:
     """Make a directory and its parents; in a bucket there are none."""
     if not is_remote(path):
@@ -156,8 +178,34 @@ def replacing(path: Path) -> Generator[Path, None, None]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())  # the name must not survive a power cut without the contents
         temporary.replace(path)
+    except OSError as error:
+        if error.filename != os.fspath(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def why_not_written(path: Path, *, replaced: bool) -> str | None:
+    """Why no file can be written at a path on a disk, in words that follow its name, or None.
+
+    Args:
+      path: of the file.
+      replaced: whether `replacing` writes it, which makes its directory.
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)):  # `Path` leaves one slash of gs://
+        return "is no path on a disk"
+    if path.is_dir():
+        return "is a directory"
+    place = path.parent
+    while replaced and not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        return f"lies in {place}, which {'is no directory' if place.exists() else 'does not exist'}"
+    if not replaced and path.exists():
+        return None if os.access(path, os.W_OK) else "cannot be written to"
+    is_open = os.access(place, os.W_OK | os.X_OK)
+    return None if is_open else f"lies in {place}, which cannot be written to"
 
 
 def write_text(path: Workdir, text: str) -> None:
@@ -190,13 +238,19 @@ def append_line(path: Workdir, line: str) -> None:
 
 
 def set_aside(path: Workdir) -> Workdir:
-    """Rename what is at a path on a disk to `NAME.damaged`, or `NAME.damaged-2` and so on.
+    """Rename what is at a path to `NAME.damaged`, or `NAME.damaged-2` and so on.
+
+    In a bucket this copies files.
 
     Returns:
       The new path.
     """
     names = [f"{path.name}.damaged", *(f"{path.name}.damaged-{n}" for n in range(2, 1000))]
-    target = next(p for p in map(path.with_name, names) if not os.path.lexists(p))
+
+    def is_taken(place: Workdir) -> bool:
+        return place.exists() or os.path.lexists(place)  # a link to nothing does not exist
+
+    target = next(p for p in map(path.with_name, names) if not is_taken(p))
     path.rename(target)
     return target
 

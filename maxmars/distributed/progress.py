@@ -240,6 +240,7 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         self._lines = LineFile(self.path, may_write)
 
     def write(self, text: str) -> None:
+        """Append `text` after the date and time."""
         self._lines.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def __exit__(

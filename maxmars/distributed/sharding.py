@@ -157,16 +157,8 @@ def crosses(mesh: Mesh, axis: str, networks: Sequence[int]) -> bool:
     return bool(np.any(grid != first))
 
 
-def tree_shardings(mesh: Mesh, logical_axes: Any) -> Any:
-    """NamedShardings for a tree whose leaves are tuples of logical axis names."""
-    return jax.tree.map(
-        lambda axes: NamedSharding(mesh, RULES.spec(*axes)),
-        logical_axes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array that every device of the mesh holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 

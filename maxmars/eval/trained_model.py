@@ -500,8 +500,9 @@ def _in_the_making(out: str | Path) -> Generator[Path]:
 
 def _check_space(out: str | Path, directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
-    if free < num_bytes + _OTHER_BYTES:
+    needed = num_bytes + _OTHER_BYTES
+    if free < needed:
         raise OSError(
-            f"{out} needs {num_bytes / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left; "
+            f"{out} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left; "
             "make room or choose another disk."
         )

@@ -61,6 +61,9 @@ def validation_loss(
     """Mean loss over the targets of all batches, weighted by the mask.
 
     For the arguments see `make_eval_step`.
+
+    Raises:
+      ValueError: the mask counts no target.
     """
     nats = weight = 0.0
     for batch in batches:
@@ -70,4 +73,9 @@ def validation_loss(
             # forever.
             batch_nats, batch_weight = jax.device_get(eval_step(params, batch))
         nats, weight = nats + float(batch_nats), weight + float(batch_weight)
+    if not weight:
+        raise ValueError(
+            "the mask counts none of the validation windows' targets, so that there is no loss; "
+            "let it count some, or raise eval.num_windows."
+        )
     return ValidationLoss(loss=nats / weight, num_tokens=round(weight))

@@ -297,6 +297,8 @@ def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def problem(done: subprocess.CompletedProcess[str]) -> str:
     """Why a program failed, in one line: its error from `ERROR` on, the last lines, or its code."""
+    if "attribute [project]" in done.stderr:
+        return "gcloud knows no project: give --project ID, or run `gcloud config set project ID`"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if "ERROR" in line), max(len(lines) - 3, 0))
     return " ".join(lines[first : first + 3]) or f"exit code {done.returncode}"

@@ -190,7 +190,7 @@ cd {shlex.quote(str(directory))} || exit
 set -uo pipefail
 # srun does not take it from the job by itself.
 [[ -z ${{SLURM_CPUS_PER_TASK:-}} ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-export PYTHONPATH={shlex.quote(str(source))}
+export PYTHONPATH={shlex.quote(str(source))}${{PYTHONPATH:+:$PYTHONPATH}}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
@@ -238,6 +238,7 @@ def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
     log(f"submitted job {number}: {path}")
     log(f"its output goes to {job.workdir}/slurm-{number}.out")
+    log(f"see `maxmars launch slurm status|stop --name {job.name}`")
 
 
 def _copy_of_source(job: Job) -> Path:

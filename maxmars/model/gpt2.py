@@ -29,8 +29,6 @@ from maxmars.model.attention import RESIDUALS, attention
 LAYERS = "layers"
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention [B, T, H, K] of queries, keys and values [B, T, H, K], and the logits' factor []."""
-Window = Int[Array, "B window"]
-"""Rows of T + 1 numbers: T inputs, and each but the first a target."""
 _INIT_STD = 0.02
 
 

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import math
+import stat
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,7 @@ class HFLayout:
 
     @property
     def is_bias(self) -> bool:
+        """Whether our parameter is a bias, which a model without `use_bias` lacks."""
         return self.path[-1] == "bias"
 
 
@@ -516,6 +518,8 @@ def write_model(
         write_json(directory / _INDEX, index)
     arrays = _arrays(config, read, kind)
     for path, file in zip(paths, files, strict=True):
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)
         try:
             # transformers refuses a file without this format.
             safetensors.numpy.save_file(
@@ -523,6 +527,7 @@ def write_model(
             )
         except safetensors.SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
+        path.chmod(mode)  # safetensors lets none but the owner read it, whatever the umask says
     write_json(directory / _CONFIG, config_fields(config, dtype=dtype, end_of_text=end_of_text))
     if end_of_text is not None:
         ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

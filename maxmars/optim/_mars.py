@@ -47,10 +47,12 @@ from maxmars.optim._rules import (
     cast_like,
     check_choice,
     check_fraction,
+    check_open_fraction,
     check_positive,
     in_float32,
     stepped,
     vector_rate,
+    widened,
 )
 
 VARIANTS = ("adamw", "lion", "shampoo", "m")
@@ -180,13 +182,15 @@ def clip_by_matrix_norm(
             axes = spec.inner if c.ndim else ()
             return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
 
-        norms = jax.tree.map(norm, updates, resolve_specs(matrix_specs, updates))
+        wide = widened(updates)  # the square of 300 is infinite in float16
+        norms = jax.tree.map(norm, wide, resolve_specs(matrix_specs, updates))
         clipped = jax.tree.map(
-            lambda c, n: c * (threshold / jnp.maximum(n, threshold)), updates, norms
+            lambda c, n: c * (threshold / jnp.maximum(n, threshold)), wide, norms
         )
         leaves = jax.tree.leaves(norms)
         longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))
-        return clipped, ClipByMatrixNormState(longer / max(1, sum(n.size for n in leaves)))
+        share = longer / max(1, sum(n.size for n in leaves))
+        return cast_like(clipped, updates), ClipByMatrixNormState(share)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -211,7 +215,11 @@ def corrected_ema(
       b1: β₁, in (0, 1).
       gamma: γ, a constant.
       accumulator_dtype: dtype of the buffer; None keeps the parameter's.
+
+    Raises:
+      ValueError: b1 is out of range.
     """
+    check_open_fraction("b1", b1)
 
     def init_fn(params: Tree) -> CorrectedEmaState:
         return CorrectedEmaState(optax.tree.zeros_like(params, dtype=accumulator_dtype))
@@ -219,8 +227,10 @@ def corrected_ema(
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, CorrectedEmaState]:
         del params
         step = (1 - gamma) * (1 - b1) / b1
-        ema = jax.tree.map(lambda b, g: b1 * b + step * g, state.ema, updates)
-        return jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, updates), CorrectedEmaState(ema)
+        wide = widened(updates)
+        ema = jax.tree.map(lambda b, g: b1 * b + step * g, widened(state.ema), wide)
+        m = jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, wide)
+        return cast_like(m, updates), CorrectedEmaState(cast_like(ema, state.ema))
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -559,7 +569,11 @@ def muon(
       nesterov: look one step ahead.
       eps: added to the root of AdamW's second moment.
       vector_weight_decay: decay of vectors; None takes `weight_decay`.
+
+    Raises:
+      ValueError: an argument is out of range or does not go with another.
     """
+    check_open_fraction("momentum", momentum)
     return mars(
         learning_rate,
         variant="m",

@@ -29,7 +29,7 @@ def in_float32(
     def update_fn(
         updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
-        wide = (_widened(tree) for tree in (updates, state, params))
+        wide = (widened(tree) for tree in (updates, state, params))
         new_updates, new_state = inner.update(*wide, **extra_args)
         like = updates if params is None else params
         return cast_like(new_updates, like), cast_like(new_state, state)
@@ -37,7 +37,9 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _widened(tree: Tree) -> Tree:
+def widened(tree: Tree) -> Tree:
+    """The tree with its arrays of numbers in the dtype to calculate in; see `wide_dtype`."""
+
     def widen(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         return x.astype(wide_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
@@ -132,6 +134,12 @@ def check_fraction(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is traced or lies in [0, 1)."""
     if isinstance(value, int | float) and not 0 <= value < 1:
         raise ValueError(f"{name}={value} must lie in [0, 1).")
+
+
+def check_open_fraction(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is traced or lies in (0, 1)."""
+    if isinstance(value, int | float) and not 0 < value < 1:
+        raise ValueError(f"{name}={value} must lie in (0, 1).")
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -327,9 +327,14 @@ def _replay(
     starts = [step for step in steps if step + count in saved]
     if not starts:
         known = sorted({last - first for first in steps for last in saved if last > first})
+        if not known:
+            raise ValueError(
+                f"--replay {count}: no checkpoint that is still there is before a saved one; train "
+                "on, or keep more by checkpoint.keep_last."
+            )
         raise ValueError(
             f"--replay {count}: no checkpoint that is still there is {count} steps before a saved "
-            f"one; take one of {', '.join(map(str, known)) or 'no number: train on first'}."
+            f"one; take one of {', '.join(map(str, known))}."
         )
     first, last = starts[-1], starts[-1] + count
     checkpoint = read(directory, first)

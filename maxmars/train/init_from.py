@@ -3,10 +3,10 @@
 The new run takes the weights and nothing else: it is at step 0, at the first example of its data
 and at the beginning of its schedule. Its optimizer, which may be another one, starts as in any new
 run: no updates counted, moments zero. The first step of MARS, approximate or exact, then compares
-its gradient with zero (c = (1 + κ) g, as in the official code), so that exact MARS never reads
-parameters from before the first step. With `InitFrom.optimizer_state` the optimizer goes on
-instead, with its moments, its count of updates and MARS's last gradient (in exact MARS the
-parameters of the step before); step, data and schedule start anew all the same.
+its gradient with zero (c = (1 + κ) g, as in the official code). What exact MARS keeps as the
+parameters of the step before are at first the weights themselves. With `InitFrom.optimizer_state`
+the optimizer goes on instead, with its moments, its count of updates and MARS's last gradient (in
+exact MARS the parameters of the step before); step, data and schedule start anew all the same.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ class StepReporter:
         if "train/grad_clipped" in metrics:
             self._clipped.append(metrics.pop("train/grad_clipped"))
         consecutive_skips = metrics.pop("train/consecutive_skips").item()  # waits for the step
+        finite = metrics.pop("train/finite")
         self.is_skipping = consecutive_skips > 0
         self._steps += 1
         due = step == 1 or step % run.config.log.every == 0 or step == num_steps
@@ -107,7 +108,8 @@ class StepReporter:
             return
         values = self._numbers(metrics)
         if consecutive_skips:
-            self._skipped(step, values, consecutive_skips)
+            reason = "a spike of the loss" if finite.item() else "not finite"
+            self._skipped(step, values, consecutive_skips, reason)
         values |= self._rates()
         run.goodput.reached(step)
         run.writer.write(step, values)
@@ -151,7 +153,9 @@ class StepReporter:
         self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
         return rates
 
-    def _skipped(self, step: int, values: dict[str, float], consecutive_skips: int) -> None:
+    def _skipped(
+        self, step: int, values: dict[str, float], consecutive_skips: int, reason: str
+    ) -> None:
         """Report a skipped step and its examples.
 
         Raises:
@@ -159,8 +163,6 @@ class StepReporter:
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        reason = "a spike of the loss" if finite else "not finite"
         path = run.workdir / "skipped_steps" / f"{step}.json"
         where = f"its examples are in {path}"
         if processes.is_primary():

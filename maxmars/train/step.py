@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,35 +106,39 @@ def init_train_state(
     Args:
       config: what to train.
       mesh: where the state goes.
-      given: fields of the state that exist already, in the mesh's shardings, by name; only the
-        others are created.
+      given: fields of the state that exist already, in the mesh's shardings, by name, `params`
+        among them; only the others are created, for these parameters.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    given = given or {}
-    return TrainState(
-        **given, **make_initializer(config, mesh, tuple(given))(np.uint32(config.seed))
-    )
+    if given is None:
+        return TrainState(**make_initializer(config, mesh)(np.uint32(config.seed)))
+    abstract = vars(abstract_train_state(config, mesh))
+    missing = {name: field for name, field in abstract.items() if name not in given}
+
+    def create(params: Any) -> dict[str, Any]:
+        # Copied, as a jitted function returns an unchanged argument itself: the state is donated,
+        # so no two of its fields may share an array.
+        state = _initial_state(config, mesh, jax.tree.map(jnp.copy, params))
+        return {name: getattr(state, name) for name in missing}
+
+    created = jax.jit(create, out_shardings=_shardings(missing))(given["params"])
+    return TrainState(**given, **created)
 
 
-def make_initializer(config: TrainConfig, mesh: Mesh, given: Collection[str] = ()) -> Any:
-    """A `jax.jit` function from a seed (uint32) to the fields of a new state, those named in
-    `given` aside.
+def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
+    """A `jax.jit` function from a seed (uint32) to the fields of a new state, by name.
 
     It compiles once for all seeds; the learning rate is the config's (see `make_hyperparams`).
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    abstract = vars(abstract_train_state(config, mesh))
-    missing = {name: field for name, field in abstract.items() if name not in given}
-
-    def create(seed: jax.Array) -> dict[str, Any]:
-        state = _initial_state(config, mesh, init_params(config.model, seed))
-        return {name: getattr(state, name) for name in missing}
-
-    return jax.jit(create, out_shardings=_shardings(missing))
+    return jax.jit(
+        lambda seed: vars(_initial_state(config, mesh, init_params(config.model, seed))),
+        out_shardings=_shardings(vars(abstract_train_state(config, mesh))),
+    )
 
 
 def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
@@ -149,8 +152,9 @@ def _initial_state(config: TrainConfig, mesh: Mesh, params: Any) -> TrainState:
         step=zero,
         params=params,
         opt_state=_optimizer(config, config.optimizer.learning_rate, mesh).init(params),
-        # Never read: the first step's last gradient is zero by definition.
-        prev_params=jax.tree.map(jnp.zeros_like, params) if _is_exact(config) else None,
+        # The first step also takes a gradient here, and the guard checks it, but the correction
+        # does not use it. At zeros a model's gradient may not be finite.
+        prev_params=params if _is_exact(config) else None,
         hyperparams=_hyperparams(config),
         guard=Guard(zero, zero, zero, zero_loss, zero_loss),
     )
@@ -213,6 +217,7 @@ class TrainStep:
           * `train/grad_norm` before the clip, and with a clip `train/grad_clipped`: whether the
             clip was active;
           * `train/skipped` and `train/consecutive_skips`: steps whose update was not applied;
+          * `train/finite`: whether the loss and every gradient of the update are;
           * `train/update_rms/KIND` for linear, embedding and vector; 0 where the update was not
             applied;
           * `train/clip_fraction` of optimizers that clip each matrix, and
@@ -298,19 +303,21 @@ def _step(
                 loss_of, params, batch, param_shardings, rows_apart=_has_rows_apart(config)
             )
         with jax.named_scope("clip"):
-            norm = config.gradient_multiplier * optax.tree.norm(grads)
+            norm = config.gradient_multiplier * global_norm(grads)
         return loss, Gradients(grads, norm, config.gradient_multiplier, config.gradient_clip_norm)
 
     loss, gradients = gradients_at(state.params)
     given = {"grads": gradients}
     if _is_exact(config):
         _, given["prev_grads"] = gradients_at(state.prev_params)
+    norms = [found.norm for found in given.values()]
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
-        sampled["sampled_grads"] = _sampled_gradients(
+        sampled["sampled_grads"], norm = _sampled_gradients(
             config, config.optimizer, param_shardings, state, batch
         )
-    apply, guard = check_step(config.guard, state.guard, loss, [g.norm for g in given.values()])
+        norms.append(norm)
+    finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
     of_gradients = {
         part: config.gradient_multiplier**2 * square
         for part, square in squared_norms(parts, gradients.unscaled).items()
@@ -349,6 +356,7 @@ def _step(
         "train/learning_rate": learning_rate,
         "train/skipped": guard.num_skipped,
         "train/consecutive_skips": guard.consecutive_skips,
+        "train/finite": finite,
         **_update_metrics(parts, state.params, of_updates, written.opt_state),
     }
     if config.log.norms:
@@ -433,8 +441,7 @@ def mean_loss_and_grads(
 
     def sum_over_data(x: jax.Array) -> jax.Array:
         # In float32 at least, also because XLA's CPU backend knows no such sum in bfloat16.
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jax.lax.psum(x.astype(wide), "data").astype(x.dtype)
+        return jax.lax.psum(_widened(x), "data").astype(x.dtype)
 
     def sum_over_microbatches(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         def add(total: Any, microbatch: Any) -> tuple[Any, None]:
@@ -466,36 +473,39 @@ def _sampled_gradients(
     param_shardings: Any,
     state: TrainState,
     batch: dict[str, jax.Array],
-) -> Any:
+) -> tuple[Any, Float[Array, ""]]:
     """Gradient of the loss on labels that the model itself draws, in the steps in which Sophia
-    needs it; zeros in the others.
+    needs it, and its norm; zeros in the others.
 
-    It is clipped to global norm 1, as in Sophia's official code.
+    It is clipped to global norm 1, as in Sophia's official code; the norm is that before the clip.
     """
+    wide = state.hyperparams["learning_rate"].dtype
 
     def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
         rows, uniforms = microbatch
         return mean_loss(make_model(config.model, params), **rows, uniforms=uniforms)
 
-    def sampled(params: Any) -> Any:
+    def sampled(params: Any) -> tuple[Any, jax.Array]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         keys = jax.random.split(key, config.microbatches)
         shape = (config.microbatch_size, config.model.max_seq_len)
-        dtype = state.hyperparams["learning_rate"].dtype
-        uniforms = jax.vmap(lambda key: jax.random.uniform(key, shape, dtype))(keys)
+        uniforms = jax.vmap(lambda key: jax.random.uniform(key, shape, wide))(keys)
         _, grads = mean_loss_and_grads(
             loss, params, (batch, uniforms), param_shardings, rows_apart=_has_rows_apart(config)
         )
-        clipped = Gradients(grads, optax.tree.norm(grads), 1.0, 1.0).clipped()
+        norm = global_norm(grads)
+        clipped = Gradients(grads, norm, 1.0, 1.0).clipped()
         if "mask" not in batch:
-            return clipped
+            return clipped, norm
         # Sophia multiplies the squares by the tokens of a step, of which only some are in the mean.
         root = jax.lax.rsqrt(jnp.square(batch["mask"][..., 1:]).mean())
-        return jax.tree.map(lambda g: (root * g).astype(g.dtype), clipped)
+        return jax.tree.map(lambda g: (root * g).astype(g.dtype), clipped), norm
+
+    def zeros(params: Any) -> tuple[Any, jax.Array]:
+        return jax.tree.map(jnp.zeros_like, params), jnp.zeros([], wide)
 
     count = sophia_state(state.opt_state).count
     due = needs_sampled_grads(count, optimizer.update_hessian_every)
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     with jax.named_scope("model"):
         return jax.lax.cond(due, sampled, zeros, state.params)
 
@@ -505,8 +515,8 @@ def _sampled_gradients(
 
 def check_step(
     config: GuardConfig, guard: Guard, loss: jax.Array, grad_norms: list[jax.Array]
-) -> tuple[jax.Array, Guard]:
-    """Whether to apply a step's update, and the guard after the step.
+) -> tuple[jax.Array, jax.Array, Guard]:
+    """Whether a step is finite, whether to apply its update, and the guard after the step.
 
     A step is skipped if its loss or a gradient is not finite, or if its loss is a spike: above the
     running mean by `loss_spike_threshold` running standard deviations. Mean and variance weigh the
@@ -537,13 +547,23 @@ def check_step(
         loss_variance=(1 - weight) * (guard.loss_variance + weight * change**2),
     )
     guard = jax.tree.map(lambda new, old: jnp.where(finite, new, old), seen, guard)
-    return apply, guard._replace(
+    guard = guard._replace(
         num_skipped=guard.num_skipped + ~apply,
         consecutive_skips=jnp.where(apply, 0, guard.consecutive_skips + 1),
     )
+    return finite, apply, guard
 
 
 # --- norms ---------------------------------------------------------------------------------------
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """The root of the sum of all squares, in float32 at least: 1e-4 squared is 0 in float16."""
+    return optax.tree.norm(jax.tree.map(_widened, tree))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
@@ -555,8 +575,7 @@ def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """
     sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
     for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        sums[part] += jnp.sum(jnp.square(wide))
+        sums[part] += jnp.sum(jnp.square(_widened(leaf)))
     return sums
 
 

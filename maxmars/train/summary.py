@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
@@ -83,8 +84,9 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         if key in values:  # a line speaks for the steps since the line before
             weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
             found[key] = float(np.average(values[key], weights=weights))
-    if "eval/loss" in values:
-        best, step = min(zip(values["eval/loss"], steps["eval/loss"], strict=True))
+    losses = zip(values.get("eval/loss", ()), steps.get("eval/loss", ()), strict=True)
+    if finite := [(loss, step) for loss, step in losses if math.isfinite(loss)]:
+        best, step = min(finite)
         found["best"] = {"eval/loss": json_number(best), "step": step}
     return found
 

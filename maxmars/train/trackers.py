@@ -22,12 +22,14 @@ from maxmars.distributed.files import Workdir, is_remote, read_json, write_json
 class Tracker(Protocol):
     """One service that takes lines of metrics; every method may raise anything."""
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of one line, those of the given step."""
 
     def sync(self) -> None:
         """Have all lines where a kill does not reach them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Hand over the rest of the lines; nothing is written afterwards."""
 
 
 class Trackers:
@@ -44,12 +46,15 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Give the metrics of one line to every tracker."""
         self._each(lambda tracker: tracker.write(step, metrics))
 
     def sync(self) -> None:
+        """Have all lines where a kill does not reach them."""
         self._each(lambda tracker: tracker.sync())
 
     def close(self) -> None:
+        """Close every tracker; nothing is written afterwards."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:

@@ -1,8 +1,10 @@
 """Reading checkpoints: on any mesh, in parts, every kind of damage, and of other versions."""
 
+import errno
 import gc
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from states import (
@@ -219,6 +222,33 @@ def test_errors(saved, copy, tmp_path):
     with pytest.raises(ValueError, match=r"could be used \(step 2: state .*; name another step"):
         restore(copy, state, step=2)
     assert list_steps(copy) == [1, 2]  # without a sound one, nothing is set aside
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("Connection timeout to host"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        ValueError("UNAVAILABLE: Error reading the key: HTTP response code: 503"),
+    ],
+)
+def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
+    path_type, names = type(epath.Path("/")), sorted(path.name for path in copy.iterdir())
+    read_text = path_type.read_text
+
+    def read_text_of_older_ones(path, *args, **kwargs):
+        if path.parent.parent.name == "2":
+            raise error
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(path_type, "read_text", read_text_of_older_ones)
+    with pytest.raises(OSError, match=r"/2/meta could not be read .* start again") as caught:
+        restore(copy, saved[1][1])
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert sorted(path.name for path in copy.iterdir()) == names
+    assert read(copy).step == 2
 
 
 def test_a_newer_format_is_refused(copy):

@@ -105,6 +105,15 @@ def test_report(finished_run, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_audit_writes_into_a_new_directory(finished_run, tmp_path, capsys):
+    output = tmp_path / "new" / "audit.json"
+    main(["audit", str(finished_run), "--output", str(output)])
+    found = json.loads(output.read_text())
+    assert found["verdict"] in capsys.readouterr().out
+    assert found["problems"] == []
+
+
+@pytest.mark.slow
 def test_verify_resume(byte_tokens, tmp_path, capsys):
     config = f"quickstart:data={byte_tokens}"
     main(["verify-resume", config, *TINY.split(), "--steps", "4", "--out", str(tmp_path / "out")])

@@ -96,6 +96,13 @@ def test_no_such_directory(tmp_path, capsys):
     code, text = inspect(capsys, tmp_path / "none")
     assert code == 1
     assert "does not exist" in text
+    (tmp_path / "file.txt").touch()
+    code, text = inspect(capsys, tmp_path / "file.txt")
+    assert code == 1
+    assert "file.txt is no directory; run" in text
+    code, text = inspect(capsys, "https://example.com/tokens")
+    assert code == 1
+    assert "must be a path on a disk, or gs://BUCKET/PATH" in text
 
 
 STREAM, VAL = np.arange(900) % 300, np.arange(70)
@@ -117,6 +124,16 @@ def test_files_of_other_programs(tmp_path, capsys, write, num_files):
     assert ["train", "900", str(num_files)] in rows
     assert ["val", "70", "1"] in rows
     assert text.endswith(f"--data.path {tmp_path / 'theirs'}\n")
+
+
+def test_the_command_says_what_is_not_the_default(tmp_path):
+    (tmp_path / "a.txt").write_text("one line\n" * 40)
+    arguments = ["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "out")]
+    given = ["--format", "tfds", "--shard-tokens", "100", "--record-tokens", "64"]
+    main([*arguments, *given, "--workers", "0"])
+    command = read_metadata(tmp_path / "out", format=None).command
+    assert command.startswith(f"maxmars {' '.join(arguments)} --tokenizer byte ")
+    assert command.endswith(" ".join(given))
 
 
 def test_files_of_another_program_and_a_dataset_of_tfds(tmp_path, capsys):

@@ -82,9 +82,15 @@ def test_data_help_names_the_arguments(capsys, name, words):
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 # In this process it is too late to look for others.
 TRAIN = f"train {QUICKSTART} --num-processes 1"
+SLURM = "launch slurm quickstart --name a --workdir b"
 ERRORS = [
     (2, "trian", "there is no command `trian`. Did you mean `train`?"),
-    (2, "train --num-steps 3", "maxmars train needs a config"),
+    (2, "train --num-steps 3", "maxmars train needs a config: `maxmars train quickstart`, for"),
+    (2, "train quickstart --help optimzer", "no group optimzer (did you mean `optimizer`?); its"),
+    (2, "eval x --help hots", "no group hots (did you mean `hosts`?)"),
+    (2, "train quickstart --batch-size 8", "(did you mean `--global-batch-size`?)"),
+    (2, "train gpt2 --optimizer.lr 1", "(did you mean `--optimizer.learning-rate`?)"),
+    (2, "verify-resume quickstart --steps 1", "--steps 1 must be at least 2."),
     (2, f"{TRAIN} --num-microbatches 9999", "multiple of num_microbatches=9999"),
     (2, f"{TRAIN} --init-optimizer-state True", "needs --init-from PATH"),
     (
@@ -98,6 +104,7 @@ ERRORS = [
         f"{TRAIN} --workdir s3://b/run",
         "must be a path on a disk, or gs://BUCKET",
     ),
+    (1, f"{TRAIN} --workdir EMPTY/x", "EMPTY/x cannot be written (Not a directory); name another"),
     (2, "generate x", "--prompt TEXT"),
     (2, "generate x --prompt a --prompt-file FILE", "either by --prompt"),
     (2, "generate x --prompt a --interactive", "or by --interactive"),
@@ -125,6 +132,10 @@ ERRORS = [
     (2, "data prepare python out --wokers 2", "did you mean `--workers`?"),
     (2, "plan", "maxmars plan needs a config"),
     (2, "launch slurm quickstart --name a", "needs --workdir DIR"),
+    (2, "launch gke stop --name a", "gke has no action stop; its actions are status, logs, delete"),
+    (2, "launch slurm logs --name a", "slurm has no action logs; its actions are status, stop"),
+    (2, "launch tpu-vm start --name a", "tpu-vm has no action start; its actions are status"),
+    (2, f"{SLURM} -- --dry-run", "after --: `maxmars train quickstart` has no option --dry-run"),
     (1, "data prepare *.text out", "*.text"),
     (1, "data prepare openwebtxt out", "Did you mean the source openwebtext?"),
     (1, "data prepare pyhton out", "Did you mean the source python?"),
@@ -265,7 +276,7 @@ def test_data_prepare_and_inspect(tmp_path, capsys):
     assert "hold the same tokens" in capsys.readouterr().out
     command = read_metadata(shared).command
     said = "--tokenizer byte --validation-fraction 0.1 --text-field body --format shards"
-    assert command == f"maxmars data prepare '{source}' {shared} {said}"
+    assert command == f"maxmars data prepare '{source}' {shared} {said} --task-bytes 700"
     other = str(tmp_path / "other")
     options = ["--text-field", "body", "--workers", "0", "--validation-fraction", "0.5"]
     cli.main(["data", "prepare", source, other, *options])

@@ -34,11 +34,15 @@ def config_file(tmp_path, monkeypatch):
 def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     output = tmp_path / "plan.json"
     words = [config_file, "--topology", "cpu:8", "--mesh.fsdp", "8", "--max-memory", "1"]
+    words += ["--model.remat=full", "--eval.batch-size", "None"]
     main(["plan", *words, "--output", str(output)])
     printed = capsys.readouterr().out
     for part in ("one-layer", "parameters", "optimizer state: mu", "all-to-all", "with padding"):
         assert part in printed
     assert "use: --num-microbatches 1 --model.remat None" in printed
+    command = f"maxmars train {config_file} --mesh.fsdp 8 --eval.batch-size None"
+    command += " --num-microbatches 1 --model.remat None"
+    assert printed.endswith(f"next, on those chips: {command}\n")
     written = json.loads(output.read_text())
     assert written["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert written["overrides"] == ["--num-microbatches", "1", "--model.remat", "None"]

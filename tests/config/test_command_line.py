@@ -102,12 +102,16 @@ def test_any_text_may_hold_colons_and_commas(write):
     for choices, name in (
         ("data=gs://bucket/of tokens", "gs://bucket/of tokens a"),
         ("data=a,b=c,d,optimizer=b", "a,b=c,d b"),
+        ("data=my,data", "my,data a"),
         ("optimizer=b,data=my.py:f,x", "my.py:f,x b"),
     ):
         assert load_config(f"{write(body)}:{choices}").name == name
 
 
 WRONG = "def get_config():\n    return "
+BEST = "import dataclasses\nfrom maxmars.config import CheckpointConfig\n" + WRONG
+BEST += "dataclasses.replace(make(optimizer=AdamWConfig()), "
+BEST += "checkpoint=CheckpointConfig(best_metric='eval/los'))\n"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,7 @@ WRONG = "def get_config():\n    return "
         ("def get_config(path: str): ...\n", "", "needs the choice path=TEXT"),
         ("def get_config(size='s'): ...\n", "", "annotate get_config's parameter `size`"),
         (WRONG + "make(optimizer=AdamWConfig(b1=2.0))\n", "", "AdamWConfig.b1=2.0 must lie in"),
+        (BEST, "", "--checkpoint.best-metric eval/los must be eval/loss (did you mean"),
     ],
 )
 def test_what_is_wrong_in_a_config_is_said(write, body, choices, message):
@@ -238,6 +243,10 @@ def get_config():
         (["--optimizer.eps", "nan"], "--optimizer.eps nan must be a finite number."),
         (["--seed", "1", "--seed=2"], "--seed is given twice, as 1 and 2; give it once."),
         (["--model.remat", "atention"], "(did you mean `attention`?)"),
+        (
+            ["--checkpoint.best-metric", "eval/los"],
+            "--checkpoint.best-metric eval/los must be eval/loss (did you mean `eval/loss`?).",
+        ),
         (["--name", "-x"], "--name needs a value: text; write --name=-x if that is it."),
         (
             ["--schedule.warmup-steps", "9", "--schedule.decay-steps", "5"],

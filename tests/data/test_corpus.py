@@ -218,6 +218,9 @@ def test_no_such_file(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     with pytest.raises(FileNotFoundError, match=r"no file matches '.*\*\.md'"):
         TextFiles([str(tmp_path / "a.txt"), str(tmp_path / "*.md")])
+    for elsewhere in ("https://example.com/book.txt", "s3://bucket/*.txt"):
+        with pytest.raises(ValueError, match=r"must be files on a disk or gs://.*download them"):
+            TextFiles([elsewhere])
 
 
 def test_a_directory_is_no_file(tmp_path):

@@ -3,10 +3,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 from fake_hub import fake_hub
+from token_directories import make_builder
 
 from maxmars.data.corpus import PythonSources, Run, TextFiles
 from maxmars.data.open_corpus import PRESETS, TfdsCorpus, open_corpus
@@ -27,7 +29,7 @@ def tfds_dir(tmp_path_factory):
     """A real TFDS dataset, built without TensorFlow."""
     import tensorflow_datasets as tfds
 
-    class Prose(tfds.core.GeneratorBasedBuilder):
+    class Prose(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self):
@@ -47,7 +49,7 @@ def tfds_dir(tmp_path_factory):
                 yield i, {"text": text, "id": i}
 
     directory = tmp_path_factory.mktemp("tfds")
-    builder = Prose(data_dir=directory, file_format="array_record")
+    builder = make_builder(Prose, directory)
     config = tfds.download.DownloadConfig(num_shards=3)
     builder.download_and_prepare(download_config=config)
     return str(directory)
@@ -84,11 +86,15 @@ def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
         ("prose", "body", ValueError, "tfds:prose has no field 'body'.* It has .*text"),
         ("prose:nowhere", None, FileNotFoundError, "cannot open split 'nowhere' of the TFDS"),
         ("verse", None, FileNotFoundError, "of the TFDS dataset 'verse'.*tfds build verse"),
+        ("prose:2.0.0", None, FileNotFoundError, "'prose:2.0.0' .*no such dataset, config or v"),
+        ("lm1b", None, FileNotFoundError, "'lm1b' .*no such dataset, config or version"),
     ],
 )
-def test_tfds_errors(tfds_dir, name, field, error, message):
+def test_tfds_errors(tfds_dir, tmp_path, monkeypatch, name, field, error, message):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(error, match=message):
         open_corpus(f"tfds:{name}", data_dir=tfds_dir, text_field=field)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tfds_loads_no_tensorflow(tfds_dir):

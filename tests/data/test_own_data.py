@@ -171,6 +171,8 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     expected = (losses.mean(1) * weights).sum() / weights.sum()
     assert found.loss == pytest.approx(expected, abs=1e-5)
     assert found.num_tokens == round(weights.sum() * LENGTH)
+    with pytest.raises(ValueError, match=r"counts none .* raise eval\.num_windows"):
+        validation_loss(lambda params, batch: (0.0, 0.0), mesh, state.params, [batch])
 
 
 @pytest.mark.parametrize(

@@ -110,5 +110,5 @@ def test_a_directory_for_a_description(tmp_path):
 
 def test_a_file_for_a_directory(tmp_path):
     (tmp_path / "file").write_text("text")
-    with pytest.raises(FileNotFoundError, match="file does not exist; run"):
+    with pytest.raises(FileNotFoundError, match="file is no directory; run"):
         read_metadata(tmp_path / "file")

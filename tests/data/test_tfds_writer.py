@@ -1,4 +1,5 @@
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -71,3 +72,16 @@ def test_same_bytes_every_time(tmp_path):
     run(tmp_path / "b", record_tokens=128)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_leaves_no_part_of_it(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limit[1]))  # the token shards are smaller
+    try:
+        with pytest.raises(OSError, match=r"tokens-train\.array_record-00000-of-0000"):
+            run(tmp_path / "out", record_tokens=128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"plan.json", "tasks"}
+    run(tmp_path / "out", record_tokens=128)
+    assert TfdsTokens(tmp_path / "out", "train").read(0, 4).tolist() == [48, 48, 48, 48]

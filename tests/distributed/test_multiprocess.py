@@ -93,14 +93,14 @@ import jax
 from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import processes
-from maxmars.distributed.sharding import make_mesh, tree_shardings
+from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.hellaswag import HellaSwag, load_questions
-from maxmars.model.language_model import init_params, logical_axes
+from maxmars.model.language_model import init_params, param_shardings
 from tiny import MODEL
 
 def find():
     mesh = make_mesh(MeshConfig(fsdp=2))
-    shardings = tree_shardings(mesh, logical_axes(MODEL))
+    shardings = param_shardings(MODEL, mesh)
     params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
     questions = load_questions({questions!r})
     scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)

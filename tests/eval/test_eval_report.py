@@ -13,6 +13,8 @@ from token_directories import write_shards
 
 from maxmars.cli import main
 from maxmars.config import EvalConfig, MeshConfig, TokenShardsConfig
+from maxmars.data.sources import write_metadata
+from maxmars.data.tfds_writer import to_tfds
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.report import score_models
 from maxmars.train import train
@@ -154,10 +156,16 @@ def test_a_loss_on_other_tokens(run, tokens, tmp_path):
     assert few.fields["loss_tokens"] == 32
 
 
-def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys):
+@pytest.mark.parametrize("format", ["shards", "tfds"])
+def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys, format):
     directory = tmp_path / "copy"
     shutil.copytree(tokens, directory)
     shard = directory / "val_00000.bin"
+    if format == "tfds":
+        directory = tmp_path / "tfds"
+        directory.mkdir()
+        write_metadata(directory, to_tfds(tokens, directory, record_tokens=100))
+        (shard,) = directory.glob("tokens-val.array_record-00000-*")
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(SystemExit):
         run_eval(run, "--tasks", "loss", "--data.path", directory)
@@ -179,6 +187,9 @@ def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys):
         ),
         (["--against", "nowhere"], "nowhere does not exist"),
         (["--data.path", "nowhere"], "--tasks hellaswag"),
+        (["--output", "gs://bucket/a.json"], "is no path on a disk; name a file to write"),
+        (["--output", "."], "--output . is a directory; name a file to write"),
+        (["--output", "/dev/null/new/a.json"], "lies in /dev/null, which is no directory; name"),
     ],
 )
 def test_clear_errors(run, questions, capsys, arguments, message):

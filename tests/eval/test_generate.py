@@ -24,7 +24,7 @@ from maxmars.eval.generate import (
     stream_texts,
     stream_tokens,
 )
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, param_shardings
 from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)
@@ -38,7 +38,7 @@ def one_device():
 
 
 def model_on(mesh):
-    shardings = sharding.tree_shardings(mesh, logical_axes(MODEL))
+    shardings = param_shardings(MODEL, mesh)
     params = jax.device_put(random_params(MODEL), shardings)
     return TrainedModel(
         config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh

@@ -9,9 +9,9 @@ from plain_scores import plain_scorer
 from tiny import MODEL
 
 from maxmars.config import MeshConfig
-from maxmars.distributed.sharding import make_mesh, tree_shardings
+from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
-from maxmars.model.language_model import init_params, logical_axes
+from maxmars.model.language_model import init_params, param_shardings
 
 # The 16 tokens of this model's context make the longer items lose some of theirs.
 LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
@@ -37,7 +37,7 @@ def choices():
 
 def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
-    placed = jax.device_put(params, tree_shardings(mesh, logical_axes(model)))
+    placed = jax.device_put(params, param_shardings(model, mesh))
     packed = pack_choices(choices, model)
     return LogLikelihoods(model, mesh, batch_size=batch_size)(
         placed, packed, progress

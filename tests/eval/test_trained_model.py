@@ -35,7 +35,7 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model, import_model
-from maxmars.model.language_model import logical_axes
+from maxmars.model.language_model import param_shardings
 
 PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
 
@@ -72,7 +72,7 @@ def test_parameters_are_laid_out_as_in_training(run):
     mesh = sharding.make_mesh(MeshConfig(fsdp=8))
     model = load(run, mesh=mesh)
     assert_same(model.params, PARAMS[4])
-    expected = sharding.tree_shardings(mesh, logical_axes(model.config))
+    expected = param_shardings(model.config, mesh)
     assert jax.tree.map(lambda x: x.sharding, model.params) == expected
 
 
@@ -331,6 +331,7 @@ def test_an_export_that_was_killed_is_made_anew(run, tmp_path):
     (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
     cli.main(["export", str(run), str(tmp_path / "hf")])
     assert not left.exists()
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
 
 

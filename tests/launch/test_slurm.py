@@ -71,6 +71,7 @@ def cloud(tmp_path, monkeypatch):
     program(tmp_path / "task", TASK)
     (tmp_path / "job_state").write_text("RUNNING")
     monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -84,7 +85,9 @@ def start(*options):
 def submit(cloud, capsys, *options):
     """The script of a run, with the Python of the tasks in the place of this one."""
     assert start("--nodes", "2", *options) == 0
-    assert "submitted job 42" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith("submitted job 42")
+    assert told.endswith("\nsee `maxmars launch slurm status|stop --name run1`\n")
     path = cloud / "runs" / "run1" / "run1.sbatch"
     assert f"--parsable {path}\n" in (cloud / "calls").read_text()
     text = path.read_text()
@@ -167,12 +170,15 @@ def test_setup_and_environment(cloud, capsys, monkeypatch):
 
 def test_a_prolog_reaches_the_steps(cloud, capsys):
     prolog = cloud / "prolog.sh"
-    prolog.write_text('export MODULE="cuda $NOT_SET"\nreturn 1\n')  # as of an [[ ]] at its end
+    text = 'export MODULE="cuda $NOT_SET" PYTHONPATH=/site\nreturn 1\n'  # as of an [[ ]] at its end
+    prolog.write_text(text)
     path = submit(cloud, capsys, "--prolog", str(prolog))
     prolog.unlink()  # the run has a copy
     assert run_job(cloud, path, 0)[0] == 0
     tasks = [json.loads(line) for line in (cloud / "tasks").read_text().splitlines()]
     assert [task["env"]["MODULE"] for task in tasks] == ["cuda ", "cuda "]
+    (copy,) = (cloud / "runs" / "run1").glob("source-*")  # goes before what the prolog adds
+    assert [task["env"]["PYTHONPATH"] for task in tasks] == [f"{copy}:/site"] * 2
 
 
 def test_options_of_sbatch_and_srun(cloud, capsys):

@@ -184,11 +184,15 @@ def test_errors_that_last_are_not_tried_again(cloud, capsys, says):
     assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 1, 0)
 
 
-def test_a_missing_permission_is_told_before_anything_is_created(cloud, capsys):
+def test_a_missing_permission_or_project_is_told_before_anything_is_created(cloud, capsys):
     cloud.write("describe_error", "PERMISSION_DENIED: Permission 'tpu.nodes.get' denied")
     assert launch(*START) == 1
     assert "Permission 'tpu.nodes.get' denied" in capsys.readouterr().err
     assert (cloud.count(" create "), len(cloud.calls())) == (0, 1)
+    says = "The required property [project] is not set: it can be set by the attribute [project]"
+    cloud.write("describe_error", says)
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 1
+    assert "failed: gcloud knows no project: give --project ID, or run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """JobSets and scripts that `maxmars launch` writes, by Kubernetes' rules and by shellcheck."""
 
 import copy
+import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_a_jobset_is_one_that_kubernetes_takes(name, capsys, files):
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     # Kubernetes makes one dollar of two.
     assert shellcheck(pod["containers"][0]["command"][2].replace("$$", "$")) == ""
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_help_are_taken(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mount.sh").touch()
+    assert launch("launch", "--help") == 0
+    usage = capsys.readouterr().out.split("\n\n")[2].replace("\\\n", "")
+    examples = [shlex.split(line) for line in usage.splitlines()]
+    assert len(examples) == 2
+    for _, *words in examples:
+        assert launch(*words[:2], "--dry-run", *words[2:]) == 0, capsys.readouterr().err
 
 
 def break_field(jobset, pod):

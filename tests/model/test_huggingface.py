@@ -19,14 +19,14 @@ from safetensors.numpy import save_file
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, param_shardings
 
 
 def load(directory, config=None, mesh=None):
     config = config or huggingface.read_config(directory)
     abstract = graph_and_abstract_params(config)[1]
     if mesh is not None:
-        shardings = sharding.tree_shardings(mesh, logical_axes(config))
+        shardings = param_shardings(config, mesh)
         abstract = sharding.with_shardings(abstract, shardings)
     params = huggingface.load_params(directory, config, abstract)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(

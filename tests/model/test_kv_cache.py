@@ -10,7 +10,7 @@ from tiny import MODEL, random_params
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model.kv_cache import decode, prefill
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import graph_and_abstract_params, param_shardings
 from maxmars.plan.collectives import collectives
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
@@ -75,7 +75,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
 
 def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
-    shardings = sharding.tree_shardings(mesh, logical_axes(DOCUMENTS))
+    shardings = param_shardings(DOCUMENTS, mesh)
     with jax.set_mesh(mesh):
         compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
         found, cache = compiled(jax.device_put(params, shardings))

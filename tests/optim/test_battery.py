@@ -404,6 +404,21 @@ def test_a_direction_keeps_types_and_shardings(factory, options):
         assert types(jitted) == types((params, state))
 
 
+def test_the_parts_of_mars_calculate_in_float32():
+    large = {"w": jnp.full((4, 4), 300.0, jnp.float16)}  # its square is infinite in float16
+    clip = clip_by_matrix_norm(1.0)
+    clipped, state = clip.update(large, clip.init(large))
+    assert types(clipped) == types(large)
+    np.testing.assert_allclose(clipped["w"], np.full((4, 4), 0.25))
+    assert state.clip_fraction == 1
+    grads = {"w": jnp.ones((4, 4))}
+    ema = corrected_ema(0.95, 0.05, accumulator_dtype="bfloat16")
+    state = ema.init(grads)
+    m, after = ema.update(grads, state)
+    assert (types(m), types(after)) == (types(grads), types(state))
+    np.testing.assert_allclose(m["w"], np.full((4, 4), 0.05 + 0.95 * 0.05), rtol=1e-6)
+
+
 @every_optimizer
 def test_a_missing_decayed_parameter_is_an_error(case):
     grads = params_like()

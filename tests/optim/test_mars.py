@@ -13,6 +13,7 @@ from maxmars.optim import (
     MatrixSpec,
     clip_by_matrix_norm,
     correct_gradient,
+    corrected_ema,
     mars,
     mars_over,
     muon,
@@ -590,6 +591,10 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
         (lambda: mars(0.1, b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
         (lambda: mars(0.1, b2=-0.1), r"b2=-0.1 must lie in \[0, 1\)"),
         (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
+        (lambda: muon(0.1, momentum=0.0), r"momentum=0.0 must lie in \(0, 1\)"),
+        (lambda: muon(0.1, momentum=1.5), r"momentum=1.5 must lie in \(0, 1\)"),
+        (lambda: corrected_ema(0.0, 0.05), r"b1=0.0 must lie in \(0, 1\)"),
+        (lambda: corrected_ema(2.0, 0.05), r"b1=2.0 must lie in \(0, 1\)"),
         (lambda: mars(0.1, clip_threshold=0.0), "clip_threshold=0.0 must be positive"),
         (
             lambda: mars(0.1, orthogonality_every=5),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import MODEL, short_config
+from tiny import MODEL, batch_of, short_config
 from xla_flags import xla_flags
 
 from maxmars.config import (
@@ -29,7 +29,7 @@ from maxmars.optim import MatrixSpec
 from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
-from maxmars.train.step import abstract_train_state
+from maxmars.train.step import abstract_train_state, init_train_state, make_train_step
 from maxmars.train.verify_resume import first_difference, series
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
@@ -58,6 +58,9 @@ def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.
     decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
     return optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
 
+def keeping(learning_rate, *, matrix_specs, mesh):
+    return optax.GradientTransformation(lambda params: params, lambda g, s, params=None: (g, s))
+
 def number(learning_rate, **options):
     return 1
 
@@ -72,6 +75,22 @@ not_a_function = 1
 def source(tmp_path):
     (tmp_path / "own.py").write_text(SOURCE)
     return str(tmp_path / "own.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True])
+def test_a_state_made_of_the_parameters_begins_with_those_of_the_run(source, tmp_path, given):
+    optimizer = OptaxConfig(make=f"{source}:keeping", learning_rate=1e-3)
+    config = short_config(tmp_path / "tokens", optimizer=optimizer)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    state, step = init_train_state(config, mesh), make_train_step(config, mesh)
+    if given:
+        params = jax.tree.map(lambda x: x + 1, state.params)
+        state = init_train_state(config, mesh, {"params": params})
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, state.params)
+    tokens = np.zeros(step.abstract_batch["tokens"].shape, np.int32)
+    state, metrics = step(state, batch_of(step, tokens))  # donates every array once
+    assert metrics["train/skipped"] == 0
 
 
 def losses(workdir):

@@ -293,6 +293,7 @@ def test_the_first_step_of_exact_mars_reads_no_earlier_parameters(source, short_
     shape = step.abstract_batch["tokens"].shape
     batch = batch_of(step, np.random.default_rng(0).integers(0, 257, shape, np.int32))
     state = loaded(source, config).state
+    assert_equal(state.prev_params, state.params)
     copies = [jax.tree.map(lambda x: x.copy(), state.params) for _ in range(2)]
     # `step` donates the state: both of these have arrays of their own.
     other = dataclasses.replace(

@@ -12,13 +12,22 @@ from jax.sharding import PartitionSpec as P
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
 from tiny import ADAMW, MODEL, batch_of, tiny_config
 
-from maxmars.config import GuardConfig, LogConfig, MarsConfig, MeshConfig, SoapConfig, SophiaConfig
+from maxmars.config import (
+    GuardConfig,
+    LogConfig,
+    MarsConfig,
+    MeshConfig,
+    ModuleConfig,
+    SoapConfig,
+    SophiaConfig,
+)
 from maxmars.distributed import sharding
 from maxmars.train.step import (
     Guard,
     TrainState,
     abstract_train_state,
     check_step,
+    global_norm,
     init_train_state,
     make_initializer,
     make_train_step,
@@ -406,6 +415,56 @@ def test_a_nonfinite_gradient_withholds_the_update():
     assert after.step == 1
 
 
+# It predicts the last token, with certainty. The gradient of its length is not finite at zeros, and
+# the gradient on the labels that it draws itself, which is zero, is not finite once normalised.
+CERTAIN = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+@jax.custom_vjp
+def normalised(x):
+    return x
+
+normalised.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.abs(g).max(),))
+
+class Model(nnx.Module):
+    def __init__(self, vocab_size):
+        self.hidden = nnx.Param(jnp.ones(8), out_sharding=("embed",))
+        table = jnp.zeros((vocab_size, 8)).at[-1].set(100.0)
+        self.output_embedding = nnx.Param(table, out_sharding=("vocab", "embed"))
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        hidden = self.hidden[...] / jnp.linalg.norm(self.hidden[...])
+        return normalised(jnp.broadcast_to(hidden, (*tokens.shape, 8)))
+
+def make(*, rngs, vocab_size, max_seq_len):
+    return Model(vocab_size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "sophia"])
+def test_every_gradient_that_the_update_is_made_of_is_guarded(tmp_path, name):
+    (tmp_path / "own.py").write_text(CERTAIN)
+    model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=17, max_seq_len=4)
+    config = tiny_config(model=model, optimizer=OPTIMIZERS[name], num_microbatches=1)
+    step, state = make_train_step(config, mesh_of(ONE)), init_train_state(config, mesh_of(ONE))
+    tokens = np.zeros((1, 16, 5), np.int32)
+    state, history = run(config, [tokens] * 3, step, state)
+    assert all(m["train/finite"] and m["train/skipped"] == 0 for m in history)
+    if name == "exact":
+        zeros = jax.tree.map(jnp.zeros_like, state.prev_params)
+        state = dataclasses.replace(state, prev_params=zeros)
+    before = jax.device_get((state.params, state.opt_state))
+    state, (metrics,) = run(config, [tokens], step, state)  # the first in which Sophia samples
+    assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
+    assert not metrics["train/finite"]
+    assert metrics["train/skipped"] == 1
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
+    )
+
+
 def test_a_spike_of_the_loss_withholds_the_update():
     guard = GuardConfig(loss_spike_threshold=8.0, history=4, max_consecutive_skips=1)
     config = tiny_config(guard=guard, optimizer=ADAMW)
@@ -446,7 +505,7 @@ def run_guard(config, losses, norms=None):
 
     def step(guard, loss_and_norm):
         loss, norm = loss_and_norm
-        applied, guard = check_step(config, guard, loss, [norm])
+        _, applied, guard = check_step(config, guard, loss, [norm])
         return guard, applied
 
     norms = np.ones(len(losses)) if norms is None else norms
@@ -503,6 +562,10 @@ def test_a_loss_that_stays_high_passes_in_the_end():
     assert not applied[100]
     assert all(applied[150:])
     assert sum(not ok for ok in applied) < 30
+
+
+def test_the_norm_of_small_gradients_in_float16_is_not_zero():
+    assert global_norm({"a": np.full(100, 1e-4, np.float16)}) == pytest.approx(1e-3, rel=1e-3)
 
 
 # --- bad meshes ----------------------------------------------------------------------------------

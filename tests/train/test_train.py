@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from test_step import CERTAIN
 from tiny import ADAMW, tiny_config, validation_batches
 from token_directories import write_nanogpt, write_tfds
 
@@ -20,8 +21,10 @@ from maxmars.config import (
     MeshConfig,
     MixtureConfig,
     MixturePart,
+    ModuleConfig,
     OptaxConfig,
     ScheduleConfig,
+    SophiaConfig,
     TokenShardsConfig,
 )
 from maxmars.data.batches import TrainBatches, open_data
@@ -309,6 +312,21 @@ def test_the_last_finite_checkpoint_stays_while_steps_are_skipped(tmp_path):
         train(config, tmp_path / "run")
     assert steps_of(tmp_path / "run") == [2]
     assert metrics_of(tmp_path / "run")[-1]["train/skipped"] == 3
+
+
+@pytest.mark.slow
+def test_a_second_gradient_that_is_not_finite_is_no_spike_of_the_loss(tmp_path):
+    (tmp_path / "own.py").write_text(CERTAIN)
+    config = tiny_config(
+        model=ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=257, max_seq_len=16),
+        optimizer=SophiaConfig(update_hessian_every=2),
+        eval=EvalConfig(every=None),
+    )
+    message = r"step 3 was skipped \(not finite\): loss \d.*, gradient norm \d"
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "skipped_steps" / "3.json").read_text())
+    assert found["reason"] == "not finite"
 
 
 def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
