@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,11 +85,17 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         if key in values:  # a line speaks for the steps since the line before
             weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
             found[key] = float(np.average(values[key], weights=weights))
-    losses = zip(values.get("eval/loss", ()), steps.get("eval/loss", ()), strict=True)
-    if finite := [(loss, step) for loss, step in losses if math.isfinite(loss)]:
-        best, step = min(finite)
-        found["best"] = {"eval/loss": json_number(best), "step": step}
+    if best := best_evaluation(rows):
+        found["best"] = best
     return found
+
+
+def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The lowest finite `eval/loss` of lines of `metrics.jsonl`, and its `step`; None if there is
+    none."""
+    losses = [(float(row["eval/loss"]), row["step"]) for row in rows if "eval/loss" in row]
+    loss, step = min((found for found in losses if math.isfinite(found[0])), default=(None, None))
+    return None if loss is None else {"eval/loss": loss, "step": step}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

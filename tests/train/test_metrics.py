@@ -2,10 +2,9 @@
 
 import json
 import random
-import types
 
 import pytest
-from tiny import short_config, tiny_config
+from tiny import short_config
 
 from maxmars.config import CheckpointConfig, GPT2Config
 from maxmars.model.language_model import flops_per_token
@@ -20,7 +19,7 @@ from maxmars.train.metrics import (
     run_seconds,
     shares,
 )
-from maxmars.train.summary import write_summary
+from maxmars.train.summary import best_evaluation
 
 
 def read_lines(workdir):
@@ -210,19 +209,9 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path, caplog, line):
     ("losses", "best"),
     [(["NaN", 2.5, 3.0], {"eval/loss": 2.5, "step": 1}), (["NaN", "Infinity"], None)],
 )
-def test_the_best_of_the_evaluations_is_finite(tmp_path, losses, best):
-    lines = [json.dumps({"step": i, "eval/loss": loss}) + "\n" for i, loss in enumerate(losses)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    run = types.SimpleNamespace(
-        config=tiny_config(),
-        workdir=tmp_path,
-        step=2,
-        batches=types.SimpleNamespace(position=32),
-        data_digest="",
-        goodput=Goodput(),
-    )
-    write_summary(run, done=False)
-    assert json.loads((tmp_path / "summary.json").read_text()).get("best") == best
+def test_the_best_of_the_evaluations_is_finite(losses, best):
+    rows = [{"step": step, "eval/loss": loss} for step, loss in enumerate(losses)]
+    assert best_evaluation([{"step": 0, "train/loss": 1.0}, *rows]) == best
 
 
 def test_flipped_bits_never_stop_a_run(tmp_path):

@@ -565,7 +565,7 @@ def test_a_loss_that_stays_high_passes_in_the_end():
 
 
 def test_the_norm_of_small_gradients_in_float16_is_not_zero():
-    assert global_norm({"a": np.full(100, 1e-4, np.float16)}) == pytest.approx(1e-3, rel=1e-3)
+    assert global_norm({"a": jnp.full(100, 1e-4, jnp.float16)}) == pytest.approx(1e-3, rel=1e-3)
 
 
 # --- bad meshes ----------------------------------------------------------------------------------
