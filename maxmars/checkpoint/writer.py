@@ -141,8 +141,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Raises:
           OSError: the save before could not be completed, or with `wait` this one; or another run
             took over the directory. All that can be done then is `close`.
-          ValueError: `metrics` lacks `config.checkpoint.best_metric`, or some parameters are not
-            finite.
+          ValueError: some parameters are not finite.
         """
         started = time.perf_counter()
         self._finish()
@@ -336,22 +335,11 @@ class Retention:
         self.outdated: set[int] = set()
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember the metrics of the checkpoint of a step.
-
-        Raises:
-          ValueError: there are some, but not the one that decides which checkpoint is best.
-        """
-        name = self._config.best_metric
+        """Remember the metrics of the checkpoint of a step; without an evaluation it has none."""
         self._metric.pop(step, None)
-        if self._config.keep_best is None or not metrics:
-            return
-        if name not in metrics:
-            raise ValueError(
-                f"checkpoint.best_metric={name!r} is not stored with checkpoints; "
-                f"{', '.join(metrics)} is."
-            )
-        if math.isfinite(metrics[name]):
-            self._metric[step] = metrics[name]
+        value = metrics.get(self._config.best_metric, math.nan)
+        if self._config.keep_best is not None and math.isfinite(value):
+            self._metric[step] = value
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each checkpoint (Orbax's PreservationPolicy)."""

@@ -34,7 +34,6 @@ from maxmars.config.options import (
     Option,
     check_words,
     did_you_mean,
-    literals,
     options_of,
     refused,
     wrong_value,
@@ -120,10 +119,6 @@ def load_config(spec: str) -> TrainConfig:
             f"get_config of {path} returned a {type(config).__name__}; "
             "it must return a TrainConfig."
         )
-    for option in options_of(config, switches=False):  # Python does not check a `Literal`
-        words = literals(option.hint)
-        if words and isinstance(option.default, str) and option.default not in words:
-            raise UsageError(f"{path}: {wrong_value(option, option.default)}")
     model, optimizer = config.model, config.optimizer
     if isinstance(model, ModuleConfig):
         model = dataclasses.replace(model, make=str(path.parent / model.make))

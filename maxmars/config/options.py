@@ -324,7 +324,7 @@ def expected(hint: Any) -> str:
     return words.get(hint, "None" if hint is types.NoneType else str(hint))
 
 
-def literals(hint: Any) -> list[str]:
+def _literals(hint: Any) -> list[str]:
     """The words that a type lists, alone or in a union; none if it also takes any text."""
     parts = (hint, *typing.get_args(hint))
     lists = [part for part in parts if typing.get_origin(part) is Literal]
@@ -333,7 +333,7 @@ def literals(hint: Any) -> list[str]:
 
 def wrong_value(option: Option, value: str) -> str:
     """The error of a value that is not of the option's type."""
-    hint = did_you_mean(value, literals(option.hint))
+    hint = did_you_mean(value, _literals(option.hint))
     if "an integer" in expected(option.hint) and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
         number = float(value)
         hint = f"; write {number:.0f}" if number.is_integer() else ""

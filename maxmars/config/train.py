@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, require
+from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, Rule, require
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptimizerConfig
@@ -103,7 +103,9 @@ class CheckpointConfig(CheckedConfig):
     """Also keep this number of checkpoints with the lowest best_metric. Only a checkpoint that is
     written at the step of an evaluation has this metric, so eval.every should divide
     checkpoint.every. None keeps none for that reason."""
-    best_metric: Literal["eval/loss"] = "eval/loss"
+    best_metric: Annotated[
+        str, Rule(lambda name: name == "eval/loss", "must be eval/loss, which checkpoints have")
+    ] = "eval/loss"
     """The metric by which keep_best chooses; lower is better."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None

@@ -131,7 +131,7 @@ BEST += "checkpoint=CheckpointConfig(best_metric='eval/los'))\n"
         ("def get_config(path: str): ...\n", "", "needs the choice path=TEXT"),
         ("def get_config(size='s'): ...\n", "", "annotate get_config's parameter `size`"),
         (WRONG + "make(optimizer=AdamWConfig(b1=2.0))\n", "", "AdamWConfig.b1=2.0 must lie in"),
-        (BEST, "", "--checkpoint.best-metric eval/los must be eval/loss (did you mean"),
+        (BEST, "", "CheckpointConfig.best_metric=eval/los must be eval/loss, which"),
     ],
 )
 def test_what_is_wrong_in_a_config_is_said(write, body, choices, message):
@@ -245,7 +245,7 @@ def get_config():
         (["--model.remat", "atention"], "(did you mean `attention`?)"),
         (
             ["--checkpoint.best-metric", "eval/los"],
-            "--checkpoint.best-metric eval/los must be eval/loss (did you mean `eval/loss`?).",
+            "--checkpoint.best-metric eval/los must be eval/loss, which checkpoints have.",
         ),
         (["--name", "-x"], "--name needs a value: text; write --name=-x if that is it."),
         (
