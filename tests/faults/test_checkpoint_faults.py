@@ -217,7 +217,8 @@ def test_a_read_only_directory_is_an_error_of_one_line(train_config, tmp_path, c
         workdir.chmod(0o755)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        f"maxmars: error: {workdir / 'checkpoints'}: Permission denied"
+        f"maxmars: error: --workdir {workdir} cannot be written (Permission denied); name another "
+        "directory"
     )
     assert "Traceback" not in result.stderr
 
