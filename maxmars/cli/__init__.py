@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
-import itertools
 import logging
 import os
 import sys
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         code = 141
     except Exception as error:
         if os.environ.get("MAXMARS_TRACEBACK") != "1" and _is_users(error):
-            code = _report(error, argv)
+            code = _report(error)
         elif _is_one_of_several():
             traceback.print_exc()
             code = 1
@@ -143,31 +142,15 @@ def _keep_libtpu_quiet() -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def _report(error: Exception, argv: list[str]) -> int:
+def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.command_line import UsageError
 
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        workdir = _workdir(argv)
-        if error.filename and workdir is not None and not os.access(workdir, os.W_OK | os.X_OK):
-            path, place = os.path.abspath(str(error.filename)), os.path.abspath(workdir)
-            if os.path.commonpath([path, place]) in (path, place):
-                problem = f"--workdir {workdir} cannot be written ({error.strerror})"
-                message = f"{problem}; name another directory"
     _print_error(message)
     return 2 if isinstance(error, UsageError) else 1
-
-
-def _workdir(argv: list[str]) -> str | None:
-    """The value of `--workdir`, if it is given."""
-    for word, following in itertools.zip_longest(argv, argv[1:]):
-        if word == "--workdir":
-            return following
-        if word.startswith("--workdir="):
-            return word.partition("=")[2]
-    return None
 
 
 def _is_users(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.workdirs import naming_workdir
 from maxmars.config import TrainConfig
 from maxmars.config.checks import CheckedConfig, Group, Positive
 from maxmars.config.command_line import (
@@ -137,8 +138,9 @@ def run(argv: list[str]) -> int:
         for name, (_, comparison, workdir) in planned.items():
             if name:
                 print(f"size {name}", flush=True)
-            if not compare(comparison, workdir, part):
-                return EXIT_CODE
+            with naming_workdir(workdir):
+                if not compare(comparison, workdir, part):
+                    return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
         found = summary_json(summaries[names[0]])

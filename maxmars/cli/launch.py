@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxmars.cli.train import TrainArguments
+from maxmars.cli.workdirs import naming_workdir
 from maxmars.config.command_line import (
     UsageError,
     load_config,
@@ -87,7 +88,8 @@ def run(argv: list[str]) -> int:
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
     options = parse_options(platform.options, given, prog=f"maxmars launch {name}")
-    return platform.start(options, tuple(rest[end + 1 :])) or 0
+    with naming_workdir(options.workdir):
+        return platform.start(options, tuple(rest[end + 1 :])) or 0
 
 
 def _refuse_other_action(name: str, first: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.workdirs import naming_workdir
 from maxmars.config.checks import Group, NotNegative, Positive, Rule
 from maxmars.config.command_line import (
     ConfigArguments,
@@ -112,7 +113,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     profile = _parse_steps(arguments.profile)
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     workdir = resolve(arguments.workdir or _default_workdir(arguments))
-    with Life(workdir) as life:
+    with naming_workdir(workdir), Life(workdir) as life:
         starting.before_exit = life.stopped
         if processes.is_first(arguments.process_id):
             life.begin()
