@@ -2,9 +2,9 @@
 
 Token ids that are all zero, or those of another shard, train without an error. So each file on a
 disk is hashed once a working directory, in a thread while the run trains, and again when its size
-or time has changed; the processes of a run divide the files. An evaluation hashes the files of the
-split that it reads. (Of files in a bucket, the bucket's own checksums are compared before the first
-step: see `formats.examine`.)
+or time has changed. Processes that see the same files divide them; those with copies on disks of
+their own hash their copies. An evaluation hashes the files of the split that it reads. (Of files in
+a bucket, the bucket's own checksums are compared before the first step: see `formats.examine`.)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FIELDS = {"file": str, "size": int, "mtime_ns": int, "sha256": str}
 def verify_split(files: Sequence[TokenFile], split: str) -> None:
     """Compare the files on disks that hold a split's tokens with their checksums, now.
 
-    The processes divide the files; all must call.
+    All processes must call.
 
     Raises:
       ValueError: a file does not match, or cannot be read; every process raises.
     """
-    known = [f for f in files if f.split == split and f.sha256 and not is_remote(f.path)]
+    known = [f for f in files if f.split == split and f.sha256]
     damage = ""
-    for file in known[jax.process_index() :: jax.process_count()]:
+    for file in own_share(known):
         try:
             found = sha256_of(file.path)
         except OSError as error:
@@ -52,29 +52,41 @@ def verify_split(files: Sequence[TokenFile], split: str) -> None:
             raise ValueError(text)
 
 
+def own_share(files: Sequence[TokenFile]) -> list[TokenFile]:
+    """The files on disks that this process is to hash, each once; all processes must call.
+
+    Processes for which a file has the same times see the same one. The time of a file's last change
+    of status cannot be copied, so copies differ.
+    """
+    on_disk = list({file.path: file for file in files if not is_remote(file.path)}.values())
+    times = ""
+    if on_disk:
+        with contextlib.suppress(OSError):  # told where the file is hashed
+            status = Path(on_disk[0].path).stat()
+            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    alike = [i for i, theirs in enumerate(processes.texts_of_all(times)) if theirs == times]
+    return on_disk[alike.index(jax.process_index()) :: len(alike)]
+
+
 class Verification(contextlib.AbstractContextManager["Verification"]):
-    """A thread that hashes this process's share of files; see `start` and `check`."""
+    """A thread that hashes files; see `start` and `check`."""
 
     def __init__(
         self,
         files: Sequence[TokenFile],
         record: Workdir,
         *,
-        share: tuple[int, int],
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Divide the files; read none.
+        """Prepare the thread; read no file.
 
         Args:
-          files: of the run's data; those in a bucket are left out.
+          files: to hash, on disks; see `own_share`.
           record: file of JSON lines in the working directory, of this process alone: the files that
             were hashed, with size, time and SHA-256.
-          share: number of this process, and number of processes.
           may_write: raises OSError when the working directory belongs to another run by now.
         """
-        index, count = share
-        on_disk = {file.path: file for file in files if not is_remote(file.path)}  # each once
-        self._files = list(on_disk.values())[index::count]
+        self._files = files
         self._record, self._may_write = record, may_write
         self._thread = threading.Thread(target=self._run, name="maxmars-verify", daemon=True)
         self._closing = threading.Event()

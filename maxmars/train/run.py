@@ -25,7 +25,7 @@ from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import split_source
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
-from maxmars.data.verification import Verification
+from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, programs, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
@@ -166,9 +166,8 @@ def open_run(
     batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
     stack.callback(batches.close)
     verification = Verification(
-        checked.tokens.files if config.data.verify else (),
+        own_share(checked.tokens.files) if config.data.verify else (),
         workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
-        share=(jax.process_index(), jax.process_count()),
         may_write=owner,
     )
     trackers = open_trackers(config, workdir, start.step, log=progress.message)

@@ -9,17 +9,17 @@ import pytest
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.data.formats import open_split
-from maxmars.data.verification import Verification
+from maxmars.data.verification import Verification, own_share
 
 STREAM = np.random.default_rng(0).integers(0, 2000, 5000)
 
 
-def verify(directory, record, share=(0, 1)):
+def verify(directory, record):
     """Hash the files of a directory; the names of those that were hashed now, and the error."""
     before = record.read_text().splitlines() if record.exists() else []
     found = threading.Event()
     files = open_split(directory, "train").files
-    with Verification(files, record, share=share) as verification:
+    with Verification(own_share(files), record) as verification:
         verification.start(on_damage=found.set)
         try:
             verification.check(patience_s=60.0)
@@ -78,12 +78,6 @@ def test_a_damaged_record_of_a_file_without_a_checksum_does_not_call_it_damaged(
     lines[0]["sha256"] = lines[0]["sha256"][::-1]
     record.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert verify(tmp_path / "tokens", record) == (["train.bin"], None)
-
-
-def test_processes_divide_the_files(directory, tmp_path):
-    shares = [verify(directory, tmp_path / f"{i}.jsonl", (i, 3))[0] for i in range(3)]
-    assert [len(names) for names in shares] == [3, 3, 2]
-    assert len({name for names in shares for name in names}) == 8
 
 
 def test_a_file_without_a_checksum_must_stay_as_it_was_first_read(tmp_path):

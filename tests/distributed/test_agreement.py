@@ -1,8 +1,11 @@
 """Two processes of one run that differ: each is told before the first step, and nothing is written.
 
+Of data they may have copies, which each of them compares with the checksums.
+
 By default one of them is tried through the command line; the others are slow.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -129,6 +132,28 @@ KINDS = [
 ]
 
 
+def start_both(folder, *variants):
+    """Two processes of a run in `folder / "workdir"`, each with its variables and arguments."""
+    port = free_port()
+    processes = []
+    for index, (more, arguments) in enumerate(variants):
+        command = [sys.executable, "-m", "maxmars", "train", *arguments]
+        command += ["--workdir", str(folder / "workdir"), "--num-processes", "2"]
+        command += ["--process-id", str(index), "--coordinator", f"127.0.0.1:{port}"]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
+        environment |= {"PYTHONSAFEPATH": "1", "MAXMARS_CACHE": str(folder / "cache")} | more
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k is other_tokens else pytest.mark.slow) for k in KINDS],
@@ -139,23 +164,7 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
     variables, words, expected = kind(tmp_path)
     if not words or not words[0].endswith(".py"):
         words = [str(config), *words]
-    port = free_port()
-    processes = []
-    for index, (more, arguments) in enumerate((({}, [str(config)]), (variables, words))):
-        command = [sys.executable, "-m", "maxmars", "train", *arguments]
-        command += ["--workdir", str(tmp_path / "workdir"), "--num-processes", "2"]
-        command += ["--process-id", str(index), "--coordinator", f"127.0.0.1:{port}"]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
-        environment |= {"PYTHONSAFEPATH": "1", "MAXMARS_CACHE": str(tmp_path / "cache")} | more
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    processes = start_both(tmp_path, ({}, [str(config)]), (variables, words))
     for code, output in map(finish, processes):
         lines = [line for line in output.splitlines() if "process 1" in line]
         assert code == 1, output
@@ -163,3 +172,36 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
         assert expected in lines[0]
         assert "Traceback" not in output
     assert not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_each_process_hashes_a_copy_of_its_own_and_both_divide_what_both_see(has_copy, tmp_path):
+    config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
+    names = {path.name for path in (tmp_path / "tokens").glob("*.bin")}
+    words = [str(config)]
+    if has_copy:
+        shutil.copytree(tmp_path / "tokens", tmp_path / "copy")  # with the times of the files
+        words += ["--data.path", str(tmp_path / "copy")]
+    for process in start_both(tmp_path, ({}, [str(config)]), ({}, words)):
+        code, output = finish(process)
+        assert code == 0, output
+    hashed = []
+    for index in range(2):
+        text = (tmp_path / "workdir" / "verified" / f"host_{index:03d}.jsonl").read_text()
+        hashed.append({Path(json.loads(line)["file"]).name for line in text.splitlines()})
+    assert hashed[0] | hashed[1] == names
+    assert hashed[0] & hashed[1] == (names if has_copy else set())
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_of_one_process_stops_both(tmp_path):
+    config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
+    shutil.copytree(tmp_path / "tokens", tmp_path / "copy")
+    for path in (tmp_path / "copy").glob("*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    words = [str(config), "--data.path", str(tmp_path / "copy")]
+    for process in start_both(tmp_path, ({}, [str(config)]), ({}, words)):
+        code, output = finish(process)
+        assert code == 1, output
+        assert "does not match its checksum" in output
