@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import codecs
 import contextlib
+import glob
 import gzip
 import hashlib
 import io
@@ -192,7 +193,8 @@ class TextFiles(Corpus):
                     number += 1
                     try:
                         if not line.isspace():
-                            yield place, _text_of_line(line, self._text_field)
+                            row = line if place else line.removeprefix(codecs.BOM_UTF8)
+                            yield place, _text_of_line(row, self._text_field)
                     except ValueError as error:
                         number += _count_lines(raw, start) if start else 0
                         raise ValueError(f"{path}, line {number:,} {error}") from error
@@ -281,7 +283,9 @@ def no_field(field: str, fields: Iterable[str]) -> str:
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
     """Size and version of each file that a path or glob means."""
-    if is_remote(pattern) and not pattern.startswith("gs://"):
+    if not is_remote(pattern):
+        return _matches_on_disk(pattern)
+    if not pattern.startswith("gs://"):
         raise ValueError(
             f"{pattern} must be files on a disk or gs://BUCKET/PATH; download them first."
         )
@@ -291,24 +295,55 @@ def _matches(pattern: str) -> dict[str, tuple[int, str]]:
         is_directory = store.isdir(path)
         found = {path: store.info(path)} if store.isfile(path) else {}
         found = found or store.glob(f"{path}/**" if is_directory else path, detail=True)
-    protocol = "gs://" if is_remote(pattern) else ""
     files = {
-        f"{protocol}{name}": (i["size"], str(i.get("mtime", i.get("generation"))))
-        for name, i in found.items()
-        if i["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
+        f"gs://{name}": (info["size"], str(info.get("generation")))
+        for name, info in found.items()
+        if info["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
     }
     if is_directory:
-        inside = [name.removeprefix(f"{protocol}{path}/") for name in files]
-        top = [name for name in inside if "/" not in name]
-        kinds = [s for s in _SUFFIXES if any(name.endswith(s) for name in top or inside)]
-        if not kinds:
-            kinds = ", ".join(_SUFFIXES)
-            raise IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
-        glob = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kinds[0]}"
-        raise IsADirectoryError(f"{pattern} is a directory; name its files: '{glob}'.")
+        raise _no_directory(pattern, [name.removeprefix(f"gs://{path}/") for name in files])
+    return _not_empty(files, pattern)
+
+
+def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
+    """As `_matches`; links are followed, which the glob of fsspec leaves out."""
+    path = os.path.abspath(pattern)
+    if os.path.isdir(path):
+        found = glob.glob("**", root_dir=path, recursive=True)
+        inside = [name for name in found if os.path.isfile(os.path.join(path, name))]
+        raise _no_directory(glob.escape(pattern), inside)
+    names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    if "**" in pattern:  # a link to a directory above leads to the same names again and again
+        found = sorted(names, key=len, reverse=True)
+        places = [(os.path.realpath(os.path.dirname(n)), os.path.basename(n)) for n in found]
+        names = list(dict(zip(places, found, strict=True)).values())  # the shortest of each
+    broken = [name for name in names if not os.path.exists(name)]
+    if broken:
+        raise FileNotFoundError(
+            f"{min(broken)} is a link to a file that is not there; restore the file or delete the "
+            "link."
+        )
+    names = [name for name in names if os.path.isfile(name)]
+    status = {name: os.stat(name) for name in names}
+    files = {name: (found.st_size, str(found.st_mtime)) for name, found in status.items()}
+    return _not_empty(files, pattern)
+
+
+def _not_empty(files: dict[str, tuple[int, str]], pattern: str) -> dict[str, tuple[int, str]]:
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
     return files
+
+
+def _no_directory(pattern: str, inside: Sequence[str]) -> IsADirectoryError:
+    """What to say where a directory is given, with files of these names inside."""
+    top = [name for name in inside if "/" not in name]
+    kinds = [s for s in _SUFFIXES if any(name.endswith(s) for name in top or inside)]
+    if not kinds:
+        kinds = ", ".join(_SUFFIXES)
+        return IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
+    files = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kinds[0]}"
+    return IsADirectoryError(f"{pattern} is a directory; name its files: '{files}'.")
 
 
 def _check_kind(path: str) -> None:

@@ -278,7 +278,15 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
             "names say",
             file=sys.stderr,
         )
-    return stream, "\n".join(found)
+    return stream, "\n".join(map(_identity, found))
+
+
+def _identity(file: str) -> str:
+    """What changes when a file does; the name of one on the hub holds its commit."""
+    if not os.path.isfile(file):
+        return file
+    status = os.stat(file)
+    return f"{file} {status.st_size} {status.st_mtime}"
 
 
 def _no_hub_dataset(dataset: HubDataset, error: Exception) -> Exception:

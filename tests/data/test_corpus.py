@@ -54,6 +54,35 @@ def test_text_files(tmp_path):
     assert all_documents(only) == [("c[1].txt", "third")]
 
 
+def test_a_byte_order_mark_of_lines_is_no_text(tmp_path):
+    """Programs of Windows write one."""
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    before = all_documents(TextFiles([str(tmp_path / "a.jsonl")]))
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
+    texts = [text for _, text in all_documents(TextFiles([str(tmp_path / "a.jsonl")]))]
+    assert texts == [text for _, text in before] == ["one", "two"]
+
+
+def test_links_are_read_like_files_and_directories(tmp_path):
+    """As caches of the Hugging Face hub, DVC and git-annex have them."""
+    store, texts = tmp_path / "store", tmp_path / "texts [1]"
+    for folder in (store / "deep", texts):
+        folder.mkdir(parents=True)
+    (store / "blob").write_text("linked")
+    (store / "deep" / "b.txt").write_text("deep")
+    (texts / "a.txt").symlink_to(store / "blob")
+    (texts / "deep").symlink_to(store / "deep")
+    (texts / "above").symlink_to(texts)
+    pattern = f"{tmp_path}/texts [[]1]/**/*.txt"
+    assert all_documents(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
+    assert all_documents(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
+    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts \[\[\]1\]/\*\.txt'"):
+        TextFiles([str(texts)])
+    (store / "blob").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a\.txt is a link to a file that is not there"):
+        TextFiles([pattern])
+
+
 @pytest.mark.parametrize("parts", [1, 2, 7, 100])
 def test_the_parts_of_a_text_are_the_text(tmp_path, parts):
     text = "ä€𝄞 words \n" * 50

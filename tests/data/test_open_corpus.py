@@ -210,6 +210,8 @@ def test_a_local_directory_of_a_dataset(tmp_path):
     tokens = TokenShards(tmp_path / "out", "train")
     text = ByteTokenizer().decode(tokens.read(0, tokens.num_tokens))
     assert text.split("<|endoftext|>")[:-1] == TEXTS[:9]
+    write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:8], field="content")
+    assert open_corpus(f"hf:{tmp_path / 'set'}::train").fingerprint != corpus.fingerprint
     with pytest.raises(ValueError, match=r"has no field 'text'.*It has content, n"):
         texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
 
