@@ -85,7 +85,7 @@ _SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
 _OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
 _RECORD = re.compile(r"\d+\.json")
 _TEMPORARY = re.compile(r"\..+\.tmp")
-_ABANDONED_S = 3600.0  # a writer adds to its file many times a minute
+_ABANDONED_S = 3600.0  # a task touches its files every minute
 _BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; for estimates only
 _TFDS_BYTES_A_TOKEN = 2.5
 _REQUESTS_AT_ONCE = 16
@@ -213,8 +213,7 @@ class Preparation:
         names = _names(self.out)
         self._refuse_if_finished(names)
         begun = read_text(self.out / PLAN) if PLAN in names else None
-        foreign = [n for n in names if n not in (PLAN, _TASKS) and not _TEMPORARY.fullmatch(n)]
-        if begun is None and foreign:
+        if not _is_plan(begun) and not all(map(_TEMPORARY.fullmatch, names)):
             raise FileExistsError(
                 f"{self.out} exists and is no unfinished preparation; delete it or choose another "
                 "name."
@@ -229,9 +228,10 @@ class Preparation:
             _delete_all(self.out / _TASKS)
             _delete(self.out / PLAN)
         with self._on_full_disk():
-            make_directory(self.out / _TASKS)
+            make_directory(self.out)
             if begun != self._plan:
                 write_text(self.out / PLAN, self._plan)
+            make_directory(self.out / _TASKS)  # after the plan, which says that it is ours
         self._refuse_if_finished(_names(self.out))  # others may have been faster
         self._check_plan()
         self._remove_temporary(older_than_s=_ABANDONED_S)
@@ -242,9 +242,20 @@ class Preparation:
             )
 
     def _refuse_if_finished(self, names: set[str]) -> None:
-        if METADATA in names:
-            self._clean(names)
-            raise FileExistsError(f"{self.out} exists; delete it or choose another name.")
+        if METADATA not in names:
+            return
+        try:
+            read_metadata(self.out, format=None)
+        except ValueError as error:
+            raise FileExistsError(
+                f"{self.out} exists and is no preparation of this version ({error}); delete it or "
+                "choose another name."
+            ) from error
+        self._clean(names)
+        raise FileExistsError(
+            f"{self.out} is complete: train on it, or delete it to prepare it anew, or choose "
+            "another name."
+        )
 
     def run(self, workers: int = 0, share: tuple[int, int] = (0, 1)) -> None:
         """Begin, and do the tasks that are not done.
@@ -353,9 +364,11 @@ class Preparation:
         names = _names(self.out)
         if METADATA not in names:
             return None
+        if metadata is None:  # read before anything goes: it may be somebody else's
+            format = FORMAT if self.record_tokens is None else TFDS_FORMAT
+            metadata = read_metadata(self.out, format=format)
         self._clean(names)
-        format = FORMAT if self.record_tokens is None else TFDS_FORMAT
-        return metadata or read_metadata(self.out, format=format)
+        return metadata
 
     def _finish(self) -> Metadata | None:
         records = self._read_records(range(len(self.tasks)))
@@ -494,8 +507,12 @@ class Preparation:
             return records
         (_, name), lowest = min((r["lowest"], n) for n, r in records.items() if r["lowest"])
         place = end_of_each(self.validation_fraction) if count == 1 else only(name)
+        # The other parts of a text that is cut into several tasks go where its first goes.
+        runs = self.tasks[lowest].runs
+        texts = {run.file for run in runs if run.parts > 1 and self.corpus.is_text(run.file)}
         for number, record in records.items():
-            is_affected = number == lowest or record["splits"]["val"]["num_tokens"]
+            has_part = any(run.file in texts for run in self.tasks[number].runs)
+            is_affected = number == lowest or has_part or record["splits"]["val"]["num_tokens"]
             if is_affected and not record["again"]:
                 self._run_task(number, lambda num_bytes: None, place)
         return self._read_records(range(len(self.tasks)))
@@ -555,7 +572,8 @@ class Preparation:
 
     def _clean(self, names: set[str]) -> None:
         """Remove what only an unfinished preparation needs."""
-        self._remove_temporary(older_than_s=0.0)
+        if names & {_TASKS, PLAN}:  # later files are those of other jobs, which plan windows
+            self._remove_temporary(older_than_s=0.0)
         if _TASKS in names:
             _delete_all(self.out / _TASKS)
         if PLAN in names:
@@ -571,6 +589,15 @@ class Preparation:
                     path = directory / name
                     if time.time() - path.stat().st_mtime >= older_than_s:
                         path.unlink()
+
+
+def _is_plan(text: str | None) -> bool:
+    """Whether a file plan.json is one of ours; the name is a usual one."""
+    try:
+        fields = json.loads(text or "null")
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and {"version", "corpus", "num_tasks"} <= fields.keys()
 
 
 class _FinishedError(Exception):

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
 _BUFFERED_TOKENS = 1 << 20
+_TOUCH_S = 60.0
 
 Placing = Callable[[Document], Iterable[tuple[str, Document]]]
 """Names the split of a document, or of each of its parts."""
@@ -160,14 +162,14 @@ def write_task(
       of its document, and for each split `num_tokens`, `num_documents` that end there, `shards`,
       and the places in its tokens where documents start (`starts`, an array).
     """
-    count, lowest = 0, None
+    count, lowest, touched = 0, None, time.monotonic()
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; without tokens, it is left out."""
-        nonlocal count, lowest
+        nonlocal count, lowest, touched
         found = not document.first
         for text in _pieces(document.blocks, tokenizer.cut_after):
-            tokens = tokenizer.encode(text)
+            tokens = _encoded(text, tokenizer, document.name)
             if len(tokens) and not found:
                 found, count = True, count + 1
                 writer.starts.append(writer.num_tokens)
@@ -175,6 +177,10 @@ def write_task(
                 lowest = min(lowest or hashed, hashed)
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
+            if time.monotonic() - touched >= _TOUCH_S:
+                touched = time.monotonic()
+                for each in writers.values():
+                    each.touch()
         if document.last and found:
             writer.append(np.array([tokenizer.eot], token_dtype(tokenizer)))
             writer.num_documents += 1
@@ -208,6 +214,16 @@ def write_task(
 def token_dtype(tokenizer: Tokenizer) -> str:
     """The type of a tokenizer's tokens on disk."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def _encoded(text: str, tokenizer: Tokenizer, document: str) -> np.ndarray:
+    try:
+        return tokenizer.encode(text)
+    except Exception as error:  # tiktoken and tokenizers raise plain ones
+        raise ValueError(
+            f"{document} cannot be tokenised with {tokenizer.name} ({type(error).__name__}: "
+            f"{error}); correct or remove that text, or choose another --tokenizer."
+        ) from error
 
 
 def _pieces(blocks: Iterable[str], cut_after: re.Pattern[str] | None) -> Iterator[str]:
@@ -258,6 +274,11 @@ class _SplitWriter:
         self.num_tokens += len(tokens)
         if self._buffered >= _BUFFERED_TOKENS:
             self._flush()
+
+    def touch(self) -> None:
+        """Show that the files are no remains of a killed process, which others would remove."""
+        for path in (*self._shards, *([Path(self._file.name)] if self._file else [])):
+            os.utime(path)
 
     def complete(self) -> None:
         """Complete the last shard."""

@@ -129,6 +129,9 @@ class GPT2Tokenizer:
     eot = 50256
     # GPT-2's pattern never joins a character that is no space to a space after it.
     cut_after = re.compile(r"[!-~](?=[ \n])")
+    # Its library fails where a million spaces come before another character. The pattern takes all
+    # of them but the last as one piece, so a cut there does not change the tokens.
+    _many_spaces = re.compile(r"[ \t\n\r]{500000,}(?=\S)")
 
     def __init__(self) -> None:
         try:
@@ -159,12 +162,16 @@ class GPT2Tokenizer:
         return _vocabulary_digest([*tokens, END_OF_TEXT.encode()])
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
+        cuts = [0, *(match.end() - 1 for match in self._many_spaces.finditer(text)), len(text)]
+        parts = [self._encode(text[start:end]) for start, end in itertools.pairwise(cuts)]
+        return np.concatenate(parts).astype(np.uint16)
+
+    def _encode(self, text: str) -> np.ndarray:
         try:
-            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             text = text.encode("utf-8", "replace").decode()
-            tokens = self._encoding.encode_to_numpy(text, disallowed_special=())
-        return tokens.astype(np.uint16)
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")

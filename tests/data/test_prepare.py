@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
-from maxmars.data.corpus import PythonSources, TextFiles, Texts
+from maxmars.data.corpus import Corpus, Document, PythonSources, TextFiles, Texts
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.sources import read_metadata
 from maxmars.data.token_files import TokenShards
@@ -45,8 +47,12 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
+def sha256_of(name):
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def is_held_out(name, fraction):
-    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
+    return int(sha256_of(name)[:16], 16) < fraction * 2**64
 
 
 def test_whole_documents_go_to_one_split(tmp_path):
@@ -275,13 +281,95 @@ def test_other_arguments_may_follow_where_nothing_was_done(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["meta.json", "mine"])
-def test_a_directory_with_something_in_it_is_left_alone(tmp_path, name):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("mine")
+@pytest.mark.parametrize(
+    "names", [["meta.json"], ["mine"], ["plan.json"], ["meta.json", "plan.json"]]
+)
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path, names):
+    (tmp_path / "out" / "tasks").mkdir(parents=True)
+    for name in [*names, "tasks/mine"]:
+        (tmp_path / "out" / name).write_text('{"resources": "mine"}')
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(FileExistsError, match=r"out exists.*; delete it or choose another name"):
         run(documents(3), tmp_path / "out")
-    assert contents(tmp_path / "out") == {name: b"mine"}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
+    """As a WordLevel vocabulary without a token for unknown words, which raises a plain error."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "own.json"))
+    (tmp_path / "text.jsonl").write_text('{"text": "a a"}\n{"text": "a b"}\n')
+    with pytest.raises(
+        ValueError, match=r"text\.jsonl:16 cannot be tokenised with tokenizer\.json"
+    ):
+        run(
+            TextFiles([str(tmp_path / "text.jsonl")]),
+            tmp_path / "out",
+            tokenizer=load_tokenizer(str(tmp_path / "own.json")),
+        )
+
+
+class Large(Corpus):
+    """A compressed file of several shards, which calls functions before some of its documents."""
+
+    files, num_bytes, fingerprint = ("a.gz",), (None,), "large"
+
+    def __init__(self, before):
+        self.before = before
+
+    def read(self, run):
+        for number in range(6):
+            self.before.get(number, lambda: None)()
+            yield Document(str(number), ("word " * 200_000,))
+
+
+def test_a_job_that_begins_late_leaves_the_files_of_one_that_works(tmp_path, monkeypatch):
+    """The first shards of a large compressed file are hours old when its last one is written."""
+    options = {"out": tmp_path / "out", "tokenizer": ByteTokenizer(), "source": "a test"}
+    options |= {"shard_tokens": 1_000_000, "validation_fraction": 0.0}
+    aged, clock = [], time.monotonic
+
+    def age():
+        for path in (tmp_path / "out").glob(".*.tmp"):
+            os.utime(path, (1, 1))
+            aged.append(path)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 7200)
+
+    late = Preparation(corpus=Large({}), **options)
+    preparation = Preparation(corpus=Large({4: age, 5: late.begin}), **options)
+    preparation.run()
+    assert len(aged) >= 3
+    assert preparation.finish().splits["train"].num_tokens == 6 * 1_000_001
+
+
+def test_a_text_of_several_tasks_that_is_held_out_is_held_out_whole(tmp_path):
+    """No hash decides for validation, and the lowest is that of the text."""
+    lines = "".join(f"line {i} of a large text\n" for i in range(40))
+    (tmp_path / "0.txt").write_text(lines)
+    assert not is_held_out("0.txt", 1e-12)
+    names = [n for n in map(str, range(100)) if sha256_of(f"{n}.jsonl:0") > sha256_of("0.txt")]
+    (tmp_path / f"{names[0]}.jsonl").write_text('{"text": "small"}\n')
+    corpus, out = TextFiles([str(tmp_path / "*")]), tmp_path / "out"
+    metadata = run(corpus, out, validation_fraction=1e-12, task_bytes=300)
+    assert pieces(read(out, "val")) == [lines]
+    assert pieces(read(out, "train")) == ["small"]
+    assert {name: split.num_documents for name, split in metadata.splits.items()} == {
+        "train": 1,
+        "val": 1,
+    }
+    assert [split.documents.count for split in metadata.splits.values()] == [1, 1]
+
+
+def test_what_a_job_writes_beside_a_complete_preparation_stays(tmp_path):
+    """As the plan of packed windows that it writes, when another one comes to the same end."""
+    corpus, out = Texts(documents(3)), tmp_path / "out"
+    options = {"corpus": corpus, "out": out, "tokenizer": ByteTokenizer(), "source": "a test"}
+    Preparation(**options).run()
+    Preparation(**options).finish()
+    (out / ".train_best_fit_16.bin.1.tmp").write_text("half")
+    assert Preparation(**options).finish() is not None
+    assert (out / ".train_best_fit_16.bin.1.tmp").read_text() == "half"
 
 
 def test_what_a_killed_last_step_left_is_removed(tmp_path):
@@ -291,7 +379,7 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
     (tmp_path / "out" / "tasks").mkdir()
     for name in ("plan.json", "tasks/00000.json", ".train_00000.bin.12.tmp"):
         (tmp_path / "out" / name).write_text("{}")
-    with pytest.raises(FileExistsError, match="out exists; delete it"):
+    with pytest.raises(FileExistsError, match="out is complete: train on it"):
         run(documents(3), tmp_path / "out")
     assert contents(tmp_path / "out") == before
 

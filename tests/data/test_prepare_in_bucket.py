@@ -77,7 +77,7 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     assert result.stdout.endswith("hold the same tokens\n")
     result = maxmars(server, *command)
     assert result.returncode == 1
-    assert "gs://bucket/tokens exists; delete it or choose another name" in result.stderr
+    assert "gs://bucket/tokens is complete: train on it, or delete it to" in result.stderr
 
 
 @pytest.mark.slow

@@ -119,6 +119,16 @@ def test_gpt2_tokens_of_odd_texts_do_not_change_either(gpt2):
     assert gpt2.cut_after.search("x" * 100) is None
 
 
+@pytest.mark.parametrize("last", [" ", "\n"])
+def test_gpt2_tokens_of_many_spaces(gpt2, last):
+    """The library fails at a million of them before another character."""
+    tiktoken = pytest.importorskip("tiktoken")
+    text = "some" + " \n" * 300_000 + last + "words"
+    assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode(text)
+    text = "é" + " " * 1_100_000 + last + "é"
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
 @pytest.fixture(scope="module")
 def json_file(tmp_path_factory):
     """A byte-level BPE tokenizer.json, trained here."""
