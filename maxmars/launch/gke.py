@@ -408,13 +408,17 @@ def describe(options: GkeOptions, job: Job) -> str:
 {_to_yaml(jobset(options, job))}"""
 
 
+# What PyYAML writes without quotes, and kubectl's parser takes for a number or a truth value.
+_NO_TEXT_IN_GO = re.compile(r"[-+]?\.?\d|[yYnN]$")
+
+
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None
+    style = "|" if "\n" in text else "'" if _NO_TEXT_IN_GO.match(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -48,8 +48,23 @@ prepare() {
   make_environment
   "$home/venv/bin/python" -m pip install --disable-pip-version-check \
     -c "$home/source/$constraints" "$home/source[tpu,gcs]"
+}
+
+load_environment() {
+  if [[ -f $home.env ]]; then
+    set -a
+    # shellcheck disable=SC1090
+    . "$home.env"
+    set +a
+  fi
+}
+
+# Before each start, since a reboot undoes what it mounted.
+set_up() {
+  [[ -n $setup ]] || return 0
+  load_environment
   cd "$home/source"
-  [[ -z $setup ]] || bash "$setup"
+  bash "$setup"
 }
 
 install() {
@@ -63,6 +78,11 @@ install() {
       return
     fi
     printf '%s' "$digest" >"$home/installed"
+  fi
+  if ! bash "$self" set_up >"$home/setup.log" 2>&1; then
+    tail -n 20 "$home/setup.log"
+    report install-failed
+    return
   fi
   report installed
 }
@@ -83,13 +103,8 @@ start() {
 
 run() {
   local code=0
+  load_environment
   cd "$home/source"
-  if [[ -f $home.env ]]; then
-    set -a
-    # shellcheck disable=SC1090
-    . "$home.env"
-    set +a
-  fi
   "$home/venv/bin/python" "${train[@]}" &
   printf '%s\n' "$!" >"$home/pid.part"
   mv "$home/pid.part" "$home/pid"
@@ -123,6 +138,7 @@ main() {
   case "$1" in
     install) install ;;
     prepare) prepare ;;
+    set_up) set_up ;;
     start) start ;;
     run) run ;;
     status) report "$(state)" ;;

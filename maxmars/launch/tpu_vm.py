@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
@@ -42,7 +42,6 @@ from maxmars.launch.job import (
     log,
     problem,
     require,
-    run_or_fail,
     run_program,
 )
 
@@ -50,6 +49,7 @@ STOPPED = 75
 """Exit code of a run that was stopped and can go on."""
 
 _SSH_TRIES = 4
+_ASK_TRIES = 30
 _END_S = 180  # for the last host to end after the first
 _USERS_ERRORS = ("exited 1", "exited 2")
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
@@ -75,6 +75,7 @@ _ACCELERATORS = {
     "v4": ("v4", "tpu-ubuntu2204-base", 2),
 }
 
+_Answer = TypeVar("_Answer")
 Kind = Literal["tpu-vm", "queued-resources"]
 Phase = Literal["missing", "coming", "ready", "leaving", "gone", "failed"]
 
@@ -93,6 +94,10 @@ _PHASES: dict[str, Phase] = {
     "FAILED": "failed",
 }
 _WORST: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
+
+
+class UnansweredError(ValueError):
+    """gcloud failed, and may work later, as when Google's service is overloaded."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class TpuVm:
         check_name(self.name)
         if self.tunnel_through_iap and self.internal_ip:
             raise UsageError("take one of --tunnel-through-iap and --internal-ip.")
-        zone = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
+        zone = r"[a-z]+-[a-z]+[0-9]+-[a-z][a-z0-9]*"  # us-south1-ai1b is one
         check_word(self.zone, "--zone", zone, "us-east5-a, a zone that has TPUs")
         if self.project is not None:
             project = r"[a-z][-a-z0-9.:]*[a-z0-9]"
@@ -202,7 +207,7 @@ class TpuVm:
             return json.loads(done.stdout)
         if "NOT_FOUND" in done.stderr or "was not found" in done.stderr:
             return None
-        raise ValueError(f"`{' '.join(command[:5])} ...` failed: {problem(done)}")
+        raise _failed(command, done)
 
     def as_it_is(self) -> TpuVm:
         """The same TPU as Google knows it: whether by a queued resource, and its slices.
@@ -261,7 +266,9 @@ class TpuVm:
         kinds: tuple[Kind, ...] = ("queued-resources", "tpu-vm")
         for kind in kinds[1:] if self.queued is False else kinds:
             if self.get(kind) is not None:
-                run_or_fail(self.delete(kind))
+                command = self.delete(kind)
+                if (done := run_program(command)).returncode != 0:
+                    raise _failed(command, done)
                 return True
         return False
 
@@ -299,6 +306,11 @@ class TpuVm:
                     seen = int(number)
                     show(text)
         return False, seen
+
+
+def _failed(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> ValueError:
+    text = f"`{' '.join(command[:5])} ...` failed: {problem(done)}"
+    return ValueError(text) if _NO_PERMISSION.search(done.stderr) else UnansweredError(text)
 
 
 def _slices(queued: dict[str, Any]) -> list[str]:
@@ -437,6 +449,7 @@ class Launcher:
         """Take over a run, at whatever point it stands."""
         self._tpu, self._job = options, job
         self._restarts = 0
+        self._answered = False  # whether gcloud has answered
         self._reached = False  # whether ssh has worked on this TPU
         self._vain = 0  # starts in a row on a TPU that was there, of which no step was seen
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
@@ -475,7 +488,21 @@ class Launcher:
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
             if broken:
                 log(f"{self._tpu.name}: deleting it, as a new one has other hosts")
-                self._tpu.remove()
+                self._ask(self._tpu.remove)
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """Ask gcloud, again and again where it has answered before."""
+        for tries_left in reversed(range(_ASK_TRIES if self._answered else 1)):
+            try:
+                answer = question()
+                self._answered = True
+                return answer
+            except UnansweredError as error:
+                if not tries_left:
+                    raise
+                log(f"{error}; asking again")
+                time.sleep(self._tpu.poll_s)
+        raise AssertionError("unreachable")
 
     def _pause(self, reason: str) -> None:
         """Wait after starts that came to nothing; the run itself judges those that made steps.
@@ -483,7 +510,7 @@ class Launcher:
         Raises:
           ValueError: there were too many of them in a row.
         """
-        if self._tpu.state().phase != "ready":  # it was preempted
+        if self._ask(self._tpu.state).phase != "ready":  # it was preempted
             self._vain = 0
             return
         self._vain += 1
@@ -504,7 +531,7 @@ class Launcher:
     def _finish(self) -> int:
         log(f"done: all steps; results are in {self._job.workdir}")
         if self._tpu.delete_when_done:
-            self._tpu.remove()
+            self._ask(self._tpu.remove)
             log(f"deleted the TPU {self._tpu.name}")
         else:
             log(self._cost)
@@ -512,7 +539,7 @@ class Launcher:
 
     def _why_it_ended(self, ended: dict[str, str]) -> str:
         """The reason to start a run again whose hosts ended in these states."""
-        tpu = self._tpu.state()
+        tpu = self._ask(self._tpu.state)
         if tpu.phase != "ready":
             return f"the TPU was preempted ({tpu.text})"
         hosts = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
@@ -534,7 +561,7 @@ class Launcher:
         """Have the TPU ready, created if need be; the number of its hosts."""
         logged = ""
         while True:
-            state = self._tpu.state()
+            state = self._ask(self._tpu.state)
             if state.text != logged:
                 logged = state.text
                 log(f"{self._tpu.name}: {state.text}")
@@ -548,7 +575,7 @@ class Launcher:
             if state.phase == "missing":
                 self._create()
             elif state.phase == "gone":
-                self._tpu.remove()
+                self._ask(self._tpu.remove)
             else:
                 time.sleep(self._tpu.poll_s)
 
@@ -642,7 +669,7 @@ class Launcher:
                     f"the hosts of {self._tpu.name} cannot be reached from here: "
                     f"{problem(failed)}. {self._cost}"
                 )
-        state = self._tpu.state()
+        state = self._ask(self._tpu.state)
         if state.phase in ("gone", "leaving", "missing"):
             raise HostsLostError(f"the TPU was preempted ({state.text})")
         if state.phase != "ready":

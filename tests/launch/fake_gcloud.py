@@ -6,7 +6,8 @@ other (the last stays), while there is such a thing; `creations` what the next c
 follows a log breaks; `hosts` their number in each slice; `nodes` the names of the
 slices, and a file of such a name the states of that one; `calls` every command line; `ssh_error`
 what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU;
-`describe_error` what every `describe` fails with.
+`describe_error` what every `describe` fails with; `outages` a list, of which each `describe` and
+`delete` takes the first entry and fails with it, unless it is empty.
 As gcloud does, several hosts are not reached at all while an ssh-agent has other keys only, IAP is
 known to `alpha` alone, and a queued resource of several slices names no `nodeId` at first.
 """
@@ -158,6 +159,11 @@ def main():
     names = [word for word in rest if not word.startswith("--")]
     assert options["zone"] == "us-east5-a"
     thing = "queued" if kind == "queued-resources" else "node"
+    if verb in ("describe", "delete"):
+        outages = read("outages", [])
+        write("outages", outages[1:])
+        if outages and outages[0]:
+            fail(outages[0])
     if verb == "describe" and read("describe_error"):
         fail(read("describe_error"))
     if verb == "describe":

@@ -51,6 +51,17 @@ def pod_of(jobset):
     return job, job["template"]["spec"], job["template"]["spec"]["containers"][0]
 
 
+def test_text_that_kubectl_would_take_for_something_else_is_quoted(capsys):
+    """Its parser knows more numbers and truth values than PyYAML."""
+    words = ["y", "N", "1e3", "0o17", "1.5e3"]
+    labels = [f"key{word}={word}" for word in words]
+    assert launch(*TPU[:2], "--dry-run", *TPU[2:], "--node-selector", *labels) == 0
+    text = capsys.readouterr().out
+    for word in words:
+        assert f" key{word}: '{word}'\n" in text
+    assert "\n  name: run1\n" in text
+
+
 def test_a_tpu_slice(capsys):
     jobset = manifest(capsys, *TPU, "--num-slices", "2", "--max-restarts", "3")
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3

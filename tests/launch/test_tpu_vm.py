@@ -34,7 +34,7 @@ def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, 
     cloud.train('echo "$PWD|$*|$WANDB_API_KEY" >"$FAKE_CLOUD/seen$FAKE_HOST"; echo "step 1"')
     monkeypatch.setenv("WANDB_API_KEY", "it's $ecret")
     setup = tmp_path / "mount.sh"
-    setup.write_text('touch "$FAKE_CLOUD/mounted$FAKE_HOST"\n')
+    setup.write_text('echo "$PWD|$WANDB_API_KEY" >"$FAKE_CLOUD/mounted$FAKE_HOST"\n')
     options = ["--spot", "--queued", "--delete-when-done", "--env", "WANDB_API_KEY"]
     options += ["--setup", str(setup), "--project", "my-project"]
     assert launch(*START, *options, "--", "--num-steps", "7", "--name", "o'hara") == 0
@@ -69,7 +69,8 @@ def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, 
         words = "-m maxmars train configs/quickstart.py --workdir /nfs/run1"
         assert arguments == f"{words} --num-steps 7 --name o'hara"
         assert key == "it's $ecret"
-        assert (cloud.folder / f"mounted{host}").exists()
+        mounted = (cloud.folder / f"mounted{host}").read_text().strip()
+        assert mounted == f"{directory}|{key}"
     assert "ecret" not in output + (cloud.folder / "calls").read_text()
 
 
@@ -137,6 +138,28 @@ def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line ")]
     assert lines == [f"line {i}" for i in range(1, 13)]
     assert (cloud.count(" follow 0"), cloud.count(" follow 3")) == (1, 1)
+
+
+@pytest.mark.slow
+def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
+    waiting = [*["WAITING_FOR_RESOURCES"] * 4, "ACTIVE"]
+    cloud.write("creations", [{"queued": waiting, "node": ["READY"]}])
+    down = "UNAVAILABLE: The service is currently unavailable."
+    cloud.write("outages", [*[""] * 5, *[down] * 3])  # it has answered before
+    cloud.train('echo "step 1"; echo \'["", "INTERNAL: try again"]\' >"$FAKE_CLOUD/outages"')
+    assert launch(*START, "--queued", "--delete-when-done") == 0
+    output = capsys.readouterr().out
+    assert output.count("The service is currently unavailable.; asking again") == 3
+    assert "INTERNAL: try again; asking again" in output
+    assert output.endswith("deleted the TPU run1\n")
+    cloud.write("outages", [down])
+    assert launch(*START) == 1  # the first question shows what is set up wrong
+    assert down in capsys.readouterr().err
+    cloud.write("creations", [{"queued": waiting, "node": ["READY"]}])
+    cloud.write("outages", [*[""] * 3, *[down] * 100])
+    assert launch(*with_options([*START, "--queued"], ["--poll-s", "0.0001"])) == 1
+    assert down in capsys.readouterr().err
+    assert len(cloud.read("outages")) == 70
 
 
 @pytest.mark.slow
@@ -255,9 +278,11 @@ def test_a_run_that_fails_is_not_started_again(cloud, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, capsys):
+def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, tmp_path, capsys):
     cloud.train("exit 75")
-    assert launch(*START, "--max-restarts", "1") == 1
+    setup = tmp_path / "mount.sh"
+    setup.write_text('echo mounted >>"$FAKE_CLOUD/setups$FAKE_HOST"\n')
+    assert launch(*START, "--max-restarts", "1", "--setup", str(setup)) == 1
     captured = capsys.readouterr()
     assert "the run ended early (tpu-w-0 exited 75, tpu-w-1 exited 75); restart 1" in captured.out
     assert "--max-restarts 1 are used up; the same command continues" in captured.err
@@ -265,6 +290,19 @@ def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, capsys):
     assert cloud.count(" start ") == 2
     for number in range(2):  # the second start found everything installed
         assert len((cloud.host(number) / "maxmars-run1" / "install.log").read_text().splitlines())
+        setups = (cloud.folder / f"setups{number}").read_text().split()
+        assert setups == ["mounted"] * 2  # before each start, as the host may have rebooted
+
+
+@pytest.mark.slow
+def test_a_setup_that_fails_shows_its_end(cloud, tmp_path, capsys):
+    setup = tmp_path / "mount.sh"
+    setup.write_text("echo no such bucket >&2; exit 3\n")
+    assert launch(*START, "--setup", str(setup)) == 1
+    captured = capsys.readouterr()
+    assert "could not install on tpu-w-0, tpu-w-1: see above" in captured.err
+    assert "no such bucket" in captured.out
+    assert cloud.count(" start ") == 0
 
 
 TRAIN_UNTIL_STOPPED = """
@@ -407,6 +445,11 @@ def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
         "start",
         "follow 0",
     ]
+
+
+def test_zones_for_ai_have_longer_names(capsys):
+    assert launch(*with_options(START, ["--zone", "us-south1-ai1b"]), "--dry-run") == 0
+    assert "--zone=us-south1-ai1b" in capsys.readouterr().out
 
 
 def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
