@@ -252,14 +252,11 @@ def _open_windows(
 ) -> _Windows | None:
     """The windows that the loss is measured on; None where nothing says which."""
     first = targets[0]
-    if data_path is not None:
-        data: DataConfig = TokenShardsConfig(path=data_path)
-    elif isinstance(first, RunTarget):
-        run = read(first.checkpoints, first.step).config
-        if not isinstance(run, TrainConfig):
-            return None
-        data, num_windows = run.data, num_windows or run.eval.num_windows
-    else:
+    run = read(first.checkpoints, first.step).config if isinstance(first, RunTarget) else None
+    data: DataConfig | None = TokenShardsConfig(path=data_path) if data_path is not None else None
+    if isinstance(run, TrainConfig):
+        data, num_windows = data or run.data, num_windows or run.eval.num_windows
+    if data is None:
         return None
     configs = [_model_config(target) for target in targets]
     try:

@@ -154,6 +154,10 @@ def test_a_loss_on_other_tokens(run, tokens, tmp_path):
     assert "hellaswag" not in one.fields
     few = score_models([run], mesh, tasks=tasks, num_windows=2)
     assert few.fields["loss_tokens"] == 32
+    own = score_models([run], mesh, tasks=tasks)
+    named = score_models([run], mesh, tasks=tasks, data_path=str(tokens))  # as many windows
+    assert named.fields["loss"] == own.fields["loss"]
+    assert named.fields["loss_tokens"] == own.fields["loss_tokens"]
 
 
 @pytest.mark.parametrize("format", ["shards", "tfds"])
