@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import shlex
@@ -58,7 +59,8 @@ class PlanArguments(ConfigArguments):
     """Price of one chip for an hour, in any currency; gives the cost of the run."""
     max_memory: Annotated[str | None, tyro.conf.arg(metavar="[GB]")] = None
     """Search for the cheapest rematerialisation and the largest microbatch that fit. They fit in so
-    many GB a chip, or in the chip's own memory if no number follows."""
+    many GB a chip or, if no number follows, in what JAX gives to programs: a TPU's whole memory,
+    three quarters of a GPU's."""
 
 
 def run(argv: list[str]) -> int:
@@ -79,8 +81,7 @@ def run(argv: list[str]) -> int:
     topology = get_topology(arguments.topology, arguments.num_slices)
     config, step, overrides = arguments.config, None, []
     if arguments.max_memory is not None:
-        chip = None if topology.chip is None else topology.chip.memory_bytes
-        limit = _max_bytes(arguments.max_memory, chip)
+        limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
         config, step = find_fit(config, topology, limit, log=functools.partial(print, flush=True))
         overrides = ["--num-microbatches", str(config.num_microbatches)]
         if isinstance(config.model, GPT2Config):
@@ -136,6 +137,6 @@ def _max_bytes(text: str, chip_bytes: int | None) -> int:
         size = float(text)
     except ValueError:
         size = 0.0
-    if not size > 0:
+    if not 0 < size < math.inf:
         raise UsageError(f"--max-memory {text} must be a positive number of GB.")
     return round(size * 1e9)

@@ -56,6 +56,7 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
         (["--topology", "cpu:8", "--max-memory"], "a fake CPU device has no memory"),
         (["--max-memory", "--topology", "cpu:8"], "a fake CPU device has no memory"),
         (["--topology", "cpu:8", "--max-memory", "0"], "must be a positive number of GB"),
+        (["--topology", "cpu:8", "--max-memory", "1e400"], "must be a positive number of GB"),
         (["--topology", "cpu:8", "--num-slices", "2"], "--num-slices 2 needs a TPU topology"),
         (["--topology", "cpu:8", "--mesh.fsdp", "3"], "needs a multiple of 3 devices"),
         (["--topology", "cpu:8", "--price", "-1"], "--price -1 must not be negative"),
