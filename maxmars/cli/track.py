@@ -109,7 +109,15 @@ def _verify(arguments: VerifyArguments) -> int:
     if any(repeated.problem for repeated in found):
         print(f"{arguments.receipt}: REFUSED")
         return 1
-    print(f"{arguments.receipt}: confirmed, {len(found)} of {len(receipt.cells)} cells")
+    cells = f"{len(found)} of {len(receipt.cells)} cells"
+    steps = found[0].steps
+    if steps < receipt.config.num_steps:
+        print(
+            f"{arguments.receipt}: the first {steps:,} steps are confirmed of {cells}; the final "
+            "losses were not computed again"
+        )
+    else:
+        print(f"{arguments.receipt}: confirmed, {cells}")
     print(f"next: {shlex.join(['maxmars', 'track', 'board', os.fspath(arguments.receipt.parent)])}")
     return 0
 

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,12 +350,26 @@ def cell_from_json(fields: Any) -> CellResult:
     """
     cell, curve = fields["cell"], fields["curve"]
     if curve is not None:
-        losses = tuple(map(float, curve["losses"]))
-        curve = Curve(**curve | {"tokens": tuple(curve["tokens"]), "losses": losses})
+        curve = _curve_from_json(curve)
     setting = tuple((field, value) for field, value in cell["setting"])
     own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
     own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
     return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
+
+
+def _curve_from_json(fields: Any) -> Curve:
+    tokens = tuple(map(operator.index, fields["tokens"]))
+    losses = tuple(map(float, fields["losses"]))
+    if not tokens or len(tokens) != len(losses):
+        raise ValueError(f"a curve has {len(losses)} losses at {len(tokens)} numbers of tokens")
+    time_s = fields["step_time_s"]
+    return Curve(
+        loss_of=fields["loss_of"],
+        tokens=tokens,
+        losses=losses,
+        tokens_per_step=operator.index(fields["tokens_per_step"]),
+        step_time_s=None if time_s is None else float(time_s),
+    )
 
 
 def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:

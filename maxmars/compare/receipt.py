@@ -217,12 +217,17 @@ def _check(receipt: Receipt) -> None:
         raise ValueError(f"its cells have the seeds {seeds}, of which each may be there once")
     if not isinstance(receipt.name, str) or not isinstance(receipt.tuning, Mapping):
         raise ValueError("its name or its tuning is none")
+    if type(receipt.num_parameters) is not int:
+        raise ValueError(f"its number of parameters is {receipt.num_parameters!r}")
     for result in receipt.cells:
         cell, curve = result.cell, result.curve
         if not (math.isfinite(result.loss) or result.loss == math.inf):
             raise ValueError(f"the loss of seed {cell.seed} is {result.loss}")
-        are_texts = isinstance(result.initial_weights, str) and isinstance(result.tokens, str)
-        if not are_texts or not isinstance(result.environment, Mapping):
+        is_told = isinstance(result.environment, Mapping)
+        texts = [result.initial_weights, result.tokens]
+        texts += [] if result.data is None else [result.data]
+        texts += [result.environment.get("python", "")] if is_told else []
+        if not is_told or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"digests or environment of seed {cell.seed} are none")
         if result.step_time_s is not None and not isinstance(result.step_time_s, (int, float)):
             raise ValueError(f"the step time of seed {cell.seed} is {result.step_time_s!r}")

@@ -149,9 +149,12 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
         return repeated(math.inf, "the receipt lacks training losses of these steps.")
     early = max(_apart(*pair) for step, pair in pairs.items() if step <= EARLY_STEPS)
     is_equal, final, along = not any(_apart(*pair) for pair in pairs.values()), 0.0, 0.0
+    is_same_run = is_equal  # its evaluations cannot be others
     if num_steps == config.num_steps:
         final, along = _apart(theirs.loss, ours.loss), _curves_apart(theirs.curve, ours.curve)
-        is_equal &= not final and not along and theirs.final_state == ours.final_state
+        is_same_end = theirs.final_state == ours.final_state
+        is_same_run |= is_same_end
+        is_equal &= not final and not along and is_same_end
     problem = None
     if not early <= EARLY_TOLERANCE:
         problem = f"a training loss differs by {early:.2g} nats, more than {EARLY_TOLERANCE:g}."
@@ -159,6 +162,9 @@ def _repeat(theirs: CellResult, config: TrainConfig, scratch: Path, steps: int |
         problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
     elif not along <= CURVE_TOLERANCE:
         problem = f"a validation loss differs by {along:.2g} nats, more than {CURVE_TOLERANCE:g}."
+    elif is_same_run and not max(final, along) <= EARLY_TOLERANCE:
+        far = max(final, along)
+        problem = f"the run is equal bit by bit, but a validation loss differs by {far:.2g} nats."
     return repeated(max(early, final, along), problem, is_equal=is_equal)
 
 

@@ -50,7 +50,9 @@ def test_its_cells_are_repeated_bit_by_bit(receipt, capsys):
 @pytest.mark.slow
 def test_its_first_steps_are_repeated_bit_by_bit(receipt, capsys):
     cli.main(["track", "verify", str(receipt), "--steps", "2"])
-    assert "seed 0, 2 steps: equal bit by bit" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "seed 0, 2 steps: equal bit by bit" in printed
+    assert "the first 2 steps are confirmed of 1 of 2 cells; the final losses were not" in printed
 
 
 @pytest.mark.slow
@@ -98,6 +100,11 @@ def better(fields):
     cell["loss"] = cell["curve"]["losses"][-1] = cell["loss"] - 0.05
 
 
+def slightly_better(fields):
+    cell = fields["cells"][0]
+    cell["loss"] = cell["curve"]["losses"][-1] = cell["loss"] - 0.015
+
+
 def better_on_the_way(fields):
     fields["cells"][0]["curve"]["losses"][0] -= 1
 
@@ -128,6 +135,11 @@ def no_numbers(fields):
     [
         pytest.param(no_numbers, "2", "a training loss differs by inf", marks=pytest.mark.slow),
         (better, "4", "the final loss differs by 0.05 nats"),
+        (
+            slightly_better,
+            "4",
+            "the run is equal bit by bit, but a validation loss differs by 0.015",
+        ),
         (easier_start, "4", "a training loss differs by 0.01"),
         pytest.param(easier_start, "2", "a training loss differs by 0.01", marks=pytest.mark.slow),
         pytest.param(
@@ -179,6 +191,26 @@ def no_time(fields):
     fields["cells"][0]["step_time_s"] = "fast"
 
 
+def no_data(fields):
+    fields["cells"][0]["data"] = []
+
+
+def curve_without_an_end(fields):
+    fields["cells"][0]["curve"]["tokens"].pop()
+
+
+def curve_of_texts(fields):
+    fields["cells"][0]["curve"]["tokens_per_step"] = "x"
+
+
+def no_number_of_steps(fields):
+    fields["config"]["num_steps"] = None
+
+
+def no_model(fields):
+    fields["config"]["model"] = None
+
+
 def seed_that_is_a_path(fields):
     fields["config"]["seed"] = fields["cells"][0]["cell"]["seed"] = "../../elsewhere"
 
@@ -200,6 +232,11 @@ def no_cells(fields):
         (no_digest, "is damaged ("),
         (no_environment, "is damaged ("),
         (no_time, "is damaged ("),
+        (no_data, "is damaged ("),
+        (curve_without_an_end, "is damaged ("),
+        (curve_of_texts, "is damaged ("),
+        (no_number_of_steps, "is damaged ("),
+        (no_model, "is damaged ("),
     ],
 )
 def test_a_receipt_whose_parts_do_not_agree_is_none(change, problem, receipt, capsys):
