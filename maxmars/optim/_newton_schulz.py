@@ -70,8 +70,9 @@ def newton_schulz(
       Matrices close to U Vᵀ, in x's dtype.
 
     Raises:
-      ValueError: unknown or too few coefficients, or `eps` is not positive.
+      ValueError: unknown or too few coefficients, `eps` is not positive, or JAX has no such dtype.
     """
+    check_ns_dtype(dtype)
     triples = triples_of(coefficients, steps)
     if isinstance(eps, int | float) and not eps > 0:
         raise ValueError(f"eps={eps} must be positive: it keeps a zero matrix finite.")
@@ -94,6 +95,18 @@ def newton_schulz(
 
         y = jax.lax.fori_loop(0, steps, step, y)
     return (y.mT if tall else y).astype(x.dtype)
+
+
+def check_ns_dtype(dtype: Any) -> None:
+    """Raise ValueError unless JAX computes in this dtype: without JAX_ENABLE_X64 it would take
+    float32 for float64, in the few bits that an accelerator may multiply it in."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"ns_dtype={dtype} must be a floating-point type, such as bfloat16.")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"ns_dtype={jnp.dtype(dtype)} needs 64-bit JAX: set the environment variable "
+            "JAX_ENABLE_X64=1, or take float32."
+        )
 
 
 def triples_of(coefficients: Coefficients, steps: int | jax.Array) -> tuple[Triple, ...]:

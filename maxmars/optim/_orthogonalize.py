@@ -39,7 +39,7 @@ from maxmars.optim._exchange import (
     pad_axis,
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
-from maxmars.optim._newton_schulz import Coefficients, newton_schulz, triples_of
+from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
 from maxmars.optim._rules import Scalar, Tree, check_choice, check_positive
 
 # --- the matrices of a leaf ----------------------------------------------------------------------
@@ -428,9 +428,8 @@ def scale_by_orthogonalization(
     check_positive("ns_steps", steps)
     check_positive("ns_eps", eps)
     check_positive("orthogonality_every", measure_every)
+    check_ns_dtype(dtype)
     triples_of(coefficients, steps)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"ns_dtype={dtype} must be a floating-point type, such as bfloat16.")
 
     def init_fn(params: Tree) -> Any:
         resolve_specs(matrix_specs, params)  # raises here rather than in the first step

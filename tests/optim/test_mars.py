@@ -641,6 +641,7 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
         (lambda: mars(0.1, variant="m", ns_steps=0), "ns_steps=0 must be positive"),
         (lambda: mars(0.1, variant="m", ns_scale="big"), "ns_scale='big' is unknown"),
         (lambda: mars(0.1, variant="m", ns_dtype="int8"), "ns_dtype=int8 must be a floating"),
+        (lambda: mars(0.1, variant="m", ns_dtype="float64"), "ns_dtype=float64 needs 64-bit JAX"),
         (lambda: MatrixSpec(rows=(0,), cols=(1, 2), padding=1), "needs a single axis in cols"),
     ],
 )

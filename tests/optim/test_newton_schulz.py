@@ -142,6 +142,7 @@ def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
         ({"coefficients": (1.0, 2.0)}, r"must be a triple \(a, b, c\)"),
         ({"coefficients": "cans", "steps": 6}, "steps=6 is more than the 5 triples"),
         ({"eps": 0.0}, "eps=0.0 must be positive"),
+        ({"dtype": jnp.float64}, "ns_dtype=float64 needs 64-bit JAX: set the .* JAX_ENABLE_X64=1"),
     ],
 )
 def test_bad_arguments(options, message):
