@@ -18,8 +18,8 @@ Where this follows the official code: the first gradient only sets L and R and t
 and changes neither parameters, m nor v (t counts from the second gradient on); L and R are updated
 after the step, which so never uses the present gradient's own basis; ε is not bias-corrected; m is
 kept in the eigenbases. Where it does not: each axis of a tensor was a side of its own there, here
-it is the two of its `MatrixSpec`; vectors take AdamW from the first gradient on; the decay reads
-the parameters before the step.
+it is the two of its `MatrixSpec`; vectors and embeddings take AdamW from the first gradient on; the
+decay reads the parameters before the step.
 
 Where a Gram matrix has equal eigenvalues (a first G with fewer columns than rows leaves many zeros)
 any basis of their space is right. Which one comes out depends on rounding, and so do the updates.
@@ -157,6 +157,11 @@ def scale_by_soap(
     check_positive("eps", eps)
     check_positive("precondition_frequency", precondition_frequency)
     check_positive("max_precondition_dim", max_precondition_dim)
+    if isinstance(max_precondition_dim, jax.Array):
+        raise ValueError(
+            "max_precondition_dim decides the shapes of the state and cannot be traced; give "
+            "inject_hyperparams static_args=('max_precondition_dim',)."
+        )
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
 
     def step(
@@ -227,8 +232,9 @@ def soap(
     matrix_specs: Any = None,
     mesh: AnyMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SOAP on matrices, AdamW on vectors. The defaults of the matrices are the official code's, but
-    for `max_precondition_dim` (10,000 there) and `weight_decay` (0.01 there).
+    """SOAP on matrices, AdamW on vectors and on the matrices that their `MatrixSpec` calls an
+    embedding, which are vectors here. The defaults of the matrices are the official code's, but for
+    `max_precondition_dim` (10,000 there) and `weight_decay` (0.01 there).
 
     Args:
       learning_rate: η of the matrices, a float, a traced scalar or a schedule.
@@ -273,9 +279,11 @@ def soap(
     adam = optax.scale_by_adam(vector_b1, vector_b2, eps)
     if vector_weight_decay is None:
         vector_weight_decay = weight_decay
+    vector = stepped([adam], vector_weight_decay, mask, rate)
     rules = {
         "matrix": stepped([direction], _after_first(weight_decay), mask, learning_rate),
-        "vector": stepped([adam], vector_weight_decay, mask, rate),
+        "vector": vector,
+        "embedding": vector,
     }
     return in_float32(by_kind(rules, matrix_specs))
 

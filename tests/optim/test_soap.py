@@ -152,6 +152,20 @@ def test_vectors_are_adamw():
     assert_close(ours["bias"], theirs, 1e-6)
 
 
+def test_embeddings_take_the_rule_of_vectors():
+    params = random_arrays(SHAPES)
+    grads = [random_arrays(SHAPES, i) for i in range(1, 5)]
+    specs = {
+        "square": MatrixSpec(rows=(0,), cols=(1,)),
+        "table": MatrixSpec(rows=(1,), cols=(0,), embedding=True),
+        "bias": None,
+    }
+    options = {"vector_learning_rate": 0.02, "vector_weight_decay": 0.1}
+    ours, _ = run(soap(0.01, matrix_specs=specs, **options), params, grads)
+    theirs, _ = run(soap(0.01, matrix_specs=specs | {"table": None}, **options), params, grads)
+    assert_close(ours, theirs, 0)
+
+
 def test_the_first_step_changes_no_matrix():
     params = random_arrays(FEWER)
     after, state = run(soap(0.1, weight_decay=0.5), params, [random_arrays(FEWER, 1)])
@@ -331,6 +345,12 @@ def test_decay_mask_and_schedules():
             "both given",
         ),
         (lambda: soap(0.1, matrix_specs=LAYERS).init(np.ones((2, 2), "f")), "describes 3 axes"),
+        (
+            lambda: optax.inject_hyperparams(soap)(0.1, max_precondition_dim=5).init(
+                np.ones((2, 2), "f")
+            ),
+            r"cannot be traced; give inject_hyperparams static_args=\('max_precondition_dim',\)",
+        ),
     ],
 )
 def test_bad_arguments(build, message):
