@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -52,13 +54,19 @@ Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "must lie in [0, 
 
 
 class CheckedConfig:
-    """A dataclass that checks the rules of its fields; subclasses add what ties fields together.
+    """A dataclass that checks the types and rules of its fields; subclasses add what ties fields
+    together.
 
     Of every field, a number must be finite.
     """
 
     def __post_init__(self) -> None:
+        hints = _hints(type(self))
         for name, value in vars(self).items():
+            if not _fits(value, hints[name]):
+                each = "a tuple, each item " if typing.get_origin(hints[name]) is tuple else ""
+                words = f"must be {each}{expected(hints[name])}"
+                raise RuleError(type(self), name, repr(value), words)
             if isinstance(value, float) and not math.isfinite(value):
                 raise RuleError(type(self), name, value, "must be a finite number")
         for name, rule in _rules(type(self)):
@@ -68,15 +76,59 @@ class CheckedConfig:
 
 
 @functools.cache
+def _hints(config_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(config_class, include_extras=True)
+
+
+@functools.cache
 def _rules(config_class: type) -> list[tuple[str, Rule]]:
-    hints = typing.get_type_hints(config_class, include_extras=True)
-    return [(name, rule) for name, hint in hints.items() for rule in _rules_in(hint)]
+    return [(name, rule) for name, hint in _hints(config_class).items() for rule in _rules_in(hint)]
 
 
 def _rules_in(hint: Any) -> list[Rule]:
     """The rules of `Positive[int]`, of `Positive[int] | None`, and of those with annotations."""
     own = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Rule)]
     return own + [rule for part in typing.get_args(hint) for rule in _rules_in(part)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type: an integer is a number too, but True is neither."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _fits(value, parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(word) and value == word for word in parts)
+    if origin is tuple and parts[1:] == (Ellipsis,):
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if hint in (int, float):
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def expected(hint: Any) -> str:
+    """What values of a type are, for an error."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return expected(parts[0])
+    if origin is Literal:
+        return " or ".join(map(str, parts))
+    if origin is dict:
+        return "a dict"
+    if parts:
+        return " or ".join(expected(part) for part in parts if part is not Ellipsis)
+    words = {
+        bool: "True or False",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        Path: "a path",
+        types.NoneType: "None",
+    }
+    return words.get(hint) or f"{hint.__name__}(...)"
 
 
 def require(condition: bool, message: str) -> None:

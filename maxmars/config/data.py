@@ -14,7 +14,7 @@ Packing = Literal["none", "split", "best_fit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(CheckedConfig):
     """The options of every kind of data."""
 
     order: Order = "shuffled"
@@ -44,6 +44,7 @@ class TokenOptions(DataOptions):
     MAX_SEQ_LEN` planned; only documents longer than a window are cut."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.packing != "best_fit" or self.order != "random_windows",
             "data.order=random_windows has no meaning with data.packing=best_fit, whose windows "

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import tyro
 
-from maxmars.config.checks import Group, UsageError
+from maxmars.config.checks import Group, UsageError, expected
 
 HELP = ("-h", "--help", "--help-all")
 
@@ -305,23 +305,6 @@ def check_words(
 def _is_flag(word: str) -> bool:
     """Whether a word is an option: -5 and -.5 are values, as is a lone dash."""
     return re.match(r"--?[A-Za-z]", word) is not None or word == "--"
-
-
-def expected(hint: Any) -> str:
-    """What values of a type are, for an error."""
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(str, parts))
-    if parts:
-        return " or ".join(expected(part) for part in parts if part is not Ellipsis)
-    words = {
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        Path: "a path",
-    }
-    return words.get(hint, "None" if hint is types.NoneType else str(hint))
 
 
 def _literals(hint: Any) -> list[str]:

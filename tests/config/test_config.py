@@ -1,7 +1,11 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
+import jaxtyping
+import numpy as np
 import pytest
 from tiny import ADAMW, tiny_config
 
@@ -10,6 +14,7 @@ from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
+    GrainSource,
     GuardConfig,
     LogConfig,
     MarsConfig,
@@ -163,3 +168,69 @@ def test_derived_values():
 def test_bad_values(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.fixture
+def own_checks_only():
+    """Without the type checks of every call that tests may run with, which come first."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: ScheduleConfig(decay="cosin"),
+            "ScheduleConfig.decay='cosin' must be cosine or linear or exponential or wsd.",
+        ),
+        (
+            lambda: ScheduleConfig(warmup_steps=1e3),
+            "ScheduleConfig.warmup_steps=1000.0 must be an integer.",
+        ),
+        (lambda: tiny_config(num_steps="10"), "TrainConfig.num_steps='10' must be an integer."),
+        (lambda: tiny_config(num_steps=True), "TrainConfig.num_steps=True must be an integer."),
+        (
+            lambda: tiny_config(num_steps=np.int64(10)),
+            "TrainConfig.num_steps=np.int64(10) must be an integer.",
+        ),
+        (lambda: AdamWConfig(learning_rate=None), "learning_rate=None must be a number."),
+        (lambda: AdamWConfig(learning_rate=np.float32(1)), "np.float32(1.0) must be a number."),
+        (lambda: MarsConfig(exact="no"), "MarsConfig.exact='no' must be True or False."),
+        (
+            lambda: GPT2Config(remat="ful"),
+            "remat='ful' must be auto or full or attention or dots or None.",
+        ),
+        (lambda: TokenShardsConfig(path=Path("a")), "PosixPath('a') must be text."),
+        (
+            lambda: TokenShardsConfig(path="a", order="mixed"),
+            "order='mixed' must be shuffled or sequential or random_windows.",
+        ),
+        (
+            lambda: MixtureChange(at_example=1, weights=[0.5]),
+            "weights=[0.5] must be a tuple, each item a number.",
+        ),
+        (
+            lambda: MixtureConfig(parts=("a",)),
+            "parts=('a',) must be a tuple, each item MixturePart(...) or GrainPart(...).",
+        ),
+        (
+            lambda: tiny_config(mesh={"fsdp": 2}),
+            "TrainConfig.mesh={'fsdp': 2} must be MeshConfig(...).",
+        ),
+        (
+            lambda: GrainSource(source="a.py:f", options=None),
+            "GrainSource.options=None must be a dict.",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused(own_checks_only, build, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_an_integer_is_a_number_too(own_checks_only):
+    config = AdamWConfig(weight_decay=0)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
