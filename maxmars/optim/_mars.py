@@ -50,6 +50,7 @@ from maxmars.optim._rules import (
     check_open_fraction,
     check_positive,
     in_float32,
+    specs_of_whole_tree,
     stepped,
     vector_rate,
     widened,
@@ -359,6 +360,7 @@ def _corrected(
     return [correction, clip_by_matrix_norm(clip_threshold, matrix_specs)]
 
 
+@specs_of_whole_tree
 def mars(
     learning_rate: ScalarOrSchedule,
     *,

@@ -126,9 +126,11 @@ def resolve_specs(specs: Any, params: Any) -> Any:
       ValueError: a spec has another number of axes than its parameter, or a parameter is complex.
     """
     _refuse_complex(params)
+    if not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
+        specs = None
     if callable(specs):
         specs = specs(params)
-    if specs is None or not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
+    if specs is None:
         return jax.tree.map(lambda p: default_spec(p.ndim), params)
 
     def is_leaf(x: Any) -> bool:

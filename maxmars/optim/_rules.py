@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from maxmars.optim._matrices import MatrixSpec, resolve_specs
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
 Tree = Any  # a pytree of arrays like the parameters
+Optimizer = TypeVar("Optimizer", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
 def in_float32(
@@ -69,6 +71,35 @@ def stepped(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def specs_of_whole_tree(make: Optimizer) -> Optimizer:
+    """The optimizer `make`, with a `matrix_specs` function that is called with all parameters.
+
+    The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
+    """
+
+    @functools.wraps(make)
+    def made(
+        *args: Any, matrix_specs: Any = None, **options: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        if not callable(matrix_specs):
+            return make(*args, matrix_specs=matrix_specs, **options)
+
+        def init_fn(params: Tree) -> Tree:
+            specs = resolve_specs(matrix_specs, params)
+            return make(*args, matrix_specs=specs, **options).init(params)
+
+        def update_fn(
+            updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
+        ) -> tuple[Tree, Tree]:
+            tx = make(*args, matrix_specs=resolve_specs(matrix_specs, updates), **options)
+            return tx.update(updates, state, params, **extra_args)
+
+        make(*args, **options)  # raises here rather than in init
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+    return cast(Optimizer, made)
 
 
 def by_kind(

@@ -78,6 +78,7 @@ from maxmars.optim._rules import (
     check_fraction,
     check_positive,
     in_float32,
+    specs_of_whole_tree,
     stepped,
     vector_rate,
     wide_dtype,
@@ -212,6 +213,7 @@ def scale_by_soap(
     return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
 
+@specs_of_whole_tree
 def soap(
     learning_rate: ScalarOrSchedule,
     *,
@@ -254,7 +256,8 @@ def soap(
       vector_b1: decay of the vectors' first moment, in [0, 1).
       vector_b2: decay of the vectors' second moment, in [0, 1).
       vector_weight_decay: decay of vectors, a float or a schedule; None takes `weight_decay`.
-      matrix_specs: `MatrixSpec`s as a pytree prefix. Default: each 2-D leaf is a matrix.
+      matrix_specs: `MatrixSpec`s as a pytree prefix, or a function from parameters to one. Default:
+        each 2-D leaf is a matrix.
       mesh: device mesh of the parameters. `MatrixSpec.partition` then says how each is split, and
         whole matrices are preconditioned by owners; `soap_shardings` says how the state lies.
 

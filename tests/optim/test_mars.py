@@ -1,3 +1,4 @@
+import functools
 import json
 import subprocess
 import sys
@@ -586,8 +587,30 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
 
 
 @pytest.mark.parametrize(
+    "make",
+    [mars, functools.partial(mars, variant="shampoo"), muon, soap],
+    ids=["mars", "shampoo", "muon", "soap"],
+)
+def test_specs_may_be_a_function_that_knows_parameters_by_name(make):
+    def specs_of(params):
+        assert params["norm"].shape == (6,)
+        kernel = MatrixSpec(rows=(0,), cols=(1,))
+        table = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
+        return {"dense": {"kernel": kernel, "bias": None}, "embedding": table, "norm": None}
+
+    params, *grads = (random_tree(i) for i in range(3))
+    ours = run(make(0.01, matrix_specs=specs_of), params, grads)
+    theirs = run(make(0.01, matrix_specs=specs_of(params)), params, grads)
+    assert_trees_close(ours, theirs, 0)
+
+
+@pytest.mark.parametrize(
     ("build", "message"),
     [
+        (
+            lambda: mars(0.1, matrix_specs=lambda params: None, b1=1.0),
+            r"b1=1.0 must lie in \[0, 1\)",
+        ),
         (lambda: mars(0.1, b1=1.0), r"b1=1.0 must lie in \[0, 1\)"),
         (lambda: mars(0.1, b2=-0.1), r"b2=-0.1 must lie in \[0, 1\)"),
         (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
