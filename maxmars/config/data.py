@@ -102,9 +102,9 @@ class GrainSource(CheckedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         split_source(self.source)
-        require("type" not in self.options, "no option of a source may be called 'type'.")
         # So that a run that continues finds them unchanged.
-        object.__setattr__(self, "options", with_tuples(self.options))
+        options = with_tuples(self.options, f"{type(self).__name__}.options")
+        object.__setattr__(self, "options", options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,15 +122,16 @@ class ModuleConfig(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        split_source(self.make)
-        taken = {"type", "rngs", "vocab_size", "max_seq_len"} & self.options.keys()
+        split_source(self.make, field="model.make", example="my_model.py:make")
+        taken = {"rngs", "vocab_size", "max_seq_len"} & self.options.keys()
         require(
             not taken,
             f"model.options has {', '.join(sorted(taken))}, but no option of a model may be called "
-            "type, rngs, vocab_size or max_seq_len.",
+            "rngs, vocab_size or max_seq_len.",
         )
         # So that a run that continues finds them unchanged.
-        object.__setattr__(self, "options", with_tuples(self.options))
+        options = with_tuples(self.options, "ModuleConfig.options")
+        object.__setattr__(self, "options", options)
 
 
 ModelConfig = GPT2Config | ModuleConfig

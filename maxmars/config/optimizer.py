@@ -315,9 +315,9 @@ class OptaxConfig(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        split_source(self.make)
-        require("type" not in self.options, "no option of an optimizer may be called 'type'.")
-        object.__setattr__(self, "options", with_tuples(self.options))
+        split_source(self.make, field="optimizer.make", example="my_optimizer.py:make")
+        options = with_tuples(self.options, "OptaxConfig.options")
+        object.__setattr__(self, "options", options)
 
 
 OptimizerConfig = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -43,36 +44,36 @@ def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
     return module
 
 
-def split_source(source: str) -> tuple[Path, str]:
-    """The file and the function of `FILE.py:NAME`.
+def split_source(
+    source: str, *, field: str = "source", example: str = "my_data.py:windows"
+) -> tuple[Path, str]:
+    """The file and the function of `FILE.py:NAME`; an error names the field and the example.
 
     Raises:
       ValueError: it is not written so.
     """
     file, colon, name = source.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(
-            f"source={source!r} must name a file and a function in it, as my_data.py:windows."
-        )
+        raise ValueError(f"{field}={source!r} must name a file and a function in it, as {example}.")
     return Path(file), name
 
 
-def load_function(source: str) -> Callable[..., Any]:
-    """The function that `FILE.py:NAME` names; its file is run.
+def load_function(source: str, *, field: str = "source") -> Callable[..., Any]:
+    """The function that `FILE.py:NAME` names; its file is run. An error names the field.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it has no such function. Any other exception was raised by the file's own code.
     """
-    path, name = split_source(source)
+    path, name = split_source(source, field=field)
     if not path.is_file():
         raise FileNotFoundError(
-            f"source={source!r}: there is no file {path}; a path in a config file is relative to "
+            f"{field}={source!r}: there is no file {path}; a path in a config file is relative to "
             "the config file."
         )
     function = getattr(import_file(path), name, None)
     if not callable(function):
-        raise ValueError(f"source={source!r}: {path} has no function {name!r}.")
+        raise ValueError(f"{field}={source!r}: {path} has no function {name!r}.")
     return function
 
 
@@ -98,8 +99,38 @@ def with_sources(config: Any, change: Callable[[str], str]) -> Any:
     return dataclasses.replace(cast(Any, config), **values)
 
 
-def with_tuples(options: Any) -> Any:
-    """Options of the user's code as they come back from config.json: with tuples for lists."""
+def with_tuples(options: Any, name: str) -> Any:
+    """Options of the user's code as they come back from config.json: with tuples for lists.
+
+    `name` is what errors call them, such as `OptaxConfig.options`.
+
+    Raises:
+      ValueError: config.json cannot hold one of them, or the command line cannot name it.
+    """
     if isinstance(options, dict):
-        return {name: with_tuples(item) for name, item in options.items()}
-    return tuple(map(with_tuples, options)) if isinstance(options, list | tuple) else options
+        _check_keys(list(options), name)
+        return {key: with_tuples(item, f"{name}.{key}") for key, item in options.items()}
+    if isinstance(options, list | tuple):
+        return tuple(with_tuples(item, f"{name}.{i}") for i, item in enumerate(options))
+    if options is not None and not isinstance(options, str | int | float):
+        raise ValueError(
+            f"{name} is a {type(options).__name__}, which config.json cannot hold; options are "
+            "text, numbers, True, False, None, and lists and dicts of these."
+        )
+    if isinstance(options, float) and not math.isfinite(options):
+        raise ValueError(f"{name}={options} must be a finite number.")
+    return options
+
+
+def _check_keys(keys: list[Any], name: str) -> None:
+    for key in keys:
+        if not isinstance(key, str):
+            raise ValueError(f"{name} has the key {key!r}, which must be text, as config.json has.")
+    if "type" in keys:  # which says the class of a dict in config.json
+        raise ValueError(f"{name}: no option may be called 'type'.")
+    flags = [key.replace("_", "-") for key in keys]
+    if twice := [key for key, flag in zip(keys, flags, strict=True) if flags.count(flag) > 1]:
+        raise ValueError(
+            f"{name} has {' and '.join(twice)}, which are one option of the command line; rename "
+            "one of them."
+        )

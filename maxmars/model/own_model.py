@@ -37,7 +37,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
         it returns something else than it should. Any other exception was raised by the function.
     """
-    make = load_function(config.make)
+    make = load_function(config.make, field="model.make")
     arguments = {
         "rngs": rngs,
         "vocab_size": config.vocab_size,

@@ -343,7 +343,7 @@ def _own_optimizer(
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
         it returns something else. Any other exception was raised by the function.
     """
-    make = load_function(optimizer.make)
+    make = load_function(optimizer.make, field="optimizer.make")
     arguments = {"matrix_specs": specs, "mesh": mesh, **optimizer.options}
     try:
         inspect.signature(make).bind(learning_rate, **arguments)

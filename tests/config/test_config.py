@@ -14,6 +14,7 @@ from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
+    GrainConfig,
     GrainSource,
     GuardConfig,
     LogConfig,
@@ -22,12 +23,15 @@ from maxmars.config import (
     MixtureChange,
     MixtureConfig,
     MixturePart,
+    ModuleConfig,
+    OptaxConfig,
     ScheduleConfig,
     TokenShardsConfig,
     differences,
     from_dict,
     to_dict,
 )
+from maxmars.config.user_code import load_function
 
 pytestmark = pytest.mark.smoke
 
@@ -234,3 +238,46 @@ def test_a_value_of_another_type_is_refused(own_checks_only, build, message):
 def test_an_integer_is_a_number_too(own_checks_only):
     config = AdamWConfig(weight_decay=0)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"f": len}, "options.f is a builtin_function_or_method, which config.json cannot hold"),
+        ({"a": {"b": np.float32(1)}}, "options.a.b is a float32, which config.json cannot hold"),
+        ({"a": {1: 2}}, "options.a has the key 1, which must be text"),
+        ({"a": [0.0, math.inf]}, "options.a.1=inf must be a finite number."),
+        ({"a": {"type": "b"}}, "options.a: no option may be called 'type'."),
+        ({"a_b": 1, "a-b": 2}, "options has a_b and a-b, which are one option of the command line"),
+    ],
+)
+def test_options_that_config_json_cannot_hold_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(f"OptaxConfig.{message}")):
+        OptaxConfig(make="a.py:f", learning_rate=0.1, options=options)
+    with pytest.raises(ValueError, match=re.escape(f"ModuleConfig.{message}")):
+        ModuleConfig(make="a.py:f", vocab_size=8, max_seq_len=8, options=options)
+    with pytest.raises(ValueError, match=re.escape(f"GrainConfig.{message}")):
+        GrainConfig(source="a.py:f", options=options)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GrainConfig(source="f"), "source='f' must name a file and a .*my_data.py:windows"),
+        (
+            lambda: OptaxConfig(make="f", learning_rate=0.1),
+            "optimizer.make='f' must name a file and a function in it, as my_optimizer.py:make",
+        ),
+        (
+            lambda: ModuleConfig(make="f", vocab_size=8, max_seq_len=8),
+            "model.make='f' must name a file and a function in it, as my_model.py:make",
+        ),
+        (
+            lambda: load_function("none.py:make", field="model.make"),
+            "model.make='none.py:make': there is no file none.py",
+        ),
+    ],
+)
+def test_the_error_of_a_function_that_is_not_there_names_its_field(build, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        build()
