@@ -126,6 +126,7 @@ def expected(hint: Any) -> str:
         float: "a number",
         str: "text",
         Path: "a path",
+        tuple: "one or more values",
         types.NoneType: "None",
     }
     return words.get(hint) or f"{hint.__name__}(...)"

@@ -292,16 +292,25 @@ def parse_options(
 
 def _check_types(option: Option, values: Sequence[str]) -> None:
     """Let tyro read each value alone, whose own errors speak of more than the value."""
-    takes_text = {str, Path} & {option.hint, *typing.get_args(option.hint)}
-    is_untyped = option.hint in (tuple, list, types.NoneType)  # an option of the user's own
-    if option.is_switch or takes_text or is_untyped:
+    if option.is_switch:
         return
-    for value in values:
+    kinds = [option.hint]
+    if option.hint in (tuple, types.NoneType):  # an option of the user's own
+        kinds = [type(item) for item in option.default or ()]
+        stays = option.default is None and values == ["None"]
+        if not stays and not set(kinds) & {bool, int, float, str}:
+            raise UsageError(
+                f"{option.flag} {' '.join(values)}: the config file gives {option.default}, which "
+                "does not say a type; give it a value of its type in the config file."
+            )
+    for value, kind in zip(values, itertools.cycle(kinds), strict=False):
+        if {str, Path} & {kind, *typing.get_args(kind)}:
+            continue
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                tyro.cli(option.hint, args=[value], config=(tyro.conf.FlagConversionOff,))
+                tyro.cli(kind, args=[value], config=(tyro.conf.FlagConversionOff,))
         except SystemExit as error:
-            raise UsageError(wrong_value(option, value)) from error
+            raise UsageError(wrong_value(dataclasses.replace(option, hint=kind), value)) from error
 
 
 def _problem(

@@ -262,6 +262,46 @@ def test_a_wrong_override_is_one_line(write, capsys, overrides, message):
     assert capsys.readouterr() == ("", "")
 
 
+OWN = """
+def get_config():
+    options = dict(rate=None, more=[], betas=[0.9, 0.99], names=["a"], mixed=[1, 0.5])
+    return make(optimizer=OptaxConfig(make="own.py:make", learning_rate=0.1, options=options))
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rate 3", "the config file gives None, which does not say a type; give it a value of its"),
+        ("more 3", "the config file gives (), which does not say a type; give it a value of its"),
+        ("more None", "the config file gives (), which does not say a type"),
+        ("betas 0.9 x", "--optimizer.options.betas x must be a number."),
+        ("mixed 0.5 1", "--optimizer.options.mixed 0.5 must be an integer."),
+        ("betas", "--optimizer.options.betas needs a value: one or more values."),
+    ],
+)
+def test_an_option_of_the_users_code_has_the_type_that_the_config_gives(write, override, message):
+    name, *values = override.split()
+    arguments = [f"--optimizer.options.{name}", *values]
+    assert message in error_of(parse_config, write(OWN), arguments, "maxmars train")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rate None", None),
+        ("betas 0.8 0.9", (0.8, 0.9)),
+        ("names b c", ("b", "c")),
+        ("mixed 2 3", (2, 3.0)),
+    ],
+)
+def test_options_of_the_users_code_may_be_several_values(write, override, value):
+    name, *values = override.split()
+    arguments = [f"--optimizer.options.{name}", *values]
+    config = parse_config(write(OWN), arguments, "maxmars train")
+    assert config.optimizer.options[name] == value
+
+
 @dataclasses.dataclass(frozen=True)
 class OwnOptions:
     run: tyro.conf.Positional[str]
