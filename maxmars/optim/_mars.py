@@ -114,23 +114,25 @@ def correct_gradient(
     ) -> tuple[Tree, CorrectGradientState]:
         del params, extra_args
         last = _checked_prev_grads(prev_grads, updates) if exact else state.last_grad
+        wide = widened(updates)
         if exact or first_step == "plain_gradient":  # else the state starts at zero
             first = state.count == 0
             last = jax.tree.map(
                 lambda g, old: jnp.where(
                     first, g if first_step == "plain_gradient" else 0, old.astype(g.dtype)
                 ),
-                updates,
+                wide,
                 last,
             )
         kappa = (gamma(state.count) if callable(gamma) else gamma) * b1 / (1 - b1)
         corrected = jax.tree.map(
             lambda g, old: g + jnp.asarray(kappa, g.dtype) * (g - old.astype(g.dtype)),
-            updates,
+            wide,
             last,
         )
         kept = None if exact else cast_like(updates, state.last_grad)
-        return corrected, CorrectGradientState(jnp.asarray(optax.safe_increment(state.count)), kept)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return cast_like(corrected, updates), CorrectGradientState(count, kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -417,6 +417,13 @@ def test_the_parts_of_mars_calculate_in_float32():
     m, after = ema.update(grads, state)
     assert (types(m), types(after)) == (types(grads), types(state))
     np.testing.assert_allclose(m["w"], np.full((4, 4), 0.05 + 0.95 * 0.05), rtol=1e-6)
+    first, second = (params_like("bfloat16", seed)["kernel"] for seed in (1, 2))
+    correction = correct_gradient(0.95, 0.025)
+    state = correction.update(first, correction.init(first))[1]
+    corrected, after = jax.jit(correction.update)(second, state)  # rounded once
+    exact = second + np.float32(0.475) * (second.astype("f") - first.astype("f"))
+    np.testing.assert_array_equal(corrected, exact.astype("bfloat16"))
+    assert types(after) == types(state)
 
 
 @every_optimizer
