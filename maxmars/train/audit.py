@@ -30,8 +30,9 @@ from maxmars.checkpoint import Checkpoint, find, list_steps, load_arrays, read
 from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
-from maxmars.config import CheckpointConfig, EvalConfig, LogConfig
+from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, differences
 from maxmars.distributed.files import is_remote, resolve, write_text
+from maxmars.distributed.sharding import training_mesh
 from maxmars.train.loop import train
 from maxmars.train.metrics import read_metrics, read_sessions
 from maxmars.train.receipts import (
@@ -41,6 +42,7 @@ from maxmars.train.receipts import (
     read_receipts,
     unvouched,
 )
+from maxmars.train.resume import fixed_schedule, is_same_place
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 
@@ -336,19 +338,22 @@ def _replay(
             f"--replay {count}: no checkpoint that is still there is {count} steps before a saved "
             f"one; take one of {', '.join(map(str, known))}."
         )
-    first, last = starts[-1], starts[-1] + count
+    tried = (
+        (first, _replay_config(directory, steps, chain, first, first + count))
+        for first in reversed(starts)
+    )
+    first, config = next((found for found in tried if found[1] is not None), (0, None))
+    if config is None:
+        end = min(step for step in steps if step >= starts[-1] + count)
+        began = _began_between(chain, starts[-1] + 1, end)
+        raise ValueError(
+            f"--replay {count}: the config changed on the way, at step "
+            f"{' or '.join(map(str, began))}; take another K."
+        )
+    last = first + count
     checkpoint = read(directory, first)
     before, _ = chain_to(checkpoint.receipt, chain) if checkpoint.receipt else ([], None)
-    config = checkpoint.run_config()
-    config = dataclasses.replace(
-        config,
-        num_steps=last,
-        num_microbatches=None,  # those of before on the same mesh
-        schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
-        eval=EvalConfig(every=None),
-        checkpoint=CheckpointConfig(every=None),
-        log=LogConfig(every=1),
-    )
+    changed = [name for name, _, _ in differences(checkpoint.run_config(), config)]
     log(f"computing steps {first + 1} to {last} again")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -357,7 +362,7 @@ def _replay(
         write_text(folder / FILE, "".join(json.dumps(receipt) + "\n" for receipt in before))
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(directory.parent / "metrics.jsonl", folder)
-        train(config, folder, quiet=True)
+        train(config, folder, resume_overrides=changed, quiet=True)
         digest = read(folder / "checkpoints", last).digest
     if digest == saved[last]["digest"]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
@@ -365,4 +370,41 @@ def _replay(
         f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, end with the digest {digest[:16]}, not "
         f"{saved[last]['digest'][:16]}"
+    )
+
+
+def _replay_config(
+    directory: Any, steps: Sequence[int], chain: Sequence[Receipt], first: int, last: int
+) -> TrainConfig | None:
+    """The config that the steps after `first` up to `last` were made with, to make them again.
+
+    A checkpoint holds the config of the session that saved it. None where it changed on the way, or
+    where checkpoints that are gone would have to tell it.
+    """
+    after = min(step for step in steps if step >= last)
+    if not _began_between(chain, first, last):
+        after = first
+    made, other = read(directory, after), read(directory, first)
+    config, before = (_short_config(checkpoint, last) for checkpoint in (made, other))
+    return config if not _began_between(chain, first + 1, after) or config == before else None
+
+
+def _began_between(chain: Sequence[Receipt], first: int, end: int) -> list[int]:
+    """The steps from `first` on and before `end` at which sessions began."""
+    began = (receipt["step"] for receipt in chain if receipt["kind"] == "began")
+    return sorted({step for step in began if first <= step < end})
+
+
+def _short_config(checkpoint: Checkpoint, last: int) -> TrainConfig:
+    """The config of a checkpoint, to train up to step `last` as it did, and nothing else."""
+    config = checkpoint.run_config()
+    is_here = is_same_place(checkpoint, config, training_mesh(config))
+    return dataclasses.replace(
+        config,
+        num_steps=last,
+        num_microbatches=config.microbatches if is_here else None,
+        schedule=fixed_schedule(config),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=None),
+        log=LogConfig(every=1),
     )

@@ -23,7 +23,14 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_types
 from maxmars.checkpoint.environment import device_kinds
-from maxmars.config import ModuleConfig, SophiaConfig, TrainConfig, differences, to_dict
+from maxmars.config import (
+    ModuleConfig,
+    ScheduleConfig,
+    SophiaConfig,
+    TrainConfig,
+    differences,
+    to_dict,
+)
 from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line
@@ -135,6 +142,16 @@ def is_same_place(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> bool:
     now = {"mesh": dict(mesh.shape), "device_kinds": device_kinds(mesh)}
     same_devices = all(saved.environment.get(name) == value for name, value in now.items())
     return same_devices and saved.run_config().global_batch_size == config.global_batch_size
+
+
+def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
+    """The schedule of a run whose number of steps is about to change: its decay ends where it did.
+
+    The end of a run that is within its warmup is not the end of a decay.
+    """
+    if config.decay_steps < config.schedule.warmup_steps:
+        return config.schedule
+    return dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
 
 
 def mesh_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | None:

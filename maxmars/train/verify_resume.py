@@ -21,6 +21,7 @@ from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig,
 from maxmars.distributed.files import is_remote, read_json, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.train.metrics import read_metrics
+from maxmars.train.resume import fixed_schedule
 
 TRAIN_FROM_JSON = """
 import json, pathlib, sys
@@ -93,7 +94,7 @@ def verify_resume(
     short = dataclasses.replace(
         config,
         num_steps=steps,
-        schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
+        schedule=fixed_schedule(config),
         eval=EvalConfig(every=None),
         checkpoint=CheckpointConfig(every=checkpoint_step),
         log=LogConfig(every=1),

@@ -6,10 +6,17 @@ import shutil
 
 import pytest
 import tiny
+from tiny import ADAMW
 
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
-from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig, OptaxConfig
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    MeshConfig,
+    OptaxConfig,
+    ScheduleConfig,
+)
 from maxmars.train import train
 from maxmars.train.audit import audit
 
@@ -282,6 +289,50 @@ def test_a_run_under_an_optimizer_of_the_users_own(tmp_path):
 def test_steps_that_were_not_saved_cannot_be_replayed(sound):
     with pytest.raises(ValueError, match="take one of 2, 4"):
         check(sound / "run", replay=3)
+
+
+CHANGES = {
+    "rate": (
+        {"optimizer": dataclasses.replace(ADAMW, learning_rate=1e-2), "num_microbatches": 2},
+        ["optimizer.learning_rate"],
+    ),
+    "schedule": ({"schedule": ScheduleConfig(warmup_steps=0, decay_steps=8)}, []),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_after_a_change_on_purpose_are_replayed_with_the_config_that_made_them(
+    copied, change
+):
+    changes, overrides = CHANGES[change]
+    config = dataclasses.replace(config_of(copied.parent), num_steps=8, **changes)
+    train(config, copied, resume_overrides=overrides)
+    assert check(copied, replay=2).replayed == "steps 7 to 8, computed again: the same digest"
+
+
+@pytest.mark.slow
+def test_steps_before_and_after_a_change_on_purpose_are_not_replayed_together(copied):
+    changes, overrides = CHANGES["rate"]
+    config = dataclasses.replace(config_of(copied.parent), num_steps=8, **changes)
+    train(config, copied, resume_overrides=overrides)
+    assert check(copied, replay=4).replayed == "steps 3 to 6, computed again: the same digest"
+    changed = "the config changed on the way, at step 4 or 6; take another K"
+    with pytest.raises(ValueError, match=f"--replay 6: {changed}"):
+        check(copied, replay=6)
+    for step in ("4", "6"):  # the checkpoints that would tell when it changed
+        shutil.rmtree(copied / "checkpoints" / step)
+    with pytest.raises(ValueError, match=f"--replay 4: {changed}"):
+        check(copied, replay=4)
+    assert check(copied, replay=2).replayed == "steps 3 to 4, computed again: the same digest"
+
+
+@pytest.mark.slow
+def test_steps_of_a_run_shorter_than_its_warmup_can_be_replayed(tmp_path):
+    config = dataclasses.replace(config_of(tmp_path), schedule=ScheduleConfig(warmup_steps=9))
+    train(config, tmp_path / "run")
+    found = check(tmp_path / "run", replay=2)
+    assert found.replayed == "steps 5 to 6, computed again: the same digest"
 
 
 def test_what_cannot_be_audited(sound, tmp_path, capsys):

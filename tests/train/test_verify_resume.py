@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_config
 
 from maxmars import cli
+from maxmars.config import ScheduleConfig
 from maxmars.train.verify_resume import first_difference, verify_resume
 
 
@@ -69,6 +70,15 @@ def test_a_run_that_fails_is_named_with_its_log(tmp_path):
     config = tiny_config(global_batch_size=2**20)
     with pytest.raises(ValueError, match=r"1/4 undisturbed run failed .* see the end of .*\.log"):
         verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
+
+
+@pytest.mark.slow
+def test_a_run_shorter_than_its_warmup_is_tried_as_it_is(tmp_path):
+    config = tiny_config(global_batch_size=2**20, schedule=ScheduleConfig(warmup_steps=9))
+    with pytest.raises(ValueError, match="1/4 undisturbed run failed"):
+        verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
+    tried = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert tried["schedule"]["warmup_steps"] == 9
 
 
 def test_the_checkpoint_must_lie_inside(tmp_path):
