@@ -19,6 +19,7 @@ import optax.contrib
 from jax.sharding import Mesh
 from jaxtyping import Num
 
+from maxmars.checkpoint.digest import leaf_types
 from maxmars.config import (
     AdamWConfig,
     AdEMAMixConfig,
@@ -363,29 +364,69 @@ def _own_optimizer(
 
 
 def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) -> None:
-    """Check that a user's own optimizer makes updates like the parameters.
+    """Check that a user's own optimizer makes updates like the parameters from gradients, state and
+    parameters alone, and that its state can be saved and keeps its types.
 
     Raises:
       FileNotFoundError, ValueError: see `OptaxConfig`.
     """
     if not isinstance(optimizer, OptaxConfig):
         return
+    whose = f"the optimizer of optimizer.make={optimizer.make!r}"
     _, params = graph_and_abstract_params(model)
 
-    def update(learning_rate: jax.Array, params: Any) -> Any:
-        tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
-        return tx.update(params, tx.init(params), params)[0]
+    def init(params: Any) -> Any:
+        rate = optimizer.learning_rate
+        return make_optimizer(optimizer, model, rate, mesh=mesh).init(params)
 
-    updates = jax.eval_shape(update, jax.ShapeDtypeStruct((), jnp.float32), params)
+    def update(learning_rate: jax.Array, state: Any, params: Any) -> Any:
+        tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
+        return tx.update(params, state, params)
+
+    before = jax.eval_shape(init, params)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    try:
+        rate = jax.ShapeDtypeStruct((), dtype)
+        updates, after = jax.eval_shape(update, rate, before, params)
+    except TypeError as error:
+        if " missing " not in str(error):
+            raise
+        raise ValueError(
+            f"{whose} needs more than gradients, state and parameters ({error}); take one whose "
+            "update needs these alone."
+        ) from error
     same = jax.tree.structure(updates) == jax.tree.structure(params) and all(
         u.shape == p.shape
         for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
     )
     if not same:
         raise ValueError(
-            f"the optimizer of optimizer.make={optimizer.make!r} makes updates of another "
-            "structure or shape than the parameters."
+            f"{whose} makes updates of another structure or shape than the parameters."
         )
+    _check_state(whose, before, after)
+
+
+def _check_state(whose: str, before: Any, after: Any) -> None:
+    """Check an optimizer's abstract state before and after an update."""
+    types, later = leaf_types(before), leaf_types(after)
+    for name, leaf in zip(types, jax.tree.leaves(before), strict=True):
+        is_real = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype.kind != "c"
+        if not is_real or not leaf.size:
+            raise ValueError(
+                f"{whose} has a state that cannot be saved: {name} is {types[name]}; keep arrays "
+                "of real numbers with an element or more (a PRNG key as jax.random.key_data(key))."
+            )
+    other = [name for name in types | later if types.get(name) != later.get(name)]
+    if not other and jax.tree.structure(before) == jax.tree.structure(after):
+        return
+    what = "its containers are others after"
+    if other:
+        a, b = (found.get(other[0], "absent") for found in (types, later))
+        what = f"{other[0]} is {a} before and {b} after"
+    raise ValueError(
+        f"{whose} changes the type of its state in update: {what}. Return what init makes, and "
+        "cast it back, as by x.astype(old.dtype)."
+    )
 
 
 def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:

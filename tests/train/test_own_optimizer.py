@@ -36,7 +36,7 @@ EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 CONTINUUM = EXAMPLE.parent / "continuum.py"
 SOURCE = """
 from typing import Any, NamedTuple
-import jax, jax.numpy as jnp, optax
+import jax, jax.numpy as jnp, optax, optax.contrib
 
 class Counted(NamedTuple):
     count: jax.Array
@@ -66,6 +66,41 @@ def number(learning_rate, **options):
 
 def sums(learning_rate, **options):
     return optax.stateless(lambda updates, params: jax.tree.map(lambda x: x.sum(), updates))
+
+def stateful(init, change):
+    return optax.GradientTransformation(init, lambda g, s, params=None: (g, change(g, s)))
+
+def widening(learning_rate, **options):
+    zeros = lambda params: {"m": jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)}
+    return stateful(zeros, lambda g, s: {"m": jax.tree.map(lambda m, g: 0.9 * m + g, s["m"], g)})
+
+def averaging(learning_rate, **options):
+    zero = lambda params: {"n": jnp.zeros([], jnp.int32)}
+    return stateful(zero, lambda g, s: {"n": s["n"] + 1.0})
+
+def growing(learning_rate, **options):
+    return stateful(lambda params: {}, lambda g, s: {"n": jnp.zeros([])})
+
+def regrouping(learning_rate, **options):
+    return stateful(lambda params: [jnp.zeros([])], lambda g, s: tuple(s))
+
+def integer(learning_rate, **options):
+    return stateful(lambda params: {"n": 0}, lambda g, s: {"n": s["n"] + 1})
+
+def keyed(learning_rate, **options):
+    return optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(learning_rate))
+
+def empty(learning_rate, **options):
+    return stateful(lambda params: {"n": jnp.zeros([0])}, lambda g, s: s)
+
+def searching(learning_rate, **options):
+    return optax.lbfgs(learning_rate)
+
+def schedule_free(learning_rate, **options):
+    return optax.contrib.schedule_free_adamw(learning_rate)
+
+def accumulating(learning_rate, **options):
+    return optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation()
 
 not_a_function = 1
 """
@@ -206,6 +241,13 @@ def test_every_choice_of_the_continuum_makes_an_optimizer():
         ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
         ("own.py:number", {}, "returned a int; it must return an optax"),
         ("own.py:sums", {}, "updates of another structure or shape"),
+        ("own.py:searching", {}, r"needs more than gradients, .* missing 3 required .*'value_fn'"),
+        ("own.py:widening", {}, r"m/h/.* is bfloat16\[.*\] before and float32\[.*\(old\.dtype"),
+        ("own.py:averaging", {}, r"n is int32\[\] before and float32\[\] after"),
+        ("own.py:growing", {}, r"n is absent before and float32\[\] after"),
+        ("own.py:regrouping", {}, "its containers are others after"),
+        ("own.py:keyed", {}, r"0/rng_key is key<fry>\[\].*jax\.random\.key_data\(key\)"),
+        ("own.py:empty", {}, r"n is float32\[0\]"),
     ],
 )
 def test_wrong_functions_are_refused_before_anything_is_written(
@@ -215,6 +257,12 @@ def test_wrong_functions_are_refused_before_anything_is_written(
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(short_config(tmp_path / "tokens", optimizer=own), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("make", ["schedule_free", "accumulating", "integer", "counting"])
+def test_optimizers_that_keep_the_types_of_their_state_are_none_of_these(source, make):
+    own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
+    check_optimizer(own, MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
 
 
 @pytest.mark.slow
