@@ -6,11 +6,16 @@ Damaged bookkeeping never stops a run. Damaged lines are set aside by `files.rea
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+from pathlib import Path
 
-from maxmars.distributed.files import Workdir, is_remote, set_aside
+from maxmars.distributed.files import Workdir, is_remote, set_aside, write_bytes, write_text
 from maxmars.eval.trained_model import MODEL_SOURCE
+
+OPTIMIZER_SOURCE = "sources/optimizer"
+"""Where a working directory keeps the file of an `OptaxConfig`."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,8 +32,17 @@ _FILES = (
     "summary.json",
     "wandb.json",
 )
-_DIRECTORIES = ("logs", "skipped_steps", "sources", MODEL_SOURCE, "tokenizer", "verified")
-"""They hold files alone, but for `MODEL_SOURCE`."""
+_SOURCES = (MODEL_SOURCE, OPTIMIZER_SOURCE)
+_DIRECTORIES = ("logs", "skipped_steps", "sources", *_SOURCES, "tokenizer", "verified")
+"""They hold files alone, but for `_SOURCES`."""
+
+
+def keep_optimizer_source(source: Path, workdir: Workdir) -> None:
+    """Copy the file of an `OptaxConfig` into a working directory, with its SHA-256 beside it."""
+    content, kept = source.read_bytes(), workdir / OPTIMIZER_SOURCE / source.name
+    write_bytes(kept, content)
+    line = f"{hashlib.sha256(content).hexdigest()}  {kept.name}\n"
+    write_text(kept.with_name(f"{kept.name}.sha256"), line)
 
 
 def clear(workdir: Workdir) -> None:
@@ -48,7 +62,7 @@ def clear(workdir: Workdir) -> None:
         files += sorted((workdir / name).glob("*"))
     for path in files:
         is_sound = path.is_file() and os.access(path, os.R_OK)
-        is_known = path == workdir / MODEL_SOURCE or ".damaged" in path.name
+        is_known = path in [workdir / name for name in _SOURCES] or ".damaged" in path.name
         if os.path.lexists(path) and not is_sound and not is_known:
             _set_aside(path)
 

@@ -25,6 +25,7 @@ from maxmars.checkpoint.digest import leaf_types
 from maxmars.checkpoint.environment import device_kinds
 from maxmars.config import (
     ModuleConfig,
+    OptaxConfig,
     ScheduleConfig,
     SophiaConfig,
     TrainConfig,
@@ -36,9 +37,11 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line
 from maxmars.eval.trained_model import MODEL_SOURCE, kept_sha256
 from maxmars.train.auto import with_compute_dtype
+from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
 from maxmars.train.step import abstract_train_state
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
+_SOURCES = {"model.make": MODEL_SOURCE, "optimizer.make": OPTIMIZER_SOURCE}
 _MAY_CHANGE = (
     "name",
     "num_steps",
@@ -118,7 +121,11 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if isinstance(config.model, ModuleConfig) and isinstance(stored.model, ModuleConfig):
-        rows = _without_same_source(saved, rows, stored.model, config.model, overrides)
+        before, now = stored.model.make, config.model.make
+        rows = _without_same_source(saved, rows, "model.make", before, now, overrides)
+    if isinstance(config.optimizer, OptaxConfig) and isinstance(stored.optimizer, OptaxConfig):
+        before, now = stored.optimizer.make, config.optimizer.make
+        rows = _without_same_source(saved, rows, "optimizer.make", before, now, overrides)
     if rows:
         _check_changes(saved, rows, config, mesh, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
@@ -174,32 +181,42 @@ def mesh_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | Non
 def _without_same_source(
     saved: Checkpoint,
     rows: Sequence[tuple[str, Any, Any]],
-    stored: ModuleConfig,
-    config: ModuleConfig,
+    field: str,
+    stored: str,
+    make: str,
     overrides: Sequence[str],
 ) -> list[tuple[str, Any, Any]]:
-    """The changed fields without the path of the model's file: its text decides, which the working
+    """The changed fields without the path of the user's file: its text decides, which the working
     directory keeps.
+
+    Args:
+      saved: the newest checkpoint.
+      rows: the changed fields.
+      field: `model.make` or `optimizer.make`.
+      stored: its value in the checkpoint.
+      make: its value now.
+      overrides: see `continued_config`.
 
     Raises:
       ValueError: the text has changed, and `overrides` do not say that it may.
     """
     workdir = saved.path.parent.parent
-    (before, old_name), (path, name) = split_source(stored.make), split_source(config.make)
-    kept, text = workdir / MODEL_SOURCE / before.name, path.read_bytes()
+    (before, old_name), (path, name) = split_source(stored), split_source(make)
+    kept = workdir / _SOURCES[field] / before.name
     recorded = kept_sha256(kept)
-    if recorded is None and not kept.is_file():
+    if not path.is_file() or (recorded is None and not kept.is_file()):
         return list(rows)
     # The kept file may be damaged, and is then written anew; a damaged record decides nothing.
+    text = path.read_bytes()
     same = recorded == hashlib.sha256(text).hexdigest()
     same |= kept.is_file() and kept.read_bytes() == text
-    if not same and "model.make" not in overrides:
+    if not same and field not in overrides:
         raise ValueError(
             f"{workdir} was trained with another text of {path}, which it keeps in {kept}; "
             "continue with that text, choose another --workdir, or change it on purpose with "
-            "--resume-overrides model.make."
+            f"--resume-overrides {field}."
         )
-    return [row for row in rows if row[0] != "model.make" or name != old_name]
+    return [row for row in rows if row[0] != field or name != old_name]
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:

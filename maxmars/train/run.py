@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.config import GPT2Config, ModuleConfig, TrainConfig, to_dict
+from maxmars.config import GPT2Config, ModuleConfig, OptaxConfig, TrainConfig, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import split_source
@@ -44,7 +44,7 @@ from maxmars.train.auto import (
     memory_bytes_of,
     slow_network_warning,
 )
-from maxmars.train.bookkeeping import clear
+from maxmars.train.bookkeeping import clear, keep_optimizer_source
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
@@ -310,6 +310,9 @@ def lock(
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
             keep_model_source(path, workdir)
+        if isinstance(config.optimizer, OptaxConfig):
+            path, _ = split_source(config.optimizer.make)
+            keep_optimizer_source(path, workdir)
         for path in tokens.sources:
             write_bytes(workdir / "sources" / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)

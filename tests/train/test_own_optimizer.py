@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,16 +145,31 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     own = OptaxConfig(make=f"{source}:adamw", options={"b1": 0.9}, learning_rate=1e-2)
     config = dataclasses.replace(config, optimizer=own)
     train(dataclasses.replace(config, num_steps=2), tmp_path / "continued")
+    moved = shutil.move(source, tmp_path / "tokens")  # where the file lies does not matter
+    own = dataclasses.replace(own, make=f"{moved}:adamw")
+    config = dataclasses.replace(config, optimizer=own)
     train(config, tmp_path / "continued")
     assert first_difference(tmp_path / "package", tmp_path / "continued") is None
     assert len(losses(tmp_path / "continued")) == 3
+    kept = tmp_path / "continued" / "sources" / "optimizer"
+    assert {path.name for path in kept.iterdir()} == {"own.py", "own.py.sha256"}
+    assert [path.name for path in kept.parent.iterdir()] == ["optimizer"]
 
     # The function's state is another now, as that of an optimizer of another version would be.
     changed = SOURCE.replace("optax.adamw(learning_rate, b1=b1, b2=b2", "optax.lion(learning_rate")
-    Path(source).write_text(changed)
+    Path(moved).write_text(changed)
+    more = dataclasses.replace(config, num_steps=4)
+    with pytest.raises(
+        ValueError, match=r"another text of .*own\.py.*--resume-overrides opt.*make"
+    ):
+        train(more, tmp_path / "continued")
     place = tmp_path / "continued" / "checkpoints" / "3"
-    with pytest.raises(ValueError, match=f"does not fit this .* --init-from {place} and another"):
-        train(dataclasses.replace(config, num_steps=4), tmp_path / "continued")
+    misfit = f"does not fit this .* --init-from {place} and another"
+    with pytest.raises(ValueError, match=misfit):
+        train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
+    shutil.rmtree(kept)  # as in the directory of a run of before
+    with pytest.raises(ValueError, match=misfit):
+        train(more, tmp_path / "continued")
 
 
 def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
