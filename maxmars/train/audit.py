@@ -45,6 +45,7 @@ from maxmars.train.receipts import (
 from maxmars.train.resume import fixed_schedule, is_same_place
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
+_WIDE = {"float64", "int64", "uint64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ def audit(
 
     Raises:
       FileNotFoundError: there is no run.
-      ValueError: no checkpoint can be read, or no `replay` steps can be computed again.
+      ValueError: no checkpoint can be read, or compared without 64-bit JAX; or no `replay` steps
+        can be computed again.
     """
     directory = resolve(workdir)
     found = find(directory)
@@ -121,6 +123,12 @@ def audit(
         raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
     steps = list_steps(found[0])
     newest = read(found[0])
+    wide = {kind.partition("[")[0] for kind in newest.types.values()} & _WIDE
+    if compare_arrays and wide and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"{directory} has arrays of {min(wide)}, which needs 64-bit JAX: set the environment "
+            "variable JAX_ENABLE_X64=1."
+        )
     receipts = read_receipts(directory)
     chain, problems = _chain(newest, receipts)
     by_hash = {receipt["hash"]: receipt for receipt in chain}

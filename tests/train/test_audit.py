@@ -4,9 +4,10 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import pytest
 import tiny
-from tiny import ADAMW
+from tiny import ADAMW, MODEL
 
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
@@ -283,6 +284,18 @@ def test_a_run_under_an_optimizer_of_the_users_own(tmp_path):
     optimizer = OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3)
     train(config_of(tmp_path, optimizer=optimizer), tmp_path / "run")
     assert check(tmp_path / "run").verdict == "one trajectory"
+
+
+@pytest.mark.slow
+def test_a_run_in_64_bits_is_audited_in_64_bits(tmp_path):
+    model = dataclasses.replace(MODEL, param_dtype="float64", compute_dtype="float64")
+    with jax.enable_x64(True):
+        config = dataclasses.replace(config_of(tmp_path, model=model), num_steps=1)
+        train(config, tmp_path / "run")
+        assert check(tmp_path / "run").verdict == "one trajectory"
+    with pytest.raises(ValueError, match=r"arrays of float64, .* variable JAX_ENABLE_X64=1\."):
+        check(tmp_path / "run")
+    assert check(tmp_path / "run", compare_arrays=False).verdict == "one trajectory"
 
 
 @pytest.mark.slow
