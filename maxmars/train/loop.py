@@ -130,7 +130,7 @@ def train(
                 _evaluate(run, evaluation)
         reporter = StepReporter(run, started + time.monotonic() - before_evaluations)
         goodput.begin("compile")
-        save_due = False
+        save_due, first_step = False, run.step
 
         for step in range(run.step + 1, num_steps + 1):
             # Data.
@@ -177,7 +177,8 @@ def train(
         run.verification.check(patience_s=5.0 if run.step >= num_steps else 0.0)
         watchdog.rest()
         goodput.begin("other")
-        _save(run, {}, wait=True)
+        if run.step > first_step:  # else it went on from a checkpoint of this step
+            _save(run, {}, wait=True)
         done = run.step >= num_steps
         if done:
             for evaluation in _missing_evaluations(run):
