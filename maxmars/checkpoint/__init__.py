@@ -3,6 +3,7 @@
 from maxmars.checkpoint.reader import (
     Checkpoint,
     Loaded,
+    array_keys,
     find,
     list_steps,
     load,
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "Loaded",
+    "array_keys",
     "find",
     "list_steps",
     "load",

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
 import maxmars
@@ -255,6 +256,22 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
     found = digest(state)
     _together(path, compare_digests)
     return state
+
+
+def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """The keys that lead to each array in the nested dicts on the disk, by its path: a key may have
+    a slash in it.
+
+    Raises:
+      DamagedError: they cannot be read.
+      OSError: the network or the store has failed.
+    """
+
+    def read_keys() -> dict[str, tuple[str, ...]]:
+        tree = ocp.PyTreeCheckpointHandler().metadata(checkpoint.path / "state").tree
+        return {"/".join(keys): keys for keys in flatten_dict(tree)}
+
+    return _together(checkpoint.path / "state", read_keys)
 
 
 def list_steps(directory: Directory) -> list[int]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict
 
-from maxmars.checkpoint import Checkpoint, find, list_steps, load_arrays, read
+from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load_arrays, read
 from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
@@ -231,13 +231,19 @@ def _check_checkpoint(
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDtypeStruct]]:
-    """The arrays of a checkpoint by their paths, as many at a time as the memory easily holds."""
-    part, size = {}, 0
+    """The arrays of a checkpoint by their keys, as many at a time as the memory easily holds.
+
+    Raises:
+      DamagedError: one is missing.
+    """
+    part, size, keys = {}, 0, array_keys(checkpoint)
     for name, kind in checkpoint.types.items():
         dtype, _, shape = kind.partition("[")
         sizes = tuple(int(number) for number in shape.rstrip("]").split(",") if number)
         leaf = jax.ShapeDtypeStruct(sizes, dtype)
-        part[tuple(name.split("/"))] = leaf
+        if name not in keys:
+            raise DamagedError(f"state has no array {name}")
+        part[keys[name]] = leaf
         size += leaf.size * leaf.dtype.itemsize
         if size > _READ_BYTES:
             yield part

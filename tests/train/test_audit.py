@@ -22,10 +22,11 @@ from maxmars.train import train
 from maxmars.train.audit import audit
 
 OWN = """
-import optax
+import jax, optax
 
 def make(learning_rate, *, matrix_specs, mesh):
-    return optax.adam(learning_rate)
+    labels = jax.tree.map(lambda spec: "rule/adam", matrix_specs)
+    return optax.multi_transform({"rule/adam": optax.adam(learning_rate)}, labels)
 """
 
 
@@ -279,7 +280,7 @@ def test_the_steps_from_a_damaged_checkpoint_on_are_made_again(copied):
 
 
 @pytest.mark.slow
-def test_a_run_under_an_optimizer_of_the_users_own(tmp_path):
+def test_a_run_under_an_optimizer_of_the_users_own_with_a_slash_in_a_key(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     optimizer = OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3)
     train(config_of(tmp_path, optimizer=optimizer), tmp_path / "run")
