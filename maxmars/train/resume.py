@@ -130,15 +130,13 @@ def continued_config(
         _check_changes(saved, rows, config, mesh, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
-    # A run that ends within its warmup has not begun to decay, so its end may still move.
-    has_decayed = stored.decay_steps >= stored.schedule.warmup_steps
-    changed = config.schedule.decay_steps is None and config.decay_steps != stored.decay_steps
-    if has_decayed and changed:
+    end = fixed_schedule(stored).decay_steps
+    if end is not None and config.schedule.decay_steps is None and config.decay_steps != end:
         log(
             f"num_steps is now {config.num_steps}; the learning rate still follows the schedule "
-            f"over {stored.decay_steps} steps (change it with --schedule.decay-steps)."
+            f"over {end} steps (change it with --schedule.decay-steps)."
         )
-        schedule = dataclasses.replace(config.schedule, decay_steps=stored.decay_steps)
+        schedule = dataclasses.replace(config.schedule, decay_steps=end)
         config = dataclasses.replace(config, schedule=schedule)
     return config
 
@@ -154,9 +152,9 @@ def is_same_place(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> bool:
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
     """The schedule of a run whose number of steps is about to change: its decay ends where it did.
 
-    The end of a run that is within its warmup is not the end of a decay.
+    A run that ends within its warmup has not begun to decay, so its end may still move.
     """
-    if config.decay_steps < config.schedule.warmup_steps:
+    if config.decay_steps <= config.schedule.warmup_steps:
         return config.schedule
     return dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
 

@@ -203,6 +203,16 @@ def test_the_model_may_be_computed_in_another_way(continuing, short_config):
     assert continuing(config, "model.document_end_id") == config
 
 
+@pytest.mark.parametrize(("warmup", "given", "end"), [(1, None, 2), (2, None, None), (2, 2, 2)])
+def test_a_run_that_has_not_begun_to_decay_may_still_move_the_end(
+    continuing, short_config, warmup, given, end
+):
+    schedule = ScheduleConfig(warmup_steps=warmup)
+    stored = short_config(schedule=dataclasses.replace(schedule, decay_steps=given))
+    config = continuing(short_config(num_steps=4, schedule=schedule), stored=stored)
+    assert config.schedule.decay_steps == end
+
+
 def test_overrides_need_a_run(short_config, tmp_path):
     with pytest.raises(ValueError, match=r"there is no checkpoint in .*; leave it out, or check"):
         train(short_config(), tmp_path / "run", resume_overrides=["seed"])
