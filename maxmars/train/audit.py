@@ -105,7 +105,7 @@ def audit(
     """Check a run.
 
     Args:
-      workdir: directory of the run, on a disk or `gs://`.
+      workdir: directory of the run, or of its checkpoints, on a disk or `gs://`.
       replay: compute so many steps again from a checkpoint, on this machine, and compare the
         digests; the run must have saved the step where they end.
       compare_arrays: read the arrays of every checkpoint and compare them with their digests.
@@ -121,6 +121,7 @@ def audit(
     found = find(directory)
     if found is None or found[1] is not None:
         raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
+    directory = resolve(found[0].parent)  # of the run, also where its checkpoints were named
     steps = list_steps(found[0])
     newest = read(found[0])
     wide = {kind.partition("[")[0] for kind in newest.types.values()} & _WIDE

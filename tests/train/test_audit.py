@@ -69,6 +69,11 @@ def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys, caplog):
     assert found["replayed"] == "steps 5 to 6, computed again: the same digest"
 
 
+def test_the_directory_of_its_checkpoints_means_the_run(sound):
+    found = check(sound / "run" / "checkpoints")
+    assert (found.workdir, found.verdict) == (str(sound / "run"), "one trajectory")
+
+
 def edit(path, number, change):
     """Change a line of a file; None takes it away."""
     lines = path.read_text().splitlines()
