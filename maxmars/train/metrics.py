@@ -294,7 +294,7 @@ def read_sessions(workdir: Workdir, *, repair: bool = False) -> list[Session]:
     for line in read_json_lines(workdir / "sessions.jsonl", is_sound, repair=repair):
         session = Session(**{n: line[n] for n in Session.__dataclass_fields__ if n in line})
         sessions[session.start] = session  # the last line of a session has all before it
-    return sorted(sessions.values(), key=lambda session: session.start)
+    return list(sessions.values())
 
 
 def _line(session: Session) -> str:

@@ -170,6 +170,13 @@ def test_steps_are_lost_back_to_the_earliest_step_that_was_gone_on_from():
     assert run_seconds([session(0, 0, 0, 0), session(0, 4, 0, 4)])["steps"] == 4
 
 
+def test_sessions_are_in_their_order_though_the_clock_was_set_back(tmp_path, clock):
+    session_of(clock, tmp_path, 0, 10)
+    clock.now -= 500
+    session_of(clock, tmp_path, 10, 20)
+    assert [session.first_step for session in read_sessions(tmp_path)] == [0, 10]
+
+
 def test_a_line_of_a_session_cut_short_by_a_kill_is_left_out(tmp_path, clock):
     session_of(clock, tmp_path, 0, 10)
     with (tmp_path / "sessions.jsonl").open("a") as file:
