@@ -216,16 +216,16 @@ class RunTarget:
         return f"{self.workdir.name}, step {step}"
 
 
-def keep_model_source(source: Path, workdir: Workdir) -> None:
-    """Copy the file of a `ModuleConfig` into a working directory, with its SHA-256 beside it."""
-    content, kept = source.read_bytes(), workdir / MODEL_SOURCE / source.name
+def keep_source(source: Path, folder: Workdir) -> None:
+    """Copy a file of the user's into a folder of a run, with its SHA-256 beside it."""
+    content, kept = source.read_bytes(), folder / source.name
     write_bytes(kept, content)
     line = f"{hashlib.sha256(content).hexdigest()}  {kept.name}\n"
     write_text(kept.with_name(f"{kept.name}.sha256"), line)
 
 
 def kept_sha256(kept: Workdir) -> str | None:
-    """The SHA-256, in hex, that a kept file of a model must have; None where none is recorded."""
+    """The SHA-256, in hex, that a kept file must have; None where none is recorded."""
     try:
         words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
     except (ValueError, IsADirectoryError):

@@ -6,12 +6,10 @@ Damaged bookkeeping never stops a run. Damaged lines are set aside by `files.rea
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-from pathlib import Path
 
-from maxmars.distributed.files import Workdir, is_remote, set_aside, write_bytes, write_text
+from maxmars.distributed.files import Workdir, is_remote, set_aside
 from maxmars.eval.trained_model import MODEL_SOURCE
 
 OPTIMIZER_SOURCE = "sources/optimizer"
@@ -35,14 +33,6 @@ _FILES = (
 _SOURCES = (MODEL_SOURCE, OPTIMIZER_SOURCE)
 _DIRECTORIES = ("logs", "skipped_steps", "sources", *_SOURCES, "tokenizer", "verified")
 """They hold files alone, but for `_SOURCES`."""
-
-
-def keep_optimizer_source(source: Path, workdir: Workdir) -> None:
-    """Copy the file of an `OptaxConfig` into a working directory, with its SHA-256 beside it."""
-    content, kept = source.read_bytes(), workdir / OPTIMIZER_SOURCE / source.name
-    write_bytes(kept, content)
-    line = f"{hashlib.sha256(content).hexdigest()}  {kept.name}\n"
-    write_text(kept.with_name(f"{kept.name}.sha256"), line)
 
 
 def clear(workdir: Workdir) -> None:

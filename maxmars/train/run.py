@@ -30,7 +30,7 @@ from maxmars.distributed import processes, programs, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.eval.hellaswag import HellaSwagInLoop
-from maxmars.eval.trained_model import keep_model_source
+from maxmars.eval.trained_model import MODEL_SOURCE, keep_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
@@ -44,7 +44,7 @@ from maxmars.train.auto import (
     memory_bytes_of,
     slow_network_warning,
 )
-from maxmars.train.bookkeeping import clear, keep_optimizer_source
+from maxmars.train.bookkeeping import OPTIMIZER_SOURCE, clear
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
@@ -309,10 +309,10 @@ def lock(
             rebuild_origin(workdir, checked.saved)
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
-            keep_model_source(path, workdir)
+            keep_source(path, workdir / MODEL_SOURCE)
         if isinstance(config.optimizer, OptaxConfig):
             path, _ = split_source(config.optimizer.make)
-            keep_optimizer_source(path, workdir)
+            keep_source(path, workdir / OPTIMIZER_SOURCE)
         for path in tokens.sources:
             write_bytes(workdir / "sources" / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
