@@ -183,7 +183,7 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
             r"mask of element 2 hold 2.5, which is not in \[0, 1\], which weights a token",
         ),
         (
-            {"weights": (0.0, float("nan"), 1.0)},
+            {"weights": (0.0, "nan", 1.0)},
             r"mask of element 1 hold nan, which is not in \[0, 1\]",
         ),
         (
