@@ -85,6 +85,17 @@ def x64():
         yield
 
 
+@pytest.fixture
+def own_checks_only():
+    """Without the type checks of every call that tests may run with, which come first."""
+    import jaxtyping
+
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
 @pytest.fixture(scope="session")
 def byte_tokens(tmp_path_factory) -> Path:
     """A directory of byte tokens that `maxmars data prepare` made of 40 kB of generated text."""

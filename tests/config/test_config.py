@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 from tiny import ADAMW, tiny_config
@@ -172,15 +171,6 @@ def test_derived_values():
 def test_bad_values(build, message):
     with pytest.raises(ValueError, match=message):
         build()
-
-
-@pytest.fixture
-def own_checks_only():
-    """Without the type checks of every call that tests may run with, which come first."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(
