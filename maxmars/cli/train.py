@@ -199,11 +199,11 @@ def run_verify_resume(argv: list[str]) -> int:
 
     out = Path(arguments.out or f"runs/{arguments.config.name}-verify-resume")
     checkpoint_step = arguments.checkpoint_step
-    receipt = verify_resume(
+    check = verify_resume(
         arguments.config,
         out,
         steps=arguments.steps,
         checkpoint_step=arguments.steps // 2 if checkpoint_step is None else checkpoint_step,
     )
-    print(f"{receipt.text}\nreceipt: {out / 'receipt.json'}")
-    return 0 if receipt.verdict == "identical" else 1
+    print(f"{check.text}\nreceipt: {out / 'receipt.json'}")
+    return 0 if check.verdict == "identical" else 1

@@ -218,6 +218,10 @@ def _show_help_with_config(
     options = options_of(arguments(config=load_config(example)), switches=False)
     groups = {option.group.title for option in options}
     spec = next((word for word in words if word not in groups), None)
+    if spec is not None and spec.isidentifier() and spec not in named_configs():
+        follows = any(word in HELP and after == spec for word, after in itertools.pairwise(argv))
+        if follows and did_you_mean(spec, groups):
+            spec = None  # a misspelled group, as `show_help` then says
     if spec is None:
         about = (
             "CONFIG is the path of a Python file, or one of these names, with choices after a "

@@ -88,6 +88,17 @@ def sources_in(config: Any) -> list[str]:
     return [*found, *(source for value in values.values() for source in sources_in(value))]
 
 
+def text_digests(config: Any) -> dict[str, str | None]:
+    """SHA-256, in hex, of the file of each of `sources_in`, by `FILE.py:NAME` without its
+    directory; None where there is no such file."""
+    digests: dict[str, str | None] = {}
+    for source in sources_in(config):
+        path, name = split_source(source)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        digests[f"{path.name}:{name}"] = digest
+    return digests
+
+
 def with_sources(config: Any, change: Callable[[str], str]) -> Any:
     """A config or a part of one with `change(source)` for each of `sources_in`."""
     if isinstance(config, tuple):

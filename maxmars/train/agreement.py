@@ -16,7 +16,7 @@ import jax
 
 from maxmars.checkpoint.environment import package_digest, package_versions
 from maxmars.config import TrainConfig, to_dict
-from maxmars.config.user_code import sources_in, split_source
+from maxmars.config.user_code import text_digests
 from maxmars.distributed import processes
 from maxmars.train.init_from import InitFrom
 
@@ -60,10 +60,8 @@ def _facts(
     config: TrainConfig, init_from: InitFrom | None, resume_overrides: Sequence[str]
 ) -> dict[str, Any]:
     facts: dict[str, Any] = dict(_leaves(to_dict(config)))
-    for source in sources_in(config):
-        path, name = split_source(source)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        facts[f"the text of {path.name}:{name}"] = digest and digest[:16]
+    for name, digest in text_digests(config).items():
+        facts[f"the text of {name}"] = digest and digest[:16]
     facts["--init-from"] = "absent" if init_from is None else "given"
     facts["--init-optimizer-state"] = init_from is not None and init_from.optimizer_state
     facts["--resume-overrides"] = ",".join(sorted(resume_overrides)) or None

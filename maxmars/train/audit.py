@@ -31,6 +31,7 @@ from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, differences
+from maxmars.config.user_code import text_digests
 from maxmars.distributed.files import is_remote, resolve, write_text
 from maxmars.distributed.sharding import training_mesh
 from maxmars.train.loop import train
@@ -366,6 +367,7 @@ def _replay(
             f"{' or '.join(map(str, began))}; take another K."
         )
     last = first + count
+    _check_own_code(chain, first, saved[last], config)
     checkpoint = read(directory, first)
     before, _ = chain_to(checkpoint.receipt, chain) if checkpoint.receipt else ([], None)
     changed = [name for name, _, _ in differences(checkpoint.run_config(), config)]
@@ -386,6 +388,30 @@ def _replay(
         f"{jax.devices()[0].device_kind}, end with the digest {digest[:16]}, not "
         f"{saved[last]['digest'][:16]}"
     )
+
+
+def _check_own_code(
+    chain: Sequence[Receipt], first: int, end: Receipt, config: TrainConfig
+) -> None:
+    """The user's own files that a config names are those that made the steps from `first` on.
+
+    Sessions that are older than this record name no files.
+
+    Raises:
+      ValueError: one has another text.
+    """
+    here, own_code = text_digests(config), {}
+    for receipt in chain[: chain.index(end) + 1]:
+        if receipt["kind"] == "began":
+            own_code = receipt.get("own_code", {})
+            continue
+        changed = [name for name, there in own_code.items() if here.get(name) not in (there, None)]
+        if receipt["step"] > first and changed:
+            raise ValueError(
+                f"--replay {end['step'] - first}: step {receipt['step']} was made with another "
+                f"text of {changed[0]} (SHA-256 {own_code[changed[0]][:16]}) than is there now; "
+                "put that text there, or take another K."
+            )
 
 
 def _replay_config(

@@ -72,6 +72,7 @@ def read_receipts(workdir: Workdir, *, repair: bool = False) -> list[Receipt]:
             has_all &= line.keys() >= {"session", "data"}
             has_all &= type(line.get("batch_size")) is int
             has_all &= isinstance(line.get("environment"), dict)
+            has_all &= isinstance(line.get("own_code", {}), dict)  # older ones have none
         numbers = (line.get("step"), line.get("position"))
         has_all &= all(type(number) is int for number in numbers)
         return has_all and line.get("hash") == hash_of(line)

@@ -22,7 +22,7 @@ from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, ModuleConfig, OptaxConfig, TrainConfig, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
-from maxmars.config.user_code import split_source
+from maxmars.config.user_code import split_source, text_digests
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification, own_share
@@ -182,6 +182,7 @@ def open_run(
             "batch_size": config.global_batch_size,
             "microbatches": config.microbatches,
             "data": checked.data_digest,
+            "own_code": text_digests(config),
             "environment": environment(checked.mesh),
             "init_from": None if checked.initial is None else checked.initial.origin,
         },

@@ -35,7 +35,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class ResumeCheck:
     """The result of `verify_resume`."""
 
     verdict: str
@@ -70,7 +70,7 @@ class Receipt:
 
 def verify_resume(
     config: TrainConfig, out: str | Path, *, steps: int, checkpoint_step: int
-) -> Receipt:
+) -> ResumeCheck:
     """Make the three runs in `out`, and write `receipt.json` and `receipt.txt` there.
 
     Args:
@@ -113,7 +113,7 @@ def verify_resume(
             )
         _train(resumed, "4/4 continued run", progress)
     control, resume = (first_difference(undisturbed, other) for other in (again, resumed))
-    receipt = Receipt(
+    check = ResumeCheck(
         verdict="not reproducible" if control else "different" if resume else "identical",
         steps=steps,
         killed_after_step=killed_after,
@@ -123,10 +123,10 @@ def verify_resume(
         state_digests=read(undisturbed / "checkpoints").digests,
     )
     environment = read_json(resumed / "environment.json")
-    fields = dataclasses.asdict(receipt) | {"environment": environment, "config": to_dict(config)}
+    fields = dataclasses.asdict(check) | {"environment": environment, "config": to_dict(config)}
     write_json(out / "receipt.json", fields)
-    (out / "receipt.txt").write_text(receipt.text + "\n")
-    return receipt
+    (out / "receipt.txt").write_text(check.text + "\n")
+    return check
 
 
 def _train(workdir: Path, title: str, progress: Progress, *, kill_at: int | None = None) -> int:

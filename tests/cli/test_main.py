@@ -313,6 +313,17 @@ def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeyp
         assert re.search(rf"[ ,]({flag}|{flag.partition('.')[2] or flag})\b", "\n".join(rest))
 
 
+@pytest.mark.parametrize("words", [["train"], ["train", "quickstart"], ["compare"]])
+def test_help_of_a_misspelled_group_names_the_group(words, capsys):
+    assert exit_code(*words, "--help", "optimzer") == 2
+    assert "has no group optimzer (did you mean `optimizer`?)" in capsys.readouterr().err
+
+
+def test_help_of_a_file_called_like_a_group_is_that_of_the_file(capsys):
+    assert exit_code("train", "--help", "./model.py") == 2
+    assert "no file model.py" in capsys.readouterr().err
+
+
 def test_help_of_one_group(capsys):
     assert exit_code("train", "quickstart", "--help", "schedule") == 0
     printed = capsys.readouterr().out

@@ -347,6 +347,26 @@ def test_steps_before_and_after_a_change_on_purpose_are_not_replayed_together(co
 
 
 @pytest.mark.slow
+def test_steps_of_an_own_optimizer_are_replayed_only_with_the_text_that_made_them(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    optimizer = OptaxConfig(make=f"{own}:make", learning_rate=1e-3)
+    config = config_of(tmp_path, optimizer=optimizer)
+    train(dataclasses.replace(config, num_steps=4), tmp_path / "run")
+    own.write_text(OWN.replace("optax.adam(learning_rate)", "optax.adam(learning_rate, b1=0.8)"))
+    train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
+    found = check(tmp_path / "run", replay=2)
+    assert found.replayed == "steps 5 to 6, computed again: the same digest"
+    with pytest.raises(
+        ValueError, match=r"--replay 4: step 4 was made with another text of own\.py:make"
+    ):
+        check(tmp_path / "run", replay=4)
+    own.write_text(OWN)
+    with pytest.raises(ValueError, match="--replay 4: step 6 was made with another text"):
+        check(tmp_path / "run", replay=4)
+
+
+@pytest.mark.slow
 def test_steps_of_a_run_shorter_than_its_warmup_can_be_replayed(tmp_path):
     config = dataclasses.replace(config_of(tmp_path), schedule=ScheduleConfig(warmup_steps=9))
     train(config, tmp_path / "run")
