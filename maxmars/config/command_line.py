@@ -182,15 +182,18 @@ def parse_arguments(
         not there; see also `load_config`.
       SystemExit: 0 after `--help`.
     """
-    words, options = split_positionals(argv)
+    places = _places_of_words(argv)
     if asks_for_help(argv):
+        words = [argv[place] for place in places]
         _show_help_with_config(arguments, argv, words, prog=prog, example=example)
         sys.exit(0)
-    if not words:
+    if not places:
         raise UsageError(
             f"{prog} needs a config: `{prog} quickstart`, for example. See `{prog} --help`."
         )
-    spec, *rest = words
+    spec = argv[places[0]]
+    # The words after it stay where they are, as values of the option before them.
+    rest = [word for place, word in enumerate(argv) if place != places[0]]
 
     def advise(group: str) -> str:  # which options a group has depends on the choice of its name
         written = [written for name, written, _ in _choices_of(spec) if name == group]
@@ -198,7 +201,7 @@ def parse_arguments(
 
     return parse_options(
         arguments,
-        [*options, *rest],
+        rest,
         prog=f"{prog} {shlex.quote(spec)}",
         default=arguments(config=load_config(spec)),
         switches=False,
@@ -338,17 +341,21 @@ def _problem(
 
 def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line, in which every option takes a value, into its words and its options."""
-    words: list[str] = []
-    options: list[str] = []
-    rest = iter(argv)
-    for word in rest:
-        if not word.startswith("-"):
-            words.append(word)
-            continue
-        options.append(word)
-        if "=" not in word and word not in HELP:
-            options += itertools.islice(rest, 1)
-    return words, options
+    places = _places_of_words(argv)
+    options = [word for place, word in enumerate(argv) if place not in places]
+    return [argv[place] for place in places], options
+
+
+def _places_of_words(argv: Sequence[str]) -> list[int]:
+    """The indices of the words that are neither an option nor the first value of one."""
+    places: list[int] = []
+    is_value = False
+    for place, word in enumerate(argv):
+        is_option = word.startswith("-")
+        if not is_value and not is_option:
+            places.append(place)
+        is_value = not is_value and is_option and "=" not in word and word not in HELP
+    return places
 
 
 _SECRET_OPTION = re.compile(r"--(.*[._-])?(api_?key|key|secret|token|password|credentials?)", re.I)

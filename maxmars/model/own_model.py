@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import ModuleConfig
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import load_function, telling_refusals
 from maxmars.distributed.sharding import RULES, ShardingRules, constrain, gathered
 from maxmars.model import cross_entropy
 
@@ -53,7 +53,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
             "vocab_size, max_seq_len, **options) with the keys of model.options",
         ) from None
     # Flax would split each array at once, over a mesh whose axes have the names of the array's.
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False), telling_refusals(config.make):
         module = make(**arguments)
     if not isinstance(module, nnx.Module):
         raise _wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")

@@ -302,6 +302,14 @@ def test_options_of_the_users_code_may_be_several_values(write, override, value)
     assert config.optimizer.options[name] == value
 
 
+def test_several_options_of_several_values_each_keep_their_own(write):
+    words = "--name x --optimizer.options.betas 0.8 0.9 --optimizer.options.mixed -2 3 --seed 1"
+    config = parse_config(write(OWN), words.split(), "maxmars train")
+    assert (config.name, config.seed) == ("x", 1)
+    assert config.optimizer.options["betas"] == (0.8, 0.9)
+    assert config.optimizer.options["mixed"] == (-2, 3.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class OwnOptions:
     run: tyro.conf.Positional[str]

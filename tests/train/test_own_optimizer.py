@@ -62,6 +62,9 @@ def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.
 def keeping(learning_rate, *, matrix_specs, mesh):
     return optax.GradientTransformation(lambda params: params, lambda g, s, params=None: (g, s))
 
+def refusing(learning_rate, *, b1, **options):
+    raise ValueError(f"b1={b1} must be below 1")
+
 def number(learning_rate, **options):
     return 1
 
@@ -255,6 +258,7 @@ def test_every_choice_of_the_continuum_makes_an_optimizer():
         ("own.py:not_a_function", {}, "has no function 'not_a_function'"),
         ("none.py:adamw", {}, "there is no file"),
         ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
+        ("own.py:refusing", {"b1": 2}, r"^/.*own\.py:\d+: b1=2 must be below 1"),
         ("own.py:number", {}, "returned a int; it must return an optax"),
         ("own.py:sums", {}, "updates of another structure or shape"),
         ("own.py:searching", {}, r"needs more than gradients, .* missing 3 required .*'value_fn'"),
