@@ -8,15 +8,11 @@ directories and users of the machine.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,94 +20,29 @@ import numpy as np
 import yaml
 
 from maxmars.checkpoint import Checkpoint
-from maxmars.checkpoint.reader import FORMAT_VERSION, DamagedError
+from maxmars.checkpoint.reader import FORMAT_VERSION
 from maxmars.config import TrainConfig, to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.data.open_corpus import PRESETS
-from maxmars.distributed.files import (
-    Workdir,
-    read_json,
-    read_json_lines,
-    read_json_object,
-    resolve,
-    write_text,
-)
-from maxmars.eval.hellaswag import describe_count
-from maxmars.eval.report import harness_rows
-from maxmars.eval.trained_model import IMPORTED_FROM, Exported, HFTarget
+from maxmars.distributed.files import write_text
+from maxmars.eval.trained_model import Exported, HFTarget
 from maxmars.model.language_model import num_parameters
-from maxmars.train.audit import Audit, audit
-from maxmars.train.metrics import Session, read_metrics, read_sessions, run_seconds, shares
+from maxmars.train.card_facts import (
+    Facts,
+    Fields,
+    Measured,
+    Score,
+    eval_command,
+    public,
+    reported,
+)
+from maxmars.train.metrics import run_seconds, shares
 from maxmars.train.optimizer import describe_parameters, summarize_rules
-from maxmars.train.receipts import Receipt, chain_to, read_receipts
 
 CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
 
-_PATH = re.compile(
-    r"(?<![\w./:-])(?:gs:/|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"  # of a disk, gs://
-)
-_PROTOCOLS = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
 _MOST_DRAWN = 1e6  # nats a token; a larger one diverged, or is damaged
 _WARM_UP = 0.05  # losses in this first share of the steps may lie above the figure
-
-Fields = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """An accuracy on HellaSwag."""
-
-    protocol: str
-    metric: str
-    share: float
-    num_questions: int | None
-    """None where it was not recorded."""
-
-    @property
-    def interval_95(self) -> tuple[float, float] | None:
-        """Wilson's 95 % interval of the share; None where the number of questions is unknown."""
-        if not self.num_questions:
-            return None
-        import scipy.stats  # takes a second
-
-        right = round(self.share * self.num_questions)
-        test = scipy.stats.binomtest(right, self.num_questions)
-        interval = test.proportion_ci(0.95, method="wilson")
-        return float(interval.low), float(interval.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What an evaluation of the exported model found."""
-
-    scores: Sequence[Score] = ()
-    remark: str = ""
-    """About questions that are longer than the model's context."""
-    loss: float | None = None
-    """Validation loss of `maxmars eval`, nats a token."""
-    loss_tokens: int = 0
-    tasks: Sequence[tuple[str, str, str, str]] = ()
-    """Of lm-evaluation-harness; see `harness_rows`."""
-    harness: str = ""
-    """Name and version of the harness."""
-
-
-def read_report(path: str | Path) -> Fields:
-    """What `maxmars eval --output` wrote.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is another one.
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"--report {path} is no file; `maxmars eval TARGET --output {path}` writes one."
-        )
-    fields = read_json_object(file)
-    if not isinstance(fields.get("name"), str) or "environment" not in fields:
-        raise ValueError(f"{path} is no report of `maxmars eval TARGET --output FILE.json`.")
-    return fields
 
 
 def write_card(
@@ -138,9 +69,9 @@ def write_card(
       ValueError: a report is on another model.
       OSError: the disk is full.
     """
-    measured = _reported(exported, reports)
+    measured = reported(exported, reports)
     source = exported.source
-    facts = _Facts(source) if isinstance(source, Checkpoint) else None
+    facts = Facts(source) if isinstance(source, Checkpoint) else None
     notes: list[str] = []
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
     title = name if hub is None else hub.rpartition("/")[2]
@@ -160,7 +91,7 @@ def write_card(
     body += _scores(measured, target)
     body += _tasks(measured)
     if not measured.scores:
-        notes.append(_how_to_measure(exported))
+        notes.append(_how_toeval_command(exported))
     if facts is not None and facts.config is not None:
         body += _hardware(facts)
     if facts is not None:
@@ -173,183 +104,6 @@ def write_card(
     )
     write_text(directory / CARD, f"---\n{front}---\n\n" + "\n".join(body).rstrip() + "\n")
     return notes
-
-
-# --- what is known --------------------------------------------------------------------------------
-
-
-class _Facts:
-    """What a run recorded, up to the step of the exported checkpoint."""
-
-    def __init__(self, stored: Checkpoint) -> None:
-        self.stored = stored
-        self.config = stored.config if isinstance(stored.config, TrainConfig) else None
-        self.workdir: Workdir = resolve(stored.path).parent.parent
-        self.rows: list[dict[str, Any]] = []
-        self.sessions: list[Session] = []
-        self.chain: list[Receipt] = []
-        if self.config is None:
-            return
-        rows = read_metrics(self.workdir)
-        self.rows = [row for row in rows if 0 <= row["step"] <= stored.step]
-        self.sessions = read_sessions(self.workdir)
-        if stored.receipt:
-            self.chain, _ = chain_to(stored.receipt, read_receipts(self.workdir))
-
-    @property
-    def began(self) -> list[Receipt]:
-        """The receipts with which the sessions before the checkpoint began."""
-        return [receipt for receipt in self.chain if receipt["kind"] == "began"]
-
-    @cached_property
-    def data(self) -> list[dict[str, Any]]:
-        """The parts of the data; none where they were not recorded."""
-        found = None
-        with contextlib.suppress(OSError):
-            found = read_json(self.workdir / "data.json")
-        parts = found.get("parts") if isinstance(found, dict) else None
-        kinds = {"name": str, "weight": float | int, "num_tokens": int, "tokenizer": str}
-        kinds |= {"num_documents": int | None, "source": str | None}
-        if isinstance(parts, list) and all(
-            isinstance(part, dict)
-            and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
-            for part in parts
-        ):
-            return parts
-        return []
-
-    @cached_property
-    def changes(self) -> dict[int, dict[str, list[Any]]]:
-        """The fields of the config that changed on the way: values before and after, by step."""
-
-        def is_sound(line: dict[str, Any]) -> bool:
-            changed = line.get("changed")
-            return (
-                type(line.get("step")) is int
-                and isinstance(changed, dict)
-                and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
-            )
-
-        lines = read_json_lines(self.workdir / "config_changes.jsonl", is_sound)
-        return {x["step"]: x["changed"] for x in lines if x["step"] < self.stored.step}
-
-    @property
-    def imported_from(self) -> str:
-        """The Hugging Face model of an import, in words; empty where that is unknown."""
-        with contextlib.suppress(OSError):
-            found = read_json(self.workdir / IMPORTED_FROM)
-            if isinstance(found, dict) and isinstance(found.get("source"), str):
-                return f" from `{_public(found['source'])}`"
-        return ""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the model was trained on, as `summary.json` counts them."""
-        return self.stored.data_position * self.stored.model.max_seq_len
-
-    def last(self, key: str) -> tuple[int, float] | None:
-        """Step and value of the last line that has a metric."""
-        return next(((r["step"], float(r[key])) for r in reversed(self.rows) if key in r), None)
-
-    @property
-    def measured(self) -> Measured:
-        """HellaSwag as the run measured it at the step of the checkpoint."""
-        assert self.config is not None
-        row: dict[str, Any] = {}
-        for line in self.rows:
-            if line["step"] == self.stored.step and "eval/hellaswag_acc" in line:
-                row = line
-        count = row.get("eval/hellaswag_questions")
-        count = count if type(count) is int else None
-        scores = [
-            Score(protocol=protocol, metric=metric, share=float(row[key]), num_questions=count)
-            for protocol, prefix in _PROTOCOLS.items()
-            for metric in ("acc", "acc_norm")
-            if 0 <= float(row.get(key := f"eval/{prefix}_{metric}", -1)) <= 1
-        ]
-        how = {"cut": "lost the beginning of their context", "leave_out": "were left out"}
-        told = how[self.config.eval.hellaswag_too_long]
-        remark = f"Questions longer than the model's context, if any, {told}."
-        return Measured(scores=scores, remark=remark)
-
-    @cached_property
-    def audited(self) -> Audit | str:
-        """The audit without its expensive part, or why there is none."""
-        try:
-            return audit(self.workdir, compare_arrays=False, log=lambda text: None)
-        except (ValueError, OSError, DamagedError) as error:
-            return str(error)
-
-    @property
-    def is_from_scratch(self) -> bool:
-        """Whether the receipts say that the first weights were drawn at random."""
-        return bool(self.began) and self.began[0]["step"] == 0 and not self._start
-
-    @property
-    def _start(self) -> Any:
-        """The `init_from` of the first session; True where that is unknown."""
-        return self.began[0].get("init_from", True) if self.began else True
-
-    @property
-    def origin(self) -> str | None:
-        """What the first weights were; None where that is unknown."""
-        start = self._start
-        if self.is_from_scratch:
-            assert self.config is not None
-            return f"drawn at random (seed {self.config.seed})"
-        if not isinstance(start, dict):
-            return None
-        state = " with their optimizer's state" if start["optimizer_state"] else ""
-        run, _, step = start["weights"].rpartition("/checkpoints/")
-        place = f"{_public(run)}/checkpoints/{step}" if run else _public(start["weights"])
-        return f"those of `{place}`{state} (digest `{start['params_digest']}`)"
-
-
-def _reported(exported: Exported, reports: Sequence[Fields]) -> Measured:
-    """What reports on this model say; of two that say the same, the later one."""
-    measured = Measured()
-    digest = exported.source.digest if isinstance(exported.source, Checkpoint) else None
-    for report in reports:
-        models = [report, *filter(None, [report.get("against")])]
-        found = [
-            model
-            for model in models
-            if model.get("digest") == digest and (digest or model["name"] == exported.name)
-        ]
-        if not found:
-            which = "" if digest is None else f", digest {digest[:16]}"
-            raise ValueError(
-                f"--report: these are scores of {' and '.join(m['name'] for m in models)}, and "
-                f"not of {exported.name}{which}; `{_measure(exported)}` makes those."
-            )
-        try:
-            if "loss" in found[0]:
-                loss, count = float(found[0]["loss"]), int(found[0]["loss_tokens"])
-                measured = dataclasses.replace(measured, loss=loss, loss_tokens=count)
-            if "harness" in found[0]:
-                tasks = [*measured.tasks, *harness_rows(found[0])]
-                harness = str(found[0]["harness"])
-                measured = dataclasses.replace(measured, tasks=tasks, harness=harness)
-            if "hellaswag" in found[0]:
-                summaries = found[0]["hellaswag"]
-                scores = [
-                    Score(
-                        protocol=protocol,
-                        metric=metric,
-                        share=float(summary[metric]),
-                        num_questions=int(summary["num_questions"]),
-                    )
-                    for protocol, summary in summaries.items()
-                    for metric in ("acc", "acc_norm")
-                ]
-                remark = f"Scored: {describe_count(summaries, report['hellaswag_left_out'])}."
-                measured = dataclasses.replace(measured, scores=scores, remark=remark)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"--report: the scores of {exported.name} are damaged ({error!r}); "
-                f"`{_measure(exported)}` makes them anew."
-            ) from error
-    return measured
 
 
 def draw_losses(rows: Iterable[Fields], path: Path) -> str | None:
@@ -391,11 +145,8 @@ def draw_losses(rows: Iterable[Fields], path: Path) -> str | None:
     return None
 
 
-# --- the parts of the card ------------------------------------------------------------------------
-
-
 def _front_matter(
-    title: str, exported: Exported, facts: _Facts | None, measured: Measured
+    title: str, exported: Exported, facts: Facts | None, measured: Measured
 ) -> dict[str, Any]:
     """What the hub reads. A license is the user's choice, and left out."""
     tags = ["gpt2", "maxmars", "jax"]
@@ -450,7 +201,7 @@ def _hub_dataset(source: str | None) -> str | None:
     return rest.partition(":")[0] if kind == "hf" and "/" in rest else None
 
 
-def _introduction(exported: Exported, facts: _Facts | None) -> list[str]:
+def _introduction(exported: Exported, facts: Facts | None) -> list[str]:
     count = short(num_parameters(_unpadded(exported)))
     text = f"A GPT-2 of {count} parameters"
     if facts is None:
@@ -497,7 +248,7 @@ def _use(address: str, target: str, title: str, *, has_tokenizer: bool) -> list[
     return [*lines, "```sh", *commands, "```", ""] if commands else lines
 
 
-def _architecture(exported: Exported, facts: _Facts | None) -> list[str]:
+def _architecture(exported: Exported, facts: Facts | None) -> list[str]:
     config = exported.config
     rows = {
         "layers": config.num_layers,
@@ -516,7 +267,7 @@ def _architecture(exported: Exported, facts: _Facts | None) -> list[str]:
     return ["## Architecture", "", *_table(rows)]
 
 
-def _data(facts: _Facts) -> list[str]:
+def _data(facts: Facts) -> list[str]:
     digest = facts.stored.data_digest
     lines = ["## Training data", ""]
     if not facts.data:
@@ -540,7 +291,7 @@ def _data(facts: _Facts) -> list[str]:
     return [*lines, text, ""]
 
 
-def _training(facts: _Facts) -> list[str]:
+def _training(facts: Facts) -> list[str]:
     config, stored = facts.config, facts.stored
     assert config is not None
     schedule = config.schedule
@@ -583,7 +334,7 @@ def _training(facts: _Facts) -> list[str]:
         "</summary>",
         "",
         "```text",
-        _public(table),
+        public(table),
         "```",
         "",
         "</details>",
@@ -591,7 +342,7 @@ def _training(facts: _Facts) -> list[str]:
     ]
 
 
-def _losses(facts: _Facts, measured: Measured, not_drawn: str | None) -> list[str]:
+def _losses(facts: Facts, measured: Measured, not_drawn: str | None) -> list[str]:
     lines = ["## Loss", ""]
     if not_drawn is None:
         lines += [f"![Training and validation loss against the step]({CURVE})", ""]
@@ -654,7 +405,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def _hardware(facts: _Facts) -> list[str]:
+def _hardware(facts: Facts) -> list[str]:
     environments = [(receipt["step"], receipt["environment"]) for receipt in facts.began]
     environments = environments or [(None, facts.stored.environment)]
     lines = ["## Hardware and versions", ""]
@@ -693,7 +444,7 @@ def _devices(environment: Fields) -> str:
     return text
 
 
-def _receipts(facts: _Facts) -> list[str]:
+def _receipts(facts: Facts) -> list[str]:
     lines = ["## Receipts", ""]
     lines += [
         f"Digest of the exported checkpoint, over all of its arrays: "
@@ -703,7 +454,7 @@ def _receipts(facts: _Facts) -> list[str]:
         return [*lines, ""]
     audited = facts.audited
     if isinstance(audited, str):
-        return [*lines, "", f"The run could not be audited: {_public(audited)}", ""]
+        return [*lines, "", f"The run could not be audited: {public(audited)}", ""]
     lines += [
         "",
         f"`maxmars audit`: **{audited.verdict}**, steps {audited.first_step:,} to "
@@ -712,14 +463,14 @@ def _receipts(facts: _Facts) -> list[str]:
         "step was computed again (`maxmars audit RUN --replay K` does that).",
         "",
     ]
-    details = [f"- broken: {_public(problem)}" for problem in audited.problems]
-    details += [f"- changed {_public(change)}" for change in audited.changes]
+    details = [f"- broken: {public(problem)}" for problem in audited.problems]
+    details += [f"- changed {public(change)}" for change in audited.changes]
     if audited.first_step:
         details.append(f"- no receipts of the steps before {audited.first_step:,}")
     return [*lines, *details, ""] if details else lines
 
 
-def _commands(facts: _Facts) -> list[str]:
+def _commands(facts: Facts) -> list[str]:
     lines = ["## How it was made", ""]
     commands = [
         (session.first_step, session.command)
@@ -732,23 +483,23 @@ def _commands(facts: _Facts) -> list[str]:
         return [*lines, text, ""]
     groups = itertools.groupby(known, key=lambda pair: pair[1])
     told = [next(group) for _, group in groups]
-    shell = [_public(command) for _, command in told]
+    shell = [public(command) for _, command in told]
     if len(told) > 1:
         shell = [f"{line}  # from step {step}" for line, (step, _) in zip(shell, told, strict=True)]
     return [*lines, "```sh", *shell, "```", "", "Paths are shortened to their last name.", ""]
 
 
-def _limits(exported: Exported, facts: _Facts | None) -> list[str]:
+def _limits(exported: Exported, facts: Facts | None) -> list[str]:
     lines = []
     if facts is not None and facts.is_from_scratch:
         lines.append("- A base model: it continues text, and was not tuned to follow instructions.")
     if exported.dtype != "float32":
         lines.append(f"- Losses and scores are those before the rounding to {exported.dtype}.")
-    lines += [f"- {_public(note)}" for note in exported.notes]
+    lines += [f"- {public(note)}" for note in exported.notes]
     return ["## Limits", "", *lines, ""] if lines else []
 
 
-def _license(directory: Path, exported: Exported, facts: _Facts | None) -> list[str]:
+def _license(directory: Path, exported: Exported, facts: Facts | None) -> list[str]:
     lines = ["## License", ""]
     if isinstance(exported.source, HFTarget):
         original = exported.source.directory / CARD
@@ -776,15 +527,9 @@ def _source_license(source: Path) -> dict[str, Any]:
     return {name: fields[name] for name in names if name in fields}
 
 
-def _measure(exported: Exported) -> str:
-    source = exported.source
-    place = source.path if isinstance(source, Checkpoint) else source.source
-    return shlex.join(["maxmars", "eval", str(place), "--output", "scores.json"])
-
-
-def _how_to_measure(exported: Exported) -> str:
+def _how_toeval_command(exported: Exported) -> str:
     return (
-        f"HellaSwag is not measured: `{_measure(exported)}` does it, and an export with "
+        f"HellaSwag is not measured: `{eval_command(exported)}` does it, and an export with "
         "--report scores.json tells the result."
     )
 
@@ -799,9 +544,4 @@ def _table(rows: Mapping[str, Any]) -> list[str]:
 
 
 def _row(*cells: Any) -> str:
-    return f"| {' | '.join(_public(str(cell)).replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _public(text: str) -> str:
-    """A text with its paths shortened to their last names."""
-    return _PATH.sub(r"\1", text)
+    return f"| {' | '.join(public(str(cell)).replace('|', chr(92) + '|') for cell in cells)} |"
