@@ -17,12 +17,12 @@ from maxmars.train.metrics import read_metrics
 VALIDATION_LOSS = "validation loss"
 
 TRAINING_LOSS = "train/loss"
-RATES_AND_NORMS = {
-    "train/learning_rate": "learning rate",
+NORMS = {
     "train/grad_norm": "gradient norm",
     "train/update_norm": "update norm",
     "train/param_norm": "parameter norm",
 }
+RATES_AND_NORMS = {"train/learning_rate": "learning rate", **NORMS}
 """Metrics of steps that a report draws beside the losses, and how it calls them."""
 
 
@@ -47,8 +47,8 @@ class Logged:
 
     tokens_per_step: int
     series: Mapping[str, Sequence[tuple[int, float]]]
-    """Metric -> step and value, steps increasing; `TRAINING_LOSS` and `RATES_AND_NORMS`, as far as
-    the run has them."""
+    """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, and `NORMS`
+    by part of the model, as far as the run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,23 @@ def _curve(rows: Sequence[dict[str, Any]], tokens_per_step: int) -> Curve | None
 def read_logged(workdir: Path, config: TrainConfig) -> Logged:
     """Training losses, rates and norms of a run from its `metrics.jsonl`, if it is there."""
     rows = read_metrics(workdir)
-    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS)}
+    by_part = sorted({key for row in rows for key in row if key.rpartition("/")[0] in NORMS})
+    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS, *by_part)}
     return Logged(
         tokens_per_step=config.tokens_per_step,
         series={key: points for key, points in series.items() if points},
     )
+
+
+def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
+    """The norms by part of the model that lines have: metric -> how a report calls it."""
+    metrics = {metric for line in lines for logged in line.logged for metric in logged.series}
+    return {
+        metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
+        for norm, name in NORMS.items()
+        for metric in sorted(metrics)
+        if metric.startswith(f"{norm}/")
+    }
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:

@@ -118,13 +118,16 @@ def draw_training_losses(lines: Sequence[Line], path: Path, *, against: str) -> 
     return _draw_alone(strands, path, "training loss, nats a token", against, lines)
 
 
-def draw_rates_and_norms(lines: Sequence[Line], path: Path, metrics: Mapping[str, str]) -> bool:
+def draw_rates_and_norms(
+    lines: Sequence[Line], path: Path, metrics: Mapping[str, str], *, columns: int = 2
+) -> bool:
     """Draw what every run logged of its steps against tokens, a panel a metric.
 
     Args:
       lines: one for each contender or run.
       path: of the PNG; its directory is made.
       metrics: metric -> how it is called; those that no line has get no panel.
+      columns: panels beside each other.
 
     Returns:
       Whether there was anything to draw.
@@ -141,7 +144,7 @@ def draw_rates_and_norms(lines: Sequence[Line], path: Path, metrics: Mapping[str
         return False
     everything = [strand for strands in panels.values() for strand in strands]
     divisor, unit = _unit(_end(everything), "tokens")
-    with _figure(path, len(panels), 2) as all_axes:
+    with _figure(path, len(panels), columns) as all_axes:
         for axes, (metric, strands) in zip(all_axes, panels.items(), strict=True):
             # Rates begin and end at 0, so of them the peaks count.
             spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(strands)]
@@ -351,7 +354,7 @@ def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_S
             runs.append((positions, np.array(list(values.values()))))
         steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
         means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
-        if metric in (TRAINING_LOSS, "train/grad_norm"):
+        if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
         positions = np.array(steps) * (found[0].tokens_per_step * factor)
         strands.append(_Strand(number=number, name=line.name, runs=runs, mean=(positions, means)))

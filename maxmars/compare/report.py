@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from maxmars.compare.cells import describe_setting
-from maxmars.compare.curves import RATES_AND_NORMS, TRAINING_LOSS, VALIDATION_LOSS, Line
+from maxmars.compare.curves import (
+    RATES_AND_NORMS,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Line,
+    norms_by_part,
+)
 from maxmars.compare.figures import (
     draw_every_run,
     draw_losses,
@@ -116,6 +122,9 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
         blocks += ["## Where the time went", _time_table(seconds)]
     thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
     blocks += ["## Figures", *_line_figures(lines, out, "", thin)]
+    path = out / "figures" / "norms_by_part.png"
+    if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
+        blocks.append(_image(path, "Norms by part of the model."))
     _write_markdown(out, blocks)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.compare.curves import Curve, Line, Logged, read_run
+from maxmars.compare.curves import Curve, Line, Logged, norms_by_part, read_run
 from maxmars.compare.figures import (
     draw_every_run,
     draw_losses,
@@ -202,7 +202,8 @@ def test_what_a_run_logged_is_drawn_and_what_it_did_not_is_said(tmp_path, capsys
     runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in names]
     for run, norm in zip(runs, (True, False), strict=True):
         rows = [{"step": n, "train/loss": 9.0 - n, "train/learning_rate": 0.1} for n in (1, 2, 3)]
-        rows = [row | {"train/grad_norm": 1.0} if norm else row for row in rows]
+        norms = {"train/grad_norm": 1.0, "train/grad_norm/mlp": 0.6, "train/grad_norm/vector": 0.8}
+        rows = [row | norms if norm else row for row in rows]
         (run / "metrics.jsonl").write_text(
             (run / "metrics.jsonl").read_text().rpartition("\n")[0]
             + "".join("\n" + json.dumps(row) for row in rows)
@@ -216,6 +217,10 @@ def test_what_a_run_logged_is_drawn_and_what_it_did_not_is_said(tmp_path, capsys
     assert figures >= {"loss_tokens.png", "training_loss_tokens.png", "rates_and_norms.png"}
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"gradient norm of {names[1]}; update norm, parameter norm of one, {names[1]}" in text
+    assert "![norms by part](figures/norms_by_part.png)" in text
+    parts = {"train/grad_norm/mlp": "gradient norm, mlp"}
+    parts |= {"train/grad_norm/vector": "gradient norm, vector"}
+    assert norms_by_part([read_run(run, "a") for run in runs]) == parts
     assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in text
 
 
