@@ -90,7 +90,7 @@ def telling_refusals(source: str) -> Generator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if last.filename != str(path):
             raise
-        raise ValueError(f"{path}:{last.lineno}: {error}") from error
+        raise ValueError(f"{path.name}:{last.lineno}: {error}") from error
 
 
 def sources_in(config: Any) -> list[str]:

@@ -300,7 +300,7 @@ def test_a_source_that_returns_something_else_is_refused(tmp_path, case):
 def test_a_refusal_of_the_source_itself_is_one_line(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def f(*, split, length):\n    raise ValueError('there are no books')\n")
-    with pytest.raises(ValueError, match=r"^/.*own\.py:2: there are no books$"):
+    with pytest.raises(ValueError, match=r"^own\.py:2: there are no books$"):
         open_data(GrainConfig(source=f"{path}:f"), "train", model=MODEL)
 
 
