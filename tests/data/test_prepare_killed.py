@@ -100,7 +100,7 @@ def test_kill_and_run_again(tmp_path, corpus, workers, form, tasks):
             again = command(corpus, str(out), *options, *share)
             result = subprocess.run(again, capture_output=True, text=True)
             if finished and not share:  # the kill may have come before all else was gone
-                assert f"{out} exists" in result.stderr
+                assert f"{out} is complete: train on it" in result.stderr
             else:
                 assert result.returncode == 0, result.stderr
             continued += "continuing" in result.stderr
