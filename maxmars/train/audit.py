@@ -43,7 +43,7 @@ from maxmars.train.receipts import (
     read_receipts,
     unvouched,
 )
-from maxmars.train.resume import fixed_schedule, is_same_place
+from maxmars.train.resume import fixed_schedule, is_same_place, read_changes
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -64,6 +64,8 @@ class Audit:
     """Sessions of the chain."""
     changes: list[str]
     """What changed on the way that may change the rounding, and at which step."""
+    config_changes: list[str]
+    """Which fields of the config changed, and at which step, by `config_changes.jsonl`."""
     problems: list[str]
     """Where the run is not one trajectory; empty if it is."""
     uncovered_metrics: int
@@ -86,6 +88,7 @@ class Audit:
         lines[0] += f" (sessions: {self.sessions}, receipts: {self.receipts})"
         lines += [f"  broken: {problem}" for problem in self.problems]
         lines += [f"  changed: {change}" for change in self.changes]
+        lines += [f"  config changed: {change}" for change in self.config_changes]
         if self.first_step:
             lines.append(f"  no receipts of the steps before {self.first_step}")
         if self.uncovered_metrics:
@@ -166,6 +169,10 @@ def audit(
         receipts=len(chain),
         sessions=len(began),
         changes=_changes(began),
+        config_changes=[
+            f"at step {step}: {told}"
+            for step, told in read_changes(directory, before=newest.step).items()
+        ],
         problems=problems,
         uncovered_metrics=sum(row["step"] > last for row in rows),
         replayed=replayed,

@@ -18,7 +18,6 @@ from maxmars.config import TrainConfig
 from maxmars.distributed.files import (
     Workdir,
     read_json,
-    read_json_lines,
     read_json_object,
     resolve,
 )
@@ -28,6 +27,7 @@ from maxmars.eval.trained_model import IMPORTED_FROM, Exported
 from maxmars.train.audit import Audit, audit
 from maxmars.train.metrics import Session, read_metrics, read_sessions
 from maxmars.train.receipts import Receipt, chain_to, read_receipts
+from maxmars.train.resume import read_changes
 
 _PATH = re.compile(
     r"(?<![\w./:-])(?:gs:/|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"  # of a disk, gs://
@@ -134,20 +134,10 @@ class Facts:
             return parts
         return []
 
-    @cached_property
-    def changes(self) -> dict[int, dict[str, list[Any]]]:
-        """The fields of the config that changed on the way: values before and after, by step."""
-
-        def is_sound(line: dict[str, Any]) -> bool:
-            changed = line.get("changed")
-            return (
-                type(line.get("step")) is int
-                and isinstance(changed, dict)
-                and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
-            )
-
-        lines = read_json_lines(self.workdir / "config_changes.jsonl", is_sound)
-        return {x["step"]: x["changed"] for x in lines if x["step"] < self.stored.step}
+    @property
+    def changes(self) -> dict[int, str]:
+        """The fields of the config that changed on the way, in words, by step."""
+        return read_changes(self.workdir, self.stored.step)
 
     @property
     def imported_from(self) -> str:

@@ -317,9 +317,7 @@ def _training(facts: Facts) -> list[str]:
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
     rows["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     rows["gradient clip (norm)"] = config.gradient_clip_norm
-    for step, changed in facts.changes.items():
-        told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-        rows[f"changed at step {step:,}"] = told
+    rows |= {f"changed at step {step:,}": told for step, told in facts.changes.items()}
     rows["first weights"] = facts.origin or "unknown: receipts.jsonl does not say"
     rows["computed in"] = getattr(config.model, "compute_dtype", None)
     rows["seed"] = config.seed

@@ -34,7 +34,7 @@ from maxmars.config import (
 )
 from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, append_line
+from maxmars.distributed.files import Workdir, append_line, read_json_lines
 from maxmars.eval.trained_model import MODEL_SOURCE, kept_sha256
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
@@ -42,6 +42,7 @@ from maxmars.train.step import abstract_train_state
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _SOURCES = {"model.make": MODEL_SOURCE, "optimizer.make": OPTIMIZER_SOURCE}
+_CHANGES = "config_changes.jsonl"
 _MAY_CHANGE = (
     "name",
     "num_steps",
@@ -307,4 +308,25 @@ def record_changes(workdir: Workdir, step: int, stored: TrainConfig, config: Tra
     if rows and processes.is_primary():
         changed = {name: [old, new] for name, old, new in rows}
         line = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "changed": changed}
-        append_line(workdir / "config_changes.jsonl", json.dumps(line, default=to_dict))
+        append_line(workdir / _CHANGES, json.dumps(line, default=to_dict))
+
+
+def read_changes(workdir: Workdir, before: int) -> dict[int, str]:
+    """What `record_changes` recorded at the steps before `before`, in words, by step.
+
+    Of several sessions that began at one step, the last counts. Damaged lines are left out.
+    """
+
+    def is_sound(line: dict[str, Any]) -> bool:
+        changed = line.get("changed")
+        return (
+            type(line.get("step")) is int
+            and isinstance(changed, dict)
+            and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
+        )
+
+    return {
+        line["step"]: ", ".join(f"{name} {a} -> {b}" for name, (a, b) in line["changed"].items())
+        for line in read_json_lines(workdir / _CHANGES, is_sound)
+        if line["step"] < before
+    }

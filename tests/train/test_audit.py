@@ -67,6 +67,9 @@ def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys, caplog):
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["verdict"] == "one trajectory"
     assert found["replayed"] == "steps 5 to 6, computed again: the same digest"
+    assert found["config_changes"] == [
+        "at step 4: num_steps 4 -> 6, schedule.decay_steps None -> 4"
+    ]
 
 
 def test_the_directory_of_its_checkpoints_means_the_run(sound):
@@ -327,7 +330,12 @@ def test_steps_after_a_change_on_purpose_are_replayed_with_the_config_that_made_
     changes, overrides = CHANGES[change]
     config = dataclasses.replace(config_of(copied.parent), num_steps=8, **changes)
     train(config, copied, resume_overrides=overrides)
-    assert check(copied, replay=2).replayed == "steps 7 to 8, computed again: the same digest"
+    found = check(copied, replay=2)
+    assert found.replayed == "steps 7 to 8, computed again: the same digest"
+    assert any(
+        line.startswith("at step 6: ") and all(name in line for name in overrides)
+        for line in found.config_changes
+    )
 
 
 @pytest.mark.slow
