@@ -52,6 +52,6 @@ def get_config(data: str = "") -> TrainConfig:
         schedule=ScheduleConfig(warmup_steps=50),
         data=source,
         eval=EvalConfig(every=250, num_windows=256, batch_size=64),
-        checkpoint=CheckpointConfig(every=None),
+        checkpoint=CheckpointConfig(every=250),
         log=LogConfig(every=10),
     )

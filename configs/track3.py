@@ -15,9 +15,8 @@ model, data and batch, and leaves optimizer, schedule and number of steps open:
 
 Matrices of the blocks are optimized by `optimizer`, and embedding, head and vectors always by
 AdamW, each with a rate of its own. Published steps to 3.28: 3,250 with Muon (2026-06-11, its values
-are `muon` here), 5,625 with AdamW (`adamw`, to be run with 250 steps of warmup and --steps 5625),
-2,690 with the record. Nobody published a run with MARS, NAdamW or SOAP as they are here: these
-values are where tuning begins.
+are `muon` here), 5,625 with AdamW (`adamw`, with --steps 5625), 2,690 with the record. Nobody
+published a run with MARS, NAdamW or SOAP as they are here: these values are where tuning begins.
 
 The benchmark's program skips the last few thousand tokens of each file and sums the losses of a
 batch where we take the mean, which the `eps` of AdamW allows for.

@@ -23,14 +23,14 @@ class AuditArguments(CheckedConfig):
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars audit runs/quickstart",
-        "maxmars audit runs/quickstart --replay 10",
+        "maxmars audit runs/quickstart --replay 250",
     )
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The working directory of a run, such as runs/quickstart."""
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
-    """Compute K steps again from a checkpoint and compare the digests. On other hardware, or
-    another mesh, rounding may differ."""
+    """Compute K steps again, from a checkpoint that is still there to a later saved step, and
+    compare the digests. On other hardware, or another mesh, rounding may differ."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the result here."""
 

@@ -3,7 +3,7 @@
     maxmars compare tools/examples/mars_over_others.py --steps 256 --workdir runs/mars_over \\
       --optimizers nadam,mars_nadam,ademamix,mars_ademamix,adopt,mars_adopt,soap,mars_soap
 
-It is the tiny comparison's model on the sources of Python. `maxmars/compare/README.md` has a table.
+It is the tiny comparison's model on the sources of Python.
 """
 
 from __future__ import annotations
