@@ -127,13 +127,24 @@ def run(argv: list[str]) -> int:
     }
     arguments = next(iter(planned.values()))[0]
     # Imported late: they load JAX.
-    from maxmars.compare.report import print_summary, summary_json
+    from maxmars.compare.cells import COMPARISON
+    from maxmars.compare.report import check_out, print_summary, summary_json
     from maxmars.compare.run import Part, compare
-    from maxmars.compare.sizes import print_sizes, write_sizes_report
+    from maxmars.compare.sizes import (
+        is_report_of_sizes,
+        print_sizes,
+        with_other_sizes,
+        write_sizes_report,
+    )
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
     part, summaries = Part(*_part(arguments.cells)), {}
+    root = next(iter(planned.values()))[2].parent
+    if sizes is not None:  # now rather than after hours
+        if (root / COMPARISON).is_file():
+            raise UsageError(f"--workdir {root} holds a comparison without --sizes; name another.")
+        check_out(root, is_report_of_sizes)
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         for name, (_, comparison, workdir) in planned.items():
             if name:
@@ -145,8 +156,7 @@ def run(argv: list[str]) -> int:
             print_summary(summaries[name], workdir)
         found = summary_json(summaries[names[0]])
         if sizes is not None:
-            root = workdir.parent
-            found = write_sizes_report(summaries, root)
+            found = write_sizes_report(with_other_sizes(summaries, root), root)
             print_sizes(found, root)
     if arguments.json:
         print(json.dumps(found))
@@ -444,13 +454,16 @@ def _starts(
         outcome = outcomes.get(name)
         if outcome is None or outcome.best is None:
             raise UsageError(f"--start-from {directory}: {name} has no result there.")
-        tried = [grid.field for grid in outcome.contender.grids]
+        own, setting = outcome.contender.config, dict(outcome.best.setting)
+        # An earlier search there, over other fields, may have found the best setting.
+        changed = [field for field, value in setting.items() if value != value_of(own, field)]
+        tried = list(dict.fromkeys([*(g.field for g in outcome.contender.grids), *changed]))
         if missing := [field for field in tried if field not in tuned]:
             raise UsageError(
                 f"--start-from {directory}: {name} was tuned over {', '.join(missing)} too; name "
                 "the same fields in --tune."
             )
-        best = with_values(outcome.contender.config, dict(outcome.best.setting))
+        best = with_values(own, setting)
         values = {field: value_of(best, field) for field in tried}
         found[name] = {field: value for field, value in values.items() if value is not None}
     return found

@@ -257,7 +257,9 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
     for contender in comparison.contenders:
         check_code(contender, code, workdir)
         before = stored.get(contender.name, contender.config)
-        if rows := _differences(contender.config, before):
+        own = code_of(contender.config), code.get(contender.name, {})
+        rows = [r for r in _differences(contender.config, before) if not _is_same_code(r, *own)]
+        if rows:
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
             raise ValueError(
                 f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
@@ -280,6 +282,14 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
         "code": {name: digests for name, digests in code.items() if digests},
     }
     write_json(workdir / COMPARISON, fields)
+
+
+def _is_same_code(
+    row: tuple[str, object, object], now: Mapping[str, str], before: Mapping[str, str]
+) -> bool:
+    """Whether a field names the same function of the same file, by another path."""
+    (path, _, name), (other, _, theirs) = (str(value).rpartition(":") for value in row[1:])
+    return name == theirs and path in now and now[path] == before.get(other)
 
 
 def read_comparison(workdir: Path) -> Comparison:
@@ -308,8 +318,8 @@ def _comparison(fields: Mapping[str, Any]) -> Comparison:
             grids=tuple(
                 Grid(
                     field=grid["field"],
-                    values=tuple(grid["values"]),
-                    scanned=tuple(grid["scanned"]),
+                    values=tuple(map(_number, grid["values"])),
+                    scanned=tuple(map(_number, grid["scanned"])),
                 )
                 for grid in grids
             ),
@@ -319,11 +329,17 @@ def _comparison(fields: Mapping[str, Any]) -> Comparison:
     return Comparison(
         contenders=contenders,
         baseline=fields["baseline"],
-        seeds=tuple(fields["seeds"]),
-        budget=fields["budget"],
-        finalists=fields["finalists"],
-        confirm=fields.get("confirm", 1),  # which comparisons before it lacked
+        seeds=tuple(map(operator.index, fields["seeds"])),
+        budget=operator.index(fields["budget"]),
+        finalists=operator.index(fields["finalists"]),
+        confirm=operator.index(fields.get("confirm", 1)),  # which comparisons before it lacked
     )
+
+
+def _number(value: Any) -> Number:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
@@ -386,8 +402,18 @@ def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
 
 
 def _result(fields: Any) -> CellResult | None:
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        return cell_from_json(fields)
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        result = cell_from_json(fields)
+        cell = result.cell
+        parts = [cell.contender, *(field for field, _ in cell.setting)]
+        numbers = [cell.seed, *(value for _, value in cell.setting), result.step_time_s or 0.0]
+        told = {"device_kinds", "num_devices", "jax"} <= result.environment.keys()
+        if (
+            all(isinstance(part, str) for part in parts)
+            and all(isinstance(number, int | float) for number in numbers)
+            and (told or not result.environment)
+        ):
+            return result
     return None
 
 

@@ -222,7 +222,7 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     cells = {
         "name": name,
         "rate": "",
-        "loss": "diverged" if outcome.num_cells else _NONE,
+        "loss": "diverged" if outcome.has_diverged else _NONE,
         "difference": "",
         "p": "",
         "tokens": "",
@@ -284,7 +284,9 @@ def _result_table(summary: Summary) -> str:
             cells["p"] or _NONE,
             str(best.seeds_needed or _NONE),
         )
-        rows.append((cells["name"], setting, cells["loss"], *tested, *reached, diverged))
+        loss, seeds = cells["loss"], len(summary.comparison.seeds)
+        loss += f" ({len(best.losses)} of {seeds} seeds)" if len(best.losses) < seeds else ""
+        rows.append((cells["name"], setting, loss, *tested, *reached, diverged))
     return markdown_table(columns, rows)
 
 
@@ -299,8 +301,18 @@ def _notes(summary: Summary) -> Iterator[str]:
         found = {r.environment.get(name) for o in summary.outcomes for r in o.results}
         if len(found - {None}) > 1:
             yield f"The cells ran with {len(found - {None})} versions {what}."
+    devices: dict[str, list[str]] = {}
     for outcome in summary.outcomes:
-        if outcome.best is None and outcome.num_diverged:
+        for kind in sorted({_devices(r.environment) for r in outcome.results if r.environment}):
+            devices.setdefault(kind, []).append(outcome.contender.name)
+    if len(devices) > 1:
+        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in devices.items())
+        yield (
+            "The cells ran on several devices, so their step times do not compare, and losses "
+            f"differ by rounding: {listed}."
+        )
+    for outcome in summary.outcomes:
+        if outcome.has_diverged:
             yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
         found = outcome.basin
         if found is not None:
@@ -329,6 +341,10 @@ def _notes(summary: Summary) -> Iterator[str]:
             f"{escape_markdown(str(value))} ({name})" for name, value in values.items()
         )
         yield f"The configs also differ in {field}: {each}."
+
+
+def _devices(environment: Mapping[str, Any]) -> str:
+    return f"{environment['num_devices']} x {' and '.join(environment['device_kinds'])}"
 
 
 def _tuned(summary: Summary) -> list[str]:
@@ -450,7 +466,12 @@ def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
             )
             yield _image(path, caption)
     path = workdir / "figures" / "every_run.png"
-    cells = {o.contender.name: [r.curve for r in o.results if r.curve] for o in summary.outcomes}
+    cells = {  # a run that diverged before its second evaluation has a curve of its training loss
+        o.contender.name: [
+            r.curve for r in o.results if r.curve and r.curve.loss_of == VALIDATION_LOSS
+        ]
+        for o in summary.outcomes
+    }
     if draw_every_run(cells, {line.name: line for line in best}, path):
         yield _image(path, "Validation loss of every run; thick: the mean at the best setting.")
 

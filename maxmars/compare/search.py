@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +88,7 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
         finalists = _finalists(_settings(asked), contender, comparison, results)
         all_tries = [(setting, seed) for setting in finalists for seed in comparison.seeds]
         finals = [] if missing else [one for one in all_tries if one not in losses.of_try]
-        best = _best(finalists, contender, comparison, results)
+        best = _best(_settings(asked), contender, comparison, results)
         if missing or left or finals or best is None:
             break
         num_asked = len(asked)
@@ -145,8 +145,7 @@ def best_setting(contender: Contender, comparison: Comparison, results: Results)
     None where every setting diverged or none is finished.
     """
     tried = search(contender, comparison, results).tried
-    finalists = _finalists(tried, contender, comparison, results)
-    return _best(finalists, contender, comparison, results)
+    return _best(tried, contender, comparison, results)
 
 
 def results_at(
@@ -193,9 +192,16 @@ def _finalists(
 
 
 def _best(
-    finalists: Sequence[Setting], contender: Contender, comparison: Comparison, results: Results
+    tried: Iterable[Setting], contender: Contender, comparison: Comparison, results: Results
 ) -> Setting | None:
+    """The lowest mean of the finalists and of all settings that ran with all seeds."""
+    finalists = _finalists(tried, contender, comparison, results)
     found = {s: losses_at(contender, s, comparison, results) for s in finalists}
+    # Such a setting may be no finalist any more: one that is luckier with the first seed came in.
+    for setting in _with_others(tried, contender, results):
+        losses = losses_at(contender, setting, comparison, results)
+        if len(losses) == len(comparison.seeds) and np.isfinite(losses).all():
+            found.setdefault(setting, losses)
     most = max(map(len, found.values()), default=0)
     means = {setting: np.mean(losses) for setting, losses in found.items() if len(losses) == most}
     return min(means, key=lambda setting: means[setting], default=None)

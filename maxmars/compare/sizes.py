@@ -15,7 +15,7 @@ from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison,
 from maxmars.compare.figures import draw_speed_ups
 from maxmars.compare.report import check_out, write_report
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
-from maxmars.compare.summary import Outcome, Summary
+from maxmars.compare.summary import Outcome, Summary, summarize
 from maxmars.compare.tables import interval, markdown_table, print_table
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_json, write_text
@@ -40,13 +40,30 @@ def write_reports_of_sizes(
       FileExistsError: `directory` holds a report already, and not an earlier one of sizes.
       ImportError: matplotlib is not installed.
     """
-    check_out(directory, lambda earlier: isinstance(earlier, dict) and "sizes" in earlier)
+    check_out(directory, is_report_of_sizes)
     summaries = {
         path.name: write_report(path) for path in sizes if read_results(read_comparison(path), path)
     }
     if not summaries:
         raise ValueError(f"no cell below {directory} is finished yet; start the comparison again.")
     return summaries, write_sizes_report(summaries, directory)
+
+
+def is_report_of_sizes(earlier: Any) -> bool:
+    """Whether what a `report.json` holds is of this module."""
+    return isinstance(earlier, dict) and "sizes" in earlier
+
+
+def with_other_sizes(summaries: Mapping[str, Summary], directory: Path) -> dict[str, Summary]:
+    """These, and what other sizes in `directory` with their baseline found; smallest first."""
+    found = dict(summaries)
+    baselines = {summary.comparison.baseline for summary in summaries.values()}
+    paths = size_directories(directory)
+    for path in paths:
+        other = read_comparison(path)
+        if path.name not in found and other.baseline in baselines and read_results(other, path):
+            found[path.name] = summarize(path)
+    return {path.name: found[path.name] for path in paths if path.name in found}
 
 
 def size_directories(directory: Path) -> list[Path]:
@@ -95,10 +112,13 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
                 continue
             best, gain = outcome.best, speed_up(outcome, summary)
             parameters = num_parameters(outcome.contender.config.model)
-            row = [name, size, "diverged" if outcome.num_cells else "not finished", *[""] * 4]
+            row = [name, size, "diverged" if outcome.has_diverged else "not finished", *[""] * 4]
             if best is not None:
                 row[2] = describe_setting(best.setting).replace(",", ", ")
+                row[2] += "" if outcome.search.is_at_its_end else " (not at its end)"
                 row[3] = interval(best.loss, "{:.4f}")
+                if len(best.losses) < len(summary.comparison.seeds):
+                    row[3] += f" ({len(best.losses)} of {len(summary.comparison.seeds)} seeds)"
                 row[6] = "" if gain is None else _factor(gain)
             if best is not None and best.test is not None:
                 row[4] = interval(best.test.difference, "{:+.4f}")
@@ -136,9 +156,11 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
         for config in [summary.comparison.contenders[0].config]
     )
     own = ", ".join(f"[{size}]({size}/report.md)" for size in summaries)
+    missing = _missing(summaries)
     blocks = [
         f"# {' and '.join(summaries)}: {', '.join(names)}",
         f"{runs}. Each size has its own report: {own}.",
+        *([missing] if missing else []),
         markdown_table(columns, rows),
         f"The data speed-up says how many times fewer tokens a contender needs than {baseline}: "
         "of the two runs of a seed, the tokens of the better one, over those after which its "
@@ -149,7 +171,12 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
     if draw_speed_ups(points, directory / "figures" / "speed_up.png", baseline):
         blocks.append("![data speed-up by size](figures/speed_up.png)")
     write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
-    found = {"baseline": baseline, "sizes": list(summaries), "results": fields}
+    found = {
+        "baseline": baseline,
+        "sizes": list(summaries),
+        "num_missing": {size: summary.num_missing for size, summary in summaries.items()},
+        "results": fields,
+    }
     write_json(directory / "report.json", found)
     return found
 
@@ -169,7 +196,16 @@ def print_sizes(found: Mapping[str, Any], directory: Path) -> None:
         [(name, *(t for s in sizes for t in by.get(s, ("", "")))) for name, by in rows.items()],
     )
     print(f"validation loss, and data speed-up over {found['baseline']}")
+    lacking = [size for size, number in found["num_missing"].items() if number]
+    if lacking:
+        print(f"unfinished: {', '.join(lacking)}")
     print(f"report of all sizes: {directory / 'report.md'}")
+
+
+def _missing(summaries: Mapping[str, Summary]) -> str:
+    lacking = {size: s.num_missing for size, s in summaries.items() if s.num_missing}
+    listed = ", ".join(f"{number} at least of {size}" for size, number in lacking.items())
+    return f"UNFINISHED: cells are missing, {listed}." if lacking else ""
 
 
 def speed_up(outcome: Outcome, summary: Summary) -> Interval | None:

@@ -102,6 +102,11 @@ class Outcome:
         """How many of them diverged."""
         return sum(result.diverged is not None for result in self.results)
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it diverged at every setting, and no cell is missing."""
+        return self.best is None and self.num_cells > 0 and not self.search.missing
+
     def along(self, field: str) -> dict[Number, list[float]]:
         """Value of a field -> losses by seed of the settings that else are the best one."""
         found = {
@@ -216,7 +221,10 @@ def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
     tested: dict[tuple[str, str], PairedTest] = {}
     for (first, ours), (second, theirs) in itertools.combinations(ranked, 2):
         seeds = [seed for seed in ours.losses if seed in theirs.losses]
-        test = paired_test([ours.losses[s] for s in seeds], [theirs.losses[s] for s in seeds])
+        losses = [[best.losses[s] for s in seeds] for best in (ours, theirs)]
+        if sum(losses[0]) > sum(losses[1]):  # of the seeds that both have
+            first, second, losses = second, first, losses[::-1]
+        test = paired_test(*losses)
         if test is not None:
             tested[first, second] = test
     adjusted = holm([test.p for test in tested.values()])
@@ -245,10 +253,16 @@ def _best(
     tokens = seconds = test = needed = None
     if baselines:
         positions, losses = line.points
-        # By the same sum as the baseline's own curve, which so ends exactly there.
-        reference = Line(name="", curves=tuple(r.curve for r in baselines if r.curve))
-        target = float(reference.points[1].mean(axis=0)[-1])
-        tokens = first_crossing(positions.tolist(), losses.mean(axis=0).tolist(), target)
+        # By the same sum as the baseline's own curve, which so ends exactly there. Where seeds are
+        # missing, of those that both have.
+        shared = {r.cell.seed for r in ours} & {r.cell.seed for r in baselines}
+        reference = Line(
+            name="", curves=tuple(r.curve for r in baselines if r.curve and r.cell.seed in shared)
+        )
+        losses = losses[[r.cell.seed in shared for r in ours]]
+        if shared:
+            target = float(reference.points[1].mean(axis=0)[-1])
+            tokens = first_crossing(positions.tolist(), losses.mean(axis=0).tolist(), target)
         if tokens is not None and step_time_s is not None:
             seconds = tokens / contender.config.tokens_per_step * step_time_s
         if contender.name != baselines[0].cell.contender:

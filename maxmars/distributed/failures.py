@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -30,26 +30,38 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     """Turns signals into an answer of `due` inside a `with` block.
 
     Outside the main thread, where Python allows no handlers, signals act as they always do.
-    `before_leaving` is called where a second Ctrl-C ends the process at once.
+    `before_leaving` is called where a second Ctrl-C ends the process at once. A block within
+    another one, as a run of a comparison has, shares its requests.
     """
+
+    _innermost: ClassVar[StopRequests | None] = None  # which has the handlers of this process
 
     def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
         self._before_leaving = before_leaving
         self._requested = False
         self._counted = 0
+        self._outer: StopRequests | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
+            self._outer, StopRequests._innermost = StopRequests._innermost, self
+            if self._outer is not None:
+                self._requested = self._outer._requested
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             if not jax.distributed.is_initialized():  # JAX then has its own handler of SIGTERM
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._previous:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        StopRequests._innermost = self._outer
+        if self._outer is not None:
+            self._outer._requested |= self._requested
 
     def due(self, step: int) -> bool:
         """Whether to stop after `step` steps.

@@ -190,6 +190,21 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
         assert grids[name][0]["scanned"] == [rate / 2, rate, rate * 2]
 
 
+def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
+    compare_command, copied, comparison, tmp_path, capsys
+):
+    for cell, result in by_cell(copied, comparison).items():
+        if cell.setting == LION.setting and cell.contender == "lion":
+            better = dataclasses.replace(cell, setting=(*cell.setting, ("b1", 0.8)))
+            write_result(dataclasses.replace(result, cell=better, loss=1.0), copied)
+    words = [*compare_command, str(tmp_path / "new"), "--start-from", str(copied)]
+    rates = words.index("--learning-rates")
+    del words[rates : rates + 2]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--tune", "learning_rate"])
+    assert "lion was tuned over b1 too" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_cells(compare_command, compared, comparison, tmp_path):
     command = [sys.executable, "-m", "maxmars", *compare_command, str(tmp_path)]
@@ -322,6 +337,18 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert found["lion", "32"]["num_parameters"] > found["lion", "16"]["num_parameters"]
     page = (workdir / "report.md").read_text()
     assert "| lion | 32 | learning_rate=" in page
+
+    # One size again keeps the other one in the report, and nothing else is overwritten.
+    words = ["compare", str(file), *options]
+    cli.main([*words, str(workdir), "--sizes", "16"])
+    assert json.loads((workdir / "report.json").read_text()) == report
+    (workdir / "report.json").unlink()
+    with pytest.raises(SystemExit):
+        cli.main([*words, str(workdir), "--sizes", "16"])
+    assert "holds report.md and figures already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*words, str(workdir / "16"), "--sizes", "16"])
+    assert "holds a comparison without --sizes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -143,6 +143,27 @@ def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
     assert search(contender, small, results).untried
 
 
+def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
+    """Its neighbour is lucky with the first seed, and so comes before it among the finalists."""
+    by_setting = {  # with the first seed, and with the others
+        (2e-3, 0.9): (2.0, 2.3),
+        (4e-3, 0.9): (2.01, 2.0),
+        (8e-3, 0.95): (1.9, 2.4),
+    }
+
+    def loss(cell):
+        found = by_setting.get((rate_of(cell), dict(cell.setting).get("b1", 0.9)), (2.5, 2.5))
+        return found[min(cell.seed, 1)]
+
+    compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
+    (contender,) = compared.contenders
+    asked, results = run(compared, loss)
+    lucky = (("learning_rate", 8e-3), ("b1", 0.95))
+    assert {cell.seed for cell in asked if cell.setting == lucky} == {0, 1, 2}
+    assert dict(best_setting(contender, compared, results)) == {"learning_rate": 4e-3}
+    assert search(contender, compared, results).is_at_its_end
+
+
 def on_the_edge(cell):
     """The higher the rate the better, but above 2e-3 each other seed goes wrong."""
     values = {"b1": 0.9} | dict(cell.setting)

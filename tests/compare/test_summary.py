@@ -1,10 +1,15 @@
 """What a comparison of made-up losses found."""
 
+import dataclasses
+import json
+import math
+
 import numpy as np
 import pytest
 import scipy.stats
 from tiny import tiny_config
 
+from maxmars import cli
 from maxmars.compare.cells import (
     Cell,
     CellResult,
@@ -19,7 +24,7 @@ from maxmars.compare.report import write_report
 from maxmars.compare.sizes import speed_up
 from maxmars.compare.statistics import holm
 from maxmars.compare.summary import summarize
-from maxmars.config import AdamWConfig
+from maxmars.config import AdamWConfig, OptaxConfig
 
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
 LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
@@ -76,6 +81,82 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     assert found.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
     assert found.low is None
     assert speed_up(c, summary) is None
+
+
+def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
+    write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
+    summary = write_report(tmp_path)
+    assert {(pair.first, pair.second) for pair in summary.pairs} == {
+        ("b", "a"),
+        ("a", "c"),  # of all seeds
+        ("c", "b"),  # of the first two, though its mean of three is higher
+    }
+    assert "(2 of 3 seeds)" in (tmp_path / "report.md").read_text()
+    _, b, _ = summary.outcomes
+    reached = 100 * (6 - 3.05) / (6 - 2.95)  # of the first two seeds; the curves are lines
+    assert b.best.tokens_to_baseline == pytest.approx(reached)
+
+
+def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
+    write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (None, None, None)})
+    result = dataclasses.replace(made_up("b", 0, math.inf), diverged="rose by 0.6")
+    write_result(result, tmp_path)
+    lower = "b diverged at every setting: give it lower rates."
+    write_report(tmp_path)
+    assert lower in (tmp_path / "report.md").read_text()  # at the one that there is
+    fields = json.loads((tmp_path / "compare.json").read_text())
+    fields["compared"]["b"][0] |= {"values": [5e-4, 1e-3], "scanned": [5e-4, 1e-3]}
+    (tmp_path / "compare.json").write_text(json.dumps(fields | {"budget": 2}))
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "UNFINISHED" in text
+    assert lower not in text
+
+
+def test_cells_of_several_devices_are_told_apart(tmp_path):
+    write(tmp_path, LOSSES)
+    write_report(tmp_path)
+    several = "The cells ran on several devices"
+    assert several not in (tmp_path / "report.md").read_text()
+    for name, kind in (("a", "H100"), ("b", "H200")):
+        environment = {"num_devices": 1, "device_kinds": [kind], "jax": "0.11.0"}
+        result = dataclasses.replace(made_up(name, 0, LOSSES[name][0]), environment=environment)
+        write_result(result, tmp_path)
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert several in text
+    assert "1 x H100: a; 1 x H200: b." in text
+
+
+def test_an_unfinished_size_is_told_as_such(tmp_path, capsys):
+    write(tmp_path / "small", LOSSES)
+    write(tmp_path / "large", LOSSES | {"b": (2.0, None, None)})
+    cli.main(["report", str(tmp_path)])
+    assert "unfinished: large" in capsys.readouterr().out
+    page = (tmp_path / "report.md").read_text()
+    assert "UNFINISHED: cells are missing, 2 at least of large." in page
+    assert "2.0000 (1 of 3 seeds)" in page
+
+
+def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monkeypatch):
+    own = tmp_path / "own.py"
+    own.write_text("def make(learning_rate): ...\n")
+    monkeypatch.chdir(tmp_path)
+
+    def opened(path):
+        optimizer = OptaxConfig(make=f"{path}:make", learning_rate=1e-3)
+        config = dataclasses.replace(CONFIG, optimizer=optimizer)
+        contender = Contender(name="own", config=config, grids=())
+        open_comparison(
+            Comparison(contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1),
+            tmp_path / "compared",
+        )
+
+    opened("own.py")
+    opened(own)
+    (tmp_path / "other.py").write_text("def make(learning_rate): return None\n")
+    with pytest.raises(ValueError, match=r"own differs in optimizer\.make|has changed since"):
+        opened("other.py")
 
 
 def made_up(name: str, seed: int, loss: float) -> CellResult:
