@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,34 @@ def test_the_first_steps_of_a_run_that_is_shorter_than_its_warmup(receipt, capsy
     forge(receipt, warm_up)
     cli.main(["track", "verify", str(receipt), "--steps", "1"])
     assert "seed 0, 1 steps: equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_under_soap_only_whole_runs_are_judged_on_another_machine(
+    compare_command, tmp_path, capsys
+):
+    """Its first bases depend on rounding, here imitated."""
+    config, workdir = tmp_path / "config.py", tmp_path / "soap"
+    text = Path(compare_command[1]).read_text().replace('"lion"]', '"lion", "soap"]')
+    text = text.replace("import CheckpointConfig", "import SoapConfig, CheckpointConfig")
+    config.write_text(text.replace("LionConfig()", "SoapConfig()"))
+    words = ["compare", str(config), "--optimizers", "soap", "--seeds", "1", "--steps", "4"]
+    words += ["--learning-rates", "3e-3", "--budget", "1", "--finalists", "1"]
+    cli.main([*words, "--workdir", str(workdir)])
+
+    def round_otherwise(fields):
+        for loss in fields["cells"][0]["train_losses"]:
+            loss[1] += 0.1
+
+    receipt = workdir / "receipt-soap.json"
+    forge(receipt, round_otherwise)
+    cli.main(["track", "verify", str(receipt)])
+    printed = capsys.readouterr().out
+    assert "seed 0, 4 steps: equal up to rounding (losses differ by at most 1.0e-01)" in printed
+    with pytest.raises(SystemExit) as end:
+        cli.main(["track", "verify", str(receipt), "--steps", "2"])
+    assert end.value.code == 1
+    assert "only whole runs are judged: leave out --steps." in capsys.readouterr().out
 
 
 @pytest.mark.slow
