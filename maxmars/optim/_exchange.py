@@ -27,6 +27,15 @@ Axes = tuple[str, ...]
 AnyMesh = Mesh | AbstractMesh
 
 
+def check_is_mesh(mesh: Any) -> None:
+    """Raise ValueError unless it is a mesh or None."""
+    if mesh is not None and not isinstance(mesh, AnyMesh):
+        raise ValueError(
+            f"mesh={mesh!r} is no mesh; optax.inject_hyperparams takes a mesh, which can be "
+            "called, for a schedule: give it static_args=('mesh',)."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How an array lies on a mesh."""

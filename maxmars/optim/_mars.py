@@ -43,14 +43,15 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
+    asks_whole_tree,
     by_kind,
     cast_like,
     check_choice,
     check_fraction,
+    check_like_gradients,
     check_open_fraction,
     check_positive,
     in_float32,
-    specs_of_whole_tree,
     stepped,
     vector_rate,
     widened,
@@ -143,11 +144,7 @@ def _checked_prev_grads(prev_grads: Tree, updates: Tree) -> Tree:
             "exact MARS needs the gradient of this batch at the previous parameters: call "
             "update(grads, state, params, prev_grads=...)."
         )
-    if jax.tree.structure(prev_grads) != jax.tree.structure(updates):
-        raise ValueError(
-            "prev_grads is not a tree like the gradients that reach exact MARS; under "
-            "optax.masked or optax.partition, give these mask_compatible_extra_args=True."
-        )
+    check_like_gradients("prev_grads", prev_grads, updates)
     return prev_grads
 
 
@@ -251,6 +248,11 @@ class ScaleByAmsgradState(NamedTuple):
     """Running maximum of the second moment, before its bias correction; None without amsgrad."""
 
 
+@functools.partial(jax.jit, inline=True)  # outside of jit, a power compiles anew for each count
+def _root_of_correction(b2: Scalar, count: jax.Array) -> jax.Array:
+    return jnp.sqrt(1 - b2**count)
+
+
 def _scale_by_adam(
     b1: Scalar,
     b2: Scalar,
@@ -285,7 +287,7 @@ def _scale_by_adam(
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
         nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else None
-        correction = jnp.sqrt(1 - b2**count)
+        correction = _root_of_correction(b2, count)
 
         def direction(m: jax.Array, v: jax.Array) -> jax.Array:
             root, factor = jnp.sqrt(v), correction.astype(v.dtype)
@@ -362,7 +364,7 @@ def _corrected(
     return [correction, clip_by_matrix_norm(clip_threshold, matrix_specs)]
 
 
-@specs_of_whole_tree
+@asks_whole_tree
 def mars(
     learning_rate: ScalarOrSchedule,
     *,

@@ -128,7 +128,7 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     _refuse_complex(params)
     if not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
         specs = None
-    if callable(specs):
+    if is_function(specs):
         specs = specs(params)
     if specs is None:
         return jax.tree.map(lambda p: default_spec(p.ndim), params)
@@ -140,6 +140,12 @@ def resolve_specs(specs: Any, params: Any) -> Any:
         return jax.tree.map(lambda p: _checked(spec, p), subtree)
 
     return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
+
+
+def is_function(x: Any) -> bool:
+    """Whether it is to be called: not a tree that is itself callable, such as a module of specs."""
+    leaves = jax.tree.leaves(x)
+    return bool(leaves) and all(map(callable, leaves))
 
 
 def _refuse_complex(params: Any) -> None:
@@ -155,6 +161,11 @@ def _refuse_complex(params: Any) -> None:
 def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
     if spec is None:
         return MatrixSpec(rows=(), cols=tuple(range(max(param.ndim, 1))))
+    if not isinstance(spec, MatrixSpec):
+        raise ValueError(
+            f"matrix_specs has {spec!r} for a parameter of shape {param.shape}; give a MatrixSpec, "
+            "or None for a vector."
+        )
     vectors = not (spec.batch or spec.rows)
     if spec.ndim != (max(param.ndim, 1) if vectors else param.ndim):  # a scalar is one element
         raise ValueError(

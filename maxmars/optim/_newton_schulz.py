@@ -102,6 +102,11 @@ def check_ns_dtype(dtype: Any) -> None:
     float32 for float64, in the few bits that an accelerator may multiply it in."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"ns_dtype={dtype} must be a floating-point type, such as bfloat16.")
+    if jnp.finfo(dtype).nexp < 8:
+        raise ValueError(
+            f"ns_dtype={jnp.dtype(dtype)} has too small a range: momentum below 1e-5 loses its "
+            "bits in it; take bfloat16 or float32."
+        )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"ns_dtype={jnp.dtype(dtype)} needs 64-bit JAX: set the environment variable "

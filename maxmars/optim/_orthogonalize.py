@@ -31,6 +31,7 @@ from maxmars.optim._exchange import (
     Axes,
     Exchange,
     Layout,
+    check_is_mesh,
     entries_of,
     known_partition,
     layout_of,
@@ -429,6 +430,7 @@ def scale_by_orthogonalization(
     check_positive("ns_eps", eps)
     check_positive("orthogonality_every", measure_every)
     check_ns_dtype(dtype)
+    check_is_mesh(mesh)
     triples_of(coefficients, steps)
 
     def init_fn(params: Tree) -> Any:

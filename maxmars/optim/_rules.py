@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, is_function, resolve_specs
 
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
@@ -24,9 +24,13 @@ def in_float32(
     """`inner`, calculated in float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16.
 
     Gradients, parameters and state come to `inner` widened. The state goes back in the dtypes that
-    it had, and updates in those of the parameters, or of the gradients where none are given.
+    it had, which for float16 parameters are those of float32 ones, and updates in those of the
+    parameters, or of the gradients where none are given.
     """
     inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: Tree) -> Tree:
+        return inner.init(jax.tree.map(_without_float16, params))
 
     def update_fn(
         updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
@@ -36,7 +40,16 @@ def in_float32(
         like = updates if params is None else params
         return cast_like(new_updates, like), cast_like(new_state, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _without_float16(x: Any) -> Any:
+    """float32 in place of float16, in which the square of a gradient of 1e-4 is zero."""
+    if x.dtype != jnp.float16:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+    return x.astype(jnp.float32)
 
 
 def widened(tree: Tree) -> Tree:
@@ -73,28 +86,33 @@ def stepped(
     )
 
 
-def specs_of_whole_tree(make: Optimizer) -> Optimizer:
-    """The optimizer `make`, with a `matrix_specs` function that is called with all parameters.
+def asks_whole_tree(make: Optimizer) -> Optimizer:
+    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters.
 
     The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
     """
 
     @functools.wraps(make)
     def made(
-        *args: Any, matrix_specs: Any = None, **options: Any
+        *args: Any, matrix_specs: Any = None, mask: Any = None, **options: Any
     ) -> optax.GradientTransformationExtraArgs:
-        if not callable(matrix_specs):
-            return make(*args, matrix_specs=matrix_specs, **options)
+        if not is_function(matrix_specs) and not is_function(mask):
+            return make(*args, matrix_specs=matrix_specs, mask=mask, **options)
+
+        def of(tree: Tree) -> optax.GradientTransformationExtraArgs:
+            specs, decays = matrix_specs, mask
+            if jax.tree.leaves(tree):  # optax.tree.map_params: a tree of no leaves
+                specs = resolve_specs(specs, tree)
+                decays = decays(tree) if is_function(decays) else decays
+            return make(*args, matrix_specs=specs, mask=decays, **options)
 
         def init_fn(params: Tree) -> Tree:
-            specs = resolve_specs(matrix_specs, params)
-            return make(*args, matrix_specs=specs, **options).init(params)
+            return of(params).init(params)
 
         def update_fn(
             updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
         ) -> tuple[Tree, Tree]:
-            tx = make(*args, matrix_specs=resolve_specs(matrix_specs, updates), **options)
-            return tx.update(updates, state, params, **extra_args)
+            return of(updates).update(updates, state, params, **extra_args)
 
         make(*args, **options)  # raises here rather than in init
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -177,6 +195,15 @@ def check_positive(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is traced or positive."""
     if isinstance(value, int | float) and not value > 0:
         raise ValueError(f"{name}={value} must be positive.")
+
+
+def check_like_gradients(name: str, tree: Tree, grads: Tree) -> None:
+    """Raise ValueError unless further gradients are a tree like those that reach an optimizer."""
+    if jax.tree.structure(tree) != jax.tree.structure(grads):
+        raise ValueError(
+            f"{name} is not a tree like the gradients that reach this optimizer; under "
+            "optax.masked or optax.partition, give these mask_compatible_extra_args=True."
+        )
 
 
 def bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:

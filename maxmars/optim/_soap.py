@@ -61,6 +61,7 @@ from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
     Exchange,
+    check_is_mesh,
     layout_of,
     num_devices,
     on_mesh,
@@ -73,12 +74,13 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
+    asks_whole_tree,
     bias_correction,
     by_kind,
+    cast_like,
     check_fraction,
     check_positive,
     in_float32,
-    specs_of_whole_tree,
     stepped,
     vector_rate,
     wide_dtype,
@@ -158,6 +160,7 @@ def scale_by_soap(
     check_positive("eps", eps)
     check_positive("precondition_frequency", precondition_frequency)
     check_positive("max_precondition_dim", max_precondition_dim)
+    check_is_mesh(mesh)
     if isinstance(max_precondition_dim, jax.Array):
         raise ValueError(
             "max_precondition_dim decides the shapes of the state and cannot be traced; give "
@@ -168,9 +171,10 @@ def scale_by_soap(
     def step(
         grads: Matrices, part: ScaleBySoapState, count: jax.Array, sum_grams: Sum
     ) -> tuple[Matrices, ScaleBySoapState]:
-        directions, part = _adam(grads, part, count, b1, b2, eps)
-        part = _update_grams(grads, part, shampoo_beta, sum_grams)
-        return directions, _update_bases(part, count, precondition_frequency)
+        directions, new = _adam(grads, part, count, b1, b2, eps)
+        new = _update_grams(grads, new, shampoo_beta, sum_grams)
+        # Hyperparameters of a wider dtype widen what they are multiplied with.
+        return directions, _update_bases(cast_like(new, part), count, precondition_frequency)
 
     def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
         if not spec.is_matrix or not x.size:
@@ -213,7 +217,7 @@ def scale_by_soap(
     return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
 
-@specs_of_whole_tree
+@asks_whole_tree
 def soap(
     learning_rate: ScalarOrSchedule,
     *,
@@ -387,7 +391,11 @@ def _update_bases(
     if part.row_gram is None and part.col_gram is None:
         return part
     branch = jnp.where(count == 0, 1, jnp.where(count % frequency == 0, 2, 0))
-    return jax.lax.switch(branch, (lambda part: part, _first_bases, _next_bases), part)
+    return jax.lax.switch(branch, (_same_bases, _first_bases, _next_bases), part)
+
+
+def _same_bases(part: ScaleBySoapState) -> ScaleBySoapState:
+    return part
 
 
 def _first_bases(part: ScaleBySoapState) -> ScaleBySoapState:

@@ -34,6 +34,7 @@ from maxmars.optim._rules import (
     ScalarOrSchedule,
     Tree,
     check_fraction,
+    check_like_gradients,
     check_positive,
     in_float32,
     stepped,
@@ -41,8 +42,8 @@ from maxmars.optim._rules import (
 
 
 class ScaleBySophiaState(NamedTuple):
-    """State of `scale_by_sophia`; the trees have the parameters' structure, shapes, dtypes and
-    shardings."""
+    """State of `scale_by_sophia`; the trees have the parameters' structure, shapes, dtypes (float32
+    of float16) and shardings."""
 
     count: jax.Array
     """Number of updates, int32."""
@@ -108,6 +109,7 @@ def scale_by_sophia(
 
         hessian = state.hessian
         if sampled_grads is not None:
+            check_like_gradients("sampled_grads", sampled_grads, updates)
             hessian = jax.tree.map(estimate, hessian, sampled_grads)
         elif isinstance(due, jax.core.Tracer) or due:
             raise ValueError(

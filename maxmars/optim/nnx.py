@@ -51,7 +51,7 @@ def matrix_specs_of(model: nnx.Module, wrt: Any = nnx.Param) -> Any:
 def _spec(model: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> MatrixSpec:
     layer: Any = model
     for key in path[:-1]:
-        layer = getattr(layer, key) if isinstance(key, str) and hasattr(layer, key) else layer[key]
+        layer = getattr(layer, key) if _has_attribute(layer, key) else layer[key]
     ndim, metadata = variable.ndim, variable.get_metadata()
     if "matrix_spec" in metadata:
         spec = metadata["matrix_spec"]
@@ -70,6 +70,11 @@ def _spec(model: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> M
             "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
         )
     return _vector(1)
+
+
+def _has_attribute(layer: Any, key: Any) -> bool:
+    """A dict of layers may have a key `items`, which is no layer as an attribute."""
+    return isinstance(key, str) and not isinstance(layer, dict) and hasattr(layer, key)
 
 
 def _kernel(layer: Any) -> MatrixSpec | None:

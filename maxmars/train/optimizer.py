@@ -405,6 +405,12 @@ def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) 
             f"{whose} makes updates of another structure or shape than the parameters."
         )
     _check_state(whose, before, after)
+    if optax.tree.get_all_with_path(before, "learning_rate"):
+        raise ValueError(
+            f"{whose} keeps learning_rate in its state, as optax.inject_hyperparams does, so it "
+            "would follow no schedule; give inject_hyperparams static_args='learning_rate', or "
+            "leave it out."
+        )
 
 
 def _check_state(whose: str, before: Any, after: Any) -> None:

@@ -426,6 +426,60 @@ def test_the_parts_of_mars_calculate_in_float32():
     assert types(after) == types(state)
 
 
+@every_optimizer_in_time
+def test_in_float16_it_moves_as_far_as_in_float32(case):
+    """The square of a gradient of 1e-4 is zero in float16."""
+
+    def moved(dtype):
+        params = params_like(dtype)
+        state, length = case().init(params), 0.0
+        for seed in range(1, 9):
+            grads = jax.tree.map(lambda g: 1e-4 * g, params_like(dtype, seed))
+            updates, state = update(case, case(), grads, state, params)
+            length += jnp.linalg.norm(updates["kernel"].astype("f"))
+        return length
+
+    np.testing.assert_allclose(moved("float16"), moved("float32"), rtol=0.05)
+
+
+@ask(["mars adamw", "mars m", "soap"])
+def test_a_mask_may_be_a_function_of_all_parameters_by_name(case):
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    grads = jax.tree.map(lambda p: 0.1 * p, params)
+
+    def mask(tree):
+        return {"kernel": tree["kernel"].ndim > 1, "bias": tree["bias"].ndim > 1}
+
+    found = [
+        update(case, tx, grads, tx.init(params), params)[0]
+        for decays in (mask, mask(params))
+        for tx in [case(weight_decay=0.1, mask=decays)]
+    ]
+    assert_close(*found)
+
+
+@every_optimizer_in_time
+def test_without_jit_it_compiles_nothing_after_its_first_steps(case):
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    tx = case()
+    state, compiled = tx.init(params), []
+
+    def listen(event, duration_s, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(step)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for step in range(5):
+            if step == 0:
+                jax.jit(lambda x: x)(0)  # what others compiled is not compiled again; this is
+            _, state = tx.update(params, state, params, **case.extra(params))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert 0 in compiled
+    assert max(compiled) < 3
+
+
 @every_optimizer
 def test_a_missing_decayed_parameter_is_an_error(case):
     grads = params_like()

@@ -104,6 +104,14 @@ def test_layers_stacked_by_vmap():
     }
 
 
+def test_a_dict_of_layers_may_have_keys_that_are_names_of_its_methods():
+    class Heads(nnx.Module):
+        def __init__(self):
+            self.heads = nnx.data({"items": nnx.Linear(4, 6, rngs=RNGS)})
+
+    assert found(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
+
+
 def test_metadata_overrules_a_layer():
     layer = nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS)
     assert found(layer)["kernel"] == spec(cols=2)

@@ -283,7 +283,8 @@ def test_state_dtypes_are_stable(dtype):
         state = new_state
     inner = state.inner_states["matrix"].inner_state[0]
     assert inner.mu["square"].dtype == jnp.bfloat16
-    assert inner.nu["square"].dtype == jnp.dtype(dtype)
+    wide = "float32" if dtype == "float16" else dtype  # where squares of gradients are zero
+    assert inner.nu["square"].dtype == jnp.dtype(wide)
     assert inner.row_gram["square"].dtype == inner.col_basis["square"].dtype == jnp.float32
 
 

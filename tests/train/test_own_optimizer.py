@@ -55,6 +55,9 @@ def counting(learning_rate, *, matrix_specs, mesh):
 
     return optax.GradientTransformation(init, update)
 
+def injected(learning_rate, *, matrix_specs, mesh):
+    return optax.inject_hyperparams(optax.adam)(learning_rate)
+
 def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.1):
     decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
     return optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
@@ -268,6 +271,7 @@ def test_every_choice_of_the_continuum_makes_an_optimizer():
         ("own.py:regrouping", {}, "its containers are others after"),
         ("own.py:keyed", {}, r"0/rng_key is key<fry>\[\].*jax\.random\.key_data\(key\)"),
         ("own.py:empty", {}, r"n is float32\[0\]"),
+        ("own.py:injected", {}, r"keeps learning_rate in its state.*static_args='learning_rate'"),
     ],
 )
 def test_wrong_functions_are_refused_before_anything_is_written(
