@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import constrain
+from maxmars.distributed.sharding import constrain, copies, look_up
 from maxmars.model.attention import attention
 
 Parameter = nnx.Param[jax.Array]
@@ -33,11 +33,12 @@ HEAD_COLUMNS = 8
 aligned to what GPUs multiply fast."""
 
 
-def rms_norm(x: jax.Array) -> jax.Array:
-    """x over the root mean square of its last axis, computed in float32 at least."""
+def rms_norm(x: jax.Array, gain: Parameter | None = None) -> jax.Array:
+    """x over the root mean square of its last axis, times the gain, in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + jnp.finfo(jnp.float32).eps)).astype(x.dtype)
+    y = wide * jax.lax.rsqrt(mean + jnp.finfo(jnp.float32).eps)
+    return (y if gain is None else y * gain[...]).astype(x.dtype)
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -92,16 +93,18 @@ class Block(nnx.Module):
         """x [batch, length, embed]; positions and segments [batch, length]."""
 
         def linear(spec: str, x: jax.Array, kernel: Parameter, bias: Parameter) -> jax.Array:
-            return jnp.einsum(spec, x, kernel[...].astype(x.dtype)) + bias[...].astype(x.dtype)
+            # In float32, as the gradient of a bias is a sum over all tokens.
+            y = jnp.einsum(spec, x, kernel[...].astype(x.dtype)) + bias[...]
+            return y.astype(x.dtype)
 
         x = constrain(x, "batch", "length", None)
-        y = rms_norm(x) * self.attention_gain[...].astype(x.dtype)
+        y = rms_norm(x, self.attention_gain)
         q = rotate(rms_norm(linear("btd,dhk->bthk", y, self.q, self.q_bias)), positions)
         k = rotate(rms_norm(linear("btd,dhk->bthk", y, self.k, self.k_bias)), positions)
         v = linear("btd,dhk->bthk", y, self.v, self.v_bias)
         y = attention(self.kernels, q, k, v, jnp.float32(ATTENTION_SCALE), segment_ids)
         x = x + linear("bthk,hkd->btd", y, self.attention_out, self.attention_out_bias)
-        y = rms_norm(x) * self.mlp_gain[...].astype(x.dtype)
+        y = rms_norm(x, self.mlp_gain)
         y = jnp.square(jax.nn.relu(linear("btd,df->btf", y, self.mlp_in, self.mlp_in_bias)))
         return x + linear("btf,fd->btd", y, self.mlp_out, self.mlp_out_bias)
 
@@ -149,11 +152,12 @@ class Decoder(nnx.Module):
         def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
             return block(x, positions, segment_ids), None
 
-        # Gathered over `fsdp` before the lookup, so that x is split by rows alone.
-        table = constrain(self.embedding[...].astype(self.kernels.compute_dtype), "vocab", None)
-        x = rms_norm(table[tokens]) * self.embedding_gain[...].astype(table.dtype)
+        dtype = self.kernels.compute_dtype
+        # The gradient of each row is a sum over all its tokens, made in float32.
+        x = look_up(copies(self.embedding[...].astype(dtype)), tokens)
+        x = rms_norm(x, self.embedding_gain).astype(dtype)
         x, _ = jax.lax.scan(step, x, self.blocks)
-        x = rms_norm(x) * self.head_gain[...].astype(x.dtype)
+        x = rms_norm(x, self.head_gain)
         one = jnp.zeros((*tokens.shape, HEAD_COLUMNS), x.dtype).at[..., 0].set(1)
         return jnp.concatenate([x, one], axis=-1)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxmars.config import MeshConfig, TrainConfig
 from maxmars.config.mesh import choose_mesh, mesh_shape
@@ -208,33 +208,72 @@ _gathered.defvjp(
 )
 
 
-def copies(table: Float[Array, "V D"]) -> Float[Array, "P V D"]:
-    """An `output_embedding`, once for each part of the batch and on the devices of that part.
+def copies(
+    table: Float[Array, "V D"], axes: tuple[str | None, str | None] = ("vocab", "embed")
+) -> Float[Array, "P V D"]:
+    """A table with these logical axes, once for each part of the batch and on the devices of that
+    part, whole over `fsdp`.
 
-    The gradients of all its uses add up on each device, and cross between devices once.
+    The gradients of all its uses add up on each device, and cross between devices once, in the
+    table's type.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    return table[None] if parts == 1 else _copies(table, parts)
+    split = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
+    parts = math.prod(mesh.shape[axis] for axis in split)
+    return table[None] if parts == 1 else _copies(table, parts, axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copies(table: jax.Array, parts: int) -> jax.Array:
-    return constrain(jnp.broadcast_to(table, (parts, *table.shape)), "batch", "vocab", None)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copies(table: jax.Array, parts: int, axes: tuple[str | None, str | None]) -> jax.Array:
+    table = constrain(table, axes[0], None)
+    return constrain(jnp.broadcast_to(table, (parts, *table.shape)), "batch", axes[0], None)
 
 
-def _copies_bwd(parts: int, _: None, gradients: jax.Array) -> tuple[jax.Array]:
+def _copies_bwd(
+    parts: int, axes: tuple[str | None, str | None], _: None, gradients: jax.Array
+) -> tuple[jax.Array]:
     # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
     # all-reduce, which sends twice as much.
     data = _without(RULES.spec("batch"), ("fsdp",))
-    spec = PartitionSpec(*data, *RULES.spec("vocab", "embed"))
+    spec = PartitionSpec(*data, *RULES.spec(*axes))
     shards = jax.lax.with_sharding_constraint(gradients, spec)
     wide = jnp.promote_types(gradients.dtype, jnp.float32)
     return (shards.astype(wide).sum(0).astype(gradients.dtype),)
 
 
-_copies.defvjp(lambda table, parts: (_copies(table, parts), None), _copies_bwd)
+_copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_bwd)
+
+
+def look_up(tables: Float[Array, "P V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The row of each id, in float32 at least, from the `copies` of a table in any type.
+
+    The gradient of a row is the sum over all tokens that it stands for. Each device makes it in
+    float32 and rounds it once, to the table's type: a sum in bfloat16 stops growing when it is 256
+    times its terms, as that of a frequent token soon is.
+    """
+    shape, dtype = tables.shape[1:], tables.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    # The gradient of `table.astype(wide)[ids]` would be the same; but where the table is split over
+    # `tensor`, its rows would cross between devices in float32.
+    @jax.custom_vjp
+    def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return table[ids].astype(wide)
+
+    def gradient(ids: jax.Array, slopes: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.zeros(shape, wide).at[ids].add(slopes).astype(dtype), None
+
+    rows.defvjp(lambda table, ids: (rows(table, ids), ids), gradient)
+    return on_parts(lambda tables, ids: rows(tables[0], ids), tables, ids)
+
+
+def on_parts(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function` of each part of the batch: of arrays split over it on their first axis, as rows
+    and `copies` are. It computes each row by itself."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function(*arrays)
+    part = RULES.spec("batch")
+    return on_devices(function, (part,) * len(arrays), part, axes=RULES.batch)(*arrays)
 
 
 def ambient_platform() -> str | None:

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, constrain, gathered, on_devices
+from maxmars.distributed.sharding import constrain, copies, gathered, look_up, on_parts
 from maxmars.model import cross_entropy
 from maxmars.model.attention import RESIDUALS, attention
 
@@ -48,14 +48,14 @@ class LayerNorm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), axes=("norm",))
 
     def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        """Normalise x; the result has x's dtype."""
+        """Normalise x; the result has the type of matrix products."""
         y = x.astype(_at_least_float32(x.dtype))
         mean = y.mean(-1, keepdims=True)
         variance = jnp.square(y - mean).mean(-1, keepdims=True)
         y = (y - mean) * jax.lax.rsqrt(variance + self.config.layer_norm_epsilon) * self.scale[...]
         if self.config.use_bias:
             y = y + self.bias[...]
-        return y.astype(x.dtype)
+        return y.astype(self.config.compute_dtype)
 
 
 class Linear(nnx.Module):
@@ -99,7 +99,9 @@ class Linear(nnx.Module):
         y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         y = y.reshape(*leading, *y.shape[1:])
         if self.config.use_bias:
-            y = y + self.bias[...].astype(x.dtype)
+            # Added in the bias's float32: its gradient is then the sum over all tokens in float32,
+            # where one in bfloat16 stops growing.
+            y = (y + self.bias[...]).astype(x.dtype)
         return y
 
 
@@ -265,23 +267,19 @@ class GPT2(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         tables: Float[Array, "P V D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The sum of token and position embeddings; see `hidden` for the arguments."""
+        """The sum of token and position embeddings, where the residual stream begins; see `hidden`
+        for the arguments."""
         dtype = self.config.compute_dtype
-        # Gathered over fsdp before the lookup: a lookup in an array split by columns would leave
-        # the activations split the same way, and they would have to move between devices.
-        if tables is None:
-            x = self.output_embedding(dtype)[tokens]
-        else:
-            parts = RULES.spec("batch")
-            look_up = on_devices(lambda t, ids: t[0][ids], (parts, parts), parts, axes=RULES.batch)
-            x = look_up(tables, tokens)
-        x = constrain(x, "batch", "length", None)
-        places = self.wpe.embedding[...]
+        tables = copies(self.output_embedding(dtype)) if tables is None else tables
+        x = look_up(tables, tokens)
+        places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
-            places = places[: tokens.shape[1]]
+            # Each device sums the gradients of its own rows, in the type of x.
+            add = lambda x, places: x + places[0, : x.shape[1]].astype(x.dtype)  # noqa: E731
+            x = on_parts(add, x, places)
         else:
-            places = constrain(places, "positions", None)[positions]  # gathered, as above
-        return x + places.astype(dtype)
+            x += look_up(places, positions)
+        return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Output head: x times the transposed token embedding, padding masked."""

@@ -237,7 +237,6 @@ def _hidden_and_tables(
     if isinstance(model, OwnModel):
         x = model.hidden(tokens[:, :-1], **rows)
         return x, copies(model.output_embedding(x.dtype))
+    # GPT-2's look-up uses the copies, too, so that one gradient of its table crosses devices.
     tables = copies(model.output_embedding(model.config.compute_dtype))
-    # GPT-2's lookup uses the copies, too, so that one gradient of its table crosses devices.
-    shared = tables if len(tables) > 1 else None
-    return model.hidden(tokens[:, :-1], **rows, tables=shared), tables
+    return model.hidden(tokens[:, :-1], **rows, tables=tables), tables

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,3 +86,19 @@ def test_optimizer_state_takes_the_shardings_of_its_parameters():
 def test_bytes_of():
     tree = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
     assert sharding.bytes_of(tree) == 12 + 16
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_the_gradient_of_a_look_up_counts_tokens_beyond_bfloat16(axes):
+    ids = np.zeros((8, 2048), np.int32)
+    ids[:, :8] = np.arange(8)
+    mesh = sharding.make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
+
+    def total(table, ids):
+        return sharding.look_up(sharding.copies(table), ids).sum()
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(total))(jnp.ones((8, 4), jnp.bfloat16), ids)
+    counts = np.bincount(ids.ravel(), minlength=8)[:, None]
+    assert counts[0] > 16_000  # a sum in bfloat16 would stop at 256
+    np.testing.assert_allclose(found.astype(np.float32), counts * np.ones(4), rtol=2**-8)

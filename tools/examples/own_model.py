@@ -21,7 +21,7 @@ from flax import nnx
 
 from maxmars.config import AdamWConfig, MarsConfig, ModuleConfig, OptimizerConfig, TrainConfig
 from maxmars.config.command_line import load_config
-from maxmars.distributed.sharding import constrain
+from maxmars.distributed.sharding import constrain, copies, look_up
 
 Parameter = nnx.Param[jax.Array]
 
@@ -132,10 +132,11 @@ class Decoder(nnx.Module):
         def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
             return block(x, positions, mask), None
 
-        # Gathered over `fsdp` before the lookup, so that x is split by rows alone.
-        embedding = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
+        # `table[tokens]` would do on one device. This sums the gradient of each row in float32, and
+        # moves table and gradient between devices in the type of the products.
+        x = look_up(copies(self.embedding[...].astype(self.dtype)), tokens).astype(self.dtype)
         step = jax.checkpoint(step, prevent_cse=False) if self.remat else step
-        x, _ = jax.lax.scan(step, embedding[tokens], self.blocks)
+        x, _ = jax.lax.scan(step, x, self.blocks)
         return rms_norm(x, self.norm)
 
 
