@@ -29,12 +29,22 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
   say 0.01) on every parameter.
 * sophia: Sophia's repository, with its own minimum; microbatch gradients are averaged, not summed.
 * lion: Sophia's table; the decay is ten times AdamW's, Lion's own advice.
-* soap: SOAP's repository, which rotates sides of up to 10,000.
+* soap: SOAP's repository, which rotates sides of up to 10,000. There embeddings are rotated on such
+  sides too, and embeddings and vectors share the matrices' moments and decay; here AdamW has them.
 * nadamw: the best of Marin's sweeps (arXiv 2509.02046) at the nearest size, with its warmup and its
   decay to zero; those models and data are others.
 * ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
 * adopt: AdamW's rate and decay with the paper's b2 and eps; not published for these runs.
 * mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
+
+What differs from the official runs, beside what is said of the optimizers:
+
+* windows: those start at random tokens, drawn with replacement (`--data.order random_windows`);
+  here every window is read once an epoch, in a new random order each time.
+* validation: those score other random windows each time, 3,000 of them, 1,000 at large and XL;
+  here always the same 3,000 (`--eval.num-windows 1000`).
+* the residual stream: PyTorch's autocast leaves it in float32 (`--model.residual-dtype float32`);
+  here it is in bfloat16 like the products. model/README.md has what that costs and brings.
 
 Official habits that this keeps: no biases, 50,304 rows of vocabulary all in the softmax, attention
 logits scaled by the inverse layer index, LayerNorm gains decayed by 0.1 under MARS, everything
