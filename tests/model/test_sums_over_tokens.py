@@ -61,7 +61,7 @@ def gradients(model, dtype, mesh, microbatches):
     return jax.device_get(found)
 
 
-@pytest.mark.parametrize("microbatches", [1, 16])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}, {"fsdp": 4}, {"tensor": 2}], ids=str)
 @pytest.mark.parametrize(
     "model",
