@@ -450,7 +450,11 @@ def _replay_config(
         after = first
     made, other = read(directory, after), read(directory, first)
     config, before = (_short_config(checkpoint, last) for checkpoint in (made, other))
-    return config if not _began_between(chain, first + 1, after) or config == before else None
+    return (
+        config
+        if not _began_between(chain, first + 1, after) or not differences(config, before)
+        else None
+    )
 
 
 def _began_between(chain: Sequence[Receipt], first: int, end: int) -> list[int]:
