@@ -150,11 +150,12 @@ def _keep_libtpu_quiet() -> None:
 def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.command_line import UsageError
+    from maxmars.config.secrets import hide
 
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    _print_error(message)
+    _print_error(hide(message))  # schedulers keep what a job printed
     return 2 if isinstance(error, UsageError) else 1
 
 

@@ -40,6 +40,7 @@ def get_config(password: str = "") -> TrainConfig:
 """
 
 
+@pytest.mark.slow
 def test_no_record_of_a_run_has_a_secret_and_it_continues(tmp_path, monkeypatch, capsys):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "config.py").write_text(CONFIG)
