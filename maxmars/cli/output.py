@@ -43,7 +43,8 @@ class _Stream:
             os.dup2(nowhere.fileno(), self._stream.fileno())
         is_pipe = isinstance(error, BrokenPipeError)
         self._error = SystemExit(141) if is_pipe else OSError(*error.args[:2], self._name)
-        if self._keep_going and self._name == "standard output":
+        # Who closes a pipe knows it.
+        if self._keep_going and self._name == "standard output" and not is_pipe:
             print(
                 f"maxmars: warning: {self._name}: {error.strerror}; nothing more is printed there, "
                 "and the command goes on",
