@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxmars
+from maxmars.cli.output import standard_streams
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
 _USER_ERRORS = (ValueError, OSError, ImportError)
@@ -64,10 +65,19 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv = sys.argv[1:]
+    # A run must not end because nobody reads what it prints; its metrics are in its files.
+    with standard_streams(keep_going=argv[:1] == ["train"]):
+        code = _run(argv)
+    if code:
+        sys.exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    """Run a subcommand; returns the exit code."""
     try:
         try:
             with _printing_warnings():
-                code = _dispatch(argv)
+                return _dispatch(argv)
         finally:
             sys.stdout.flush()  # while a closed pipe can still be noticed
     except KeyboardInterrupt:
@@ -75,11 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv[:1] in _RESUMABLE or argv[:2] in _RESUMABLE:
             again = "run the same command again to continue"
         print(f"\ninterrupted; {again}", file=sys.stderr)
-        code = 130
-    except BrokenPipeError:
-        # `maxmars ... | head` closed our output; keep the interpreter's last flush quiet as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        return 130
     except Exception as error:
         if os.environ.get("MAXMARS_TRACEBACK") != "1" and _is_users(error):
             code = _report(error)
@@ -90,8 +96,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         if _is_one_of_several():  # Python's exit would wait for the others, and JAX would abort
             os._exit(code)
-    if code:
-        sys.exit(code)
+        return code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -145,11 +150,12 @@ def _keep_libtpu_quiet() -> None:
 def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.command_line import UsageError
+    from maxmars.config.secrets import hide
 
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    _print_error(message)
+    _print_error(hide(message))  # schedulers keep what a job printed
     return 2 if isinstance(error, UsageError) else 1
 
 

@@ -31,6 +31,9 @@ class AuditArguments(CheckedConfig):
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
     """Compute K steps again, from a checkpoint that is still there to a later saved step, and
     compare the digests. On other hardware, or another mesh, rounding may differ."""
+    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Check the rest of the run also where code of your own that it keeps is not the text that it
+    was trained with."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the result here."""
 
@@ -44,7 +47,7 @@ def run(argv: list[str]) -> int:
     def log(text: str) -> None:
         print(text, file=sys.stderr)
 
-    found = audit(arguments.run, replay=arguments.replay, log=log)
+    found = audit(arguments.run, replay=arguments.replay, trust_code=arguments.trust_code, log=log)
     if arguments.output is not None:
         fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
         write_json(arguments.output, fields)

@@ -17,6 +17,7 @@ from rich.table import Table
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive
 from maxmars.config.command_line import UsageError, parse_options
 from maxmars.config.options import HELP
+from maxmars.config.secrets import hide, hide_words
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
@@ -157,12 +158,14 @@ def _prepare(arguments: PrepareArguments) -> int:
         corpus=open_corpus(source, text_field=arguments.text_field, data_dir=arguments.data_dir),
         out=out,
         tokenizer=load_tokenizer(tokenizer, eot_token=arguments.eot_token),
-        source=source,
+        source=hide(source),
         validation_fraction=validation_fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
         record_tokens=arguments.record_tokens if arguments.format == "tfds" else None,
-        command=shlex.join(["maxmars", "data", "prepare", source, arguments.out, *given]),
+        command=shlex.join(
+            hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
+        ),
     )
     workers = arguments.workers
     if workers is None:
@@ -175,7 +178,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         done = f"the tasks {arguments.tasks} of {out} are done"
         print(f"{done}; the last of the other jobs completes it")
         return 0
-    if (metadata.source, metadata.tokenizer) != (source, preparation.tokenizer.name):
+    if (metadata.source, metadata.tokenizer) != (preparation.source, preparation.tokenizer.name):
         raise ValueError(
             f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
             "directory, or give its own source and --tokenizer."

@@ -82,6 +82,9 @@ class GenerateArguments(CheckedConfig):
     given twice gets two samples."""
     batch_size: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 16
     """Number of prompts continued at once."""
+    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run the code of your own that a run keeps also where it is not the text that the run was
+    trained with; read it first."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Devices: `tensor` and `fsdp` split a model that is too large for one."""
 
@@ -175,7 +178,8 @@ class _Model:
         self._sampling = Sampling(
             temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
         )
-        target = find_target(arguments.target)  # a model on the hub is fetched, which has its line
+        # A model on the hub is fetched, which has its line.
+        target = find_target(arguments.target, trust_code=arguments.trust_code)
         with progress.waiting(f"loading {arguments.target}"):
             mesh = sharding.make_mesh(arguments.mesh)
             programs.keep_in_cache(mesh.devices.flat[0].platform)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -17,9 +18,9 @@ from maxmars.config.command_line import (
     ConfigArguments,
     UsageError,
     parse_arguments,
-    without_secrets,
 )
 from maxmars.config.options import HOSTS, RUN
+from maxmars.config.secrets import hide_words
 from maxmars.distributed.exits import EXIT_CODE, Starting
 
 
@@ -79,7 +80,7 @@ class TrainArguments(ConfigArguments):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
-    command = without_secrets(["maxmars", "train", *argv])
+    command = shlex.join(hide_words(["maxmars", "train", *argv]))
     with Starting() as starting:
         arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", example="gpt2")
         try:

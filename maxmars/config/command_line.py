@@ -358,24 +358,6 @@ def _places_of_words(argv: Sequence[str]) -> list[int]:
     return places
 
 
-_SECRET_OPTION = re.compile(r"--(.*[._-])?(api_?key|key|secret|token|password|credentials?)", re.I)
-
-
-def without_secrets(words: Sequence[str]) -> str:
-    """A command line to record: `HIDDEN` stands for the value of an option whose name ends with
-    key, token, secret, password or credentials, and for a password in a URL."""
-    kept: list[str] = []
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if _SECRET_OPTION.fullmatch(name):
-            kept.append(f"{name}=HIDDEN" if equals else name)
-        elif kept and _SECRET_OPTION.fullmatch(kept[-1]):
-            kept.append("HIDDEN")
-        else:
-            kept.append(re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:HIDDEN@", word))
-    return shlex.join(kept)
-
-
 def _choices(path: Path, text: str, get_config: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of `get_config` in the text of the choices, by its annotations."""
     parameters = inspect.signature(get_config).parameters

@@ -15,6 +15,7 @@ from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, R
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptimizerConfig
+from maxmars.config.secrets import hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,17 +238,24 @@ class TrainConfig(CheckedConfig):
 
 
 def to_dict(config: Any) -> Any:
-    """A JSON-ready dict of a config; every dataclass says its class under `type`."""
+    """A JSON-ready dict of a config, for records: without secrets, see `secrets.hide`.
+
+    Every dataclass says its class under `type`.
+    """
+    return _to_dict(hide(config))
+
+
+def _to_dict(config: Any) -> Any:
     if isinstance(config, tuple):
-        return [to_dict(item) for item in config]
+        return [_to_dict(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    fields = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    fields = {f.name: _to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return {"type": type(config).__name__} | fields
 
 
 def from_dict(value: Any) -> Any:
-    """The inverse of `to_dict`.
+    """The inverse of `to_dict`, except for secrets.
 
     Raises:
       ValueError: the dict names an unknown class or field, for example one of another version.
@@ -273,8 +281,15 @@ def from_dict(value: Any) -> Any:
     return config_class(**fields)
 
 
-def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted names of the leaves in which two configs differ, with both values."""
+def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """Dotted names of the leaves in which two configs differ, with both values, without secrets.
+
+    Either may come from a record, where secrets are hidden.
+    """
+    return _differences(hide(old), hide(new), "")
+
+
+def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
@@ -288,7 +303,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, An
         return [(prefix, old, new)]
     rows = []
     for name, value in ours.items():
-        rows += differences(value, theirs[name], f"{prefix}.{name}" if prefix else name)
+        rows += _differences(value, theirs[name], f"{prefix}.{name}" if prefix else name)
     return rows
 
 

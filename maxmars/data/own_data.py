@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from maxmars.config import GrainSource, ModelConfig
+from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function, split_source, telling_refusals
 
 Batch = dict[str, np.ndarray]
@@ -63,7 +64,7 @@ class OwnData:
         self.source, self.split, self.tokenizer = config.source, split, config.tokenizer
         self.directory = Path(config.source)
         self.length, self.vocab_size = model.max_seq_len, model.vocab_size
-        self._options = config.options
+        self._options = reveal(config.options, "data.options")
         self._dataset: Any = self._open()
         self._count = len(self._dataset)
         self.types: Types = {}  # until the first element says which

@@ -23,6 +23,7 @@ import rich.table
 import rich.text
 
 from maxmars.config.numbers import duration
+from maxmars.config.secrets import hide
 from maxmars.distributed.files import LineFile, Workdir
 
 _PLAIN_EVERY_S = 10.0, 60.0  # at first, and after an hour and a half
@@ -240,8 +241,8 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         self._lines = LineFile(self.path, may_write)
 
     def write(self, text: str) -> None:
-        """Append `text` after the date and time."""
-        self._lines.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+        """Append `text` after the date and time, without secrets."""
+        self._lines.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hide(text)}")
 
     def __exit__(
         self,

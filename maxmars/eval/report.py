@@ -137,6 +137,7 @@ def score_models(
     num_questions: int | None = None,
     too_long: Literal["cut", "leave_out"] = "cut",
     batch_size: int | None = None,
+    trust_code: bool = False,
 ) -> Report:
     """Score one model, or two on the same data.
 
@@ -155,13 +156,14 @@ def score_models(
       too_long: whether questions that are longer than a model's context are cut, or left out for
         all models.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
+      trust_code: see `find_target`.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
     """
     for name, value in (("num_windows", num_windows), ("batch_size", batch_size)):
         require(value is None or value > 0, f"{name}={value} must be positive.")
-    found = [find_target(target) for target in targets]
+    found = [find_target(target, trust_code=trust_code) for target in targets]
     windows, questions, models, scores = None, [], [], []
     with Progress(stderr=True) as status:
 

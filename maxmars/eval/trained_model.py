@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
+from maxmars.checkpoint.receipts import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import split_source
@@ -86,7 +87,12 @@ class TrainedModel:
         return make_model(self.config, self.params)
 
 
-def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -> TrainedModel:
+def load(
+    path: str | Path | RunTarget | HFTarget,
+    *,
+    mesh: Mesh | None = None,
+    trust_code: bool = False,
+) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
 
     Args:
@@ -96,10 +102,12 @@ def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -
         be; or what `find_target` found.
       mesh: the parameters go here, in the shardings of training. It may be of any size and of any
         number of processes, all of which call. None is the first device of this process.
+      trust_code: see `find_target`, which `path` may have come from.
 
     Raises:
       FileNotFoundError: there is no model at this path, or no tokenizer.
-      ValueError: the model is damaged or no GPT-2, or the mesh does not divide it.
+      ValueError: the model is damaged or no GPT-2, its code is not the recorded one, or the mesh
+        does not divide it.
       ImportError: the tokenizer's library (extra `hf`) is not installed.
       OSError: a model on the hub cannot be fetched; see `hub.fetch`.
     """
@@ -110,7 +118,10 @@ def load(path: str | Path | RunTarget | HFTarget, *, mesh: Mesh | None = None) -
         shardings = param_shardings(config, mesh)
         return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
 
-    target = path if isinstance(path, RunTarget | HFTarget) else find_target(path)
+    if isinstance(path, RunTarget | HFTarget):
+        target = path
+    else:
+        target = find_target(path, trust_code=trust_code)
     if isinstance(target, HFTarget):
         directory = target.directory
         config = huggingface.read_config(directory)
@@ -157,6 +168,8 @@ class RunTarget:
     checkpoints: Workdir
     step: int | None
     """None is the newest sound checkpoint."""
+    trust_code: bool = False
+    """Run the file of a model of the user's own whatever its text is."""
 
     @property
     def workdir(self) -> Workdir:
@@ -190,6 +203,9 @@ class RunTarget:
 
         A module of the user's own is made by the file as it was in training, which the working
         directory keeps.
+
+        Raises:
+          ValueError: the file has another text than in training.
         """
         config = stored.model
         if isinstance(config, GPT2Config):
@@ -198,13 +214,9 @@ class RunTarget:
         path, name = split_source(config.make)
         kept = self.workdir / MODEL_SOURCE / path.name
         if not kept.exists():
-            return config
-        if kept_sha256(kept) not in (None, hashlib.sha256(kept.read_bytes()).hexdigest()):
-            raise ValueError(
-                f"{kept} is damaged: it does not have the SHA-256 that is kept beside it; copy the "
-                "file of the model there, or start the run's `maxmars train` command again, which "
-                "does so."
-            )
+            kept = path
+        if not self.trust_code and kept.is_file():
+            check_code(kept, config.make, self.workdir)
         if is_remote(kept):
             text = kept.read_bytes()
             kept = cache_directory() / "models" / hashlib.sha256(text).hexdigest() / path.name
@@ -231,6 +243,29 @@ def kept_sha256(kept: Workdir) -> str | None:
     except (ValueError, IsADirectoryError):
         return None
     return words[0] if words and re.fullmatch("[0-9a-f]{64}", words[0]) else None
+
+
+def check_code(kept: Workdir, source: str, workdir: Workdir) -> None:
+    """Compare a file of a run's own code with the SHA-256 that the run recorded of it, if it did.
+
+    Args:
+      kept: the file, before it runs.
+      source: the function in it, as the run's config names it, `FILE.py:NAME`.
+      workdir: of the run.
+
+    Raises:
+      ValueError: they differ.
+    """
+    name = split_source(source)[1]
+    recorded = recorded_code(workdir).get(f"{kept.name}:{name}") or kept_sha256(kept)
+    found = hashlib.sha256(kept.read_bytes()).hexdigest()
+    if recorded is not None and recorded != found:
+        raise ValueError(
+            f"{kept} is damaged: its SHA-256 is {found[:16]}, and that of the code which the run "
+            f"was trained with {recorded[:16]}; copy that file there, or start the run's `maxmars "
+            "train` command again, which does so. If you have read the file and trust it, give "
+            "--trust-code."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +305,13 @@ class HFTarget:
         return tokenizer
 
 
-def find_target(path: str | Path) -> RunTarget | HFTarget:
+def find_target(path: str | Path, *, trust_code: bool = False) -> RunTarget | HFTarget:
     """Find out whether a path is a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
+
+    Args:
+      path: see `load`.
+      trust_code: run the code of a model of the user's own also where it is not the text that the
+        run recorded.
 
     Raises:
       FileNotFoundError: there is nothing, or a run that has not saved a checkpoint.
@@ -293,7 +333,7 @@ def find_target(path: str | Path) -> RunTarget | HFTarget:
     found = find(place)
     if found is not None:
         directory, step = found
-        return RunTarget(checkpoints=resolve(directory), step=step)
+        return RunTarget(checkpoints=resolve(directory), step=step, trust_code=trust_code)
     if isinstance(place, Path) and huggingface.is_hf_directory(place):
         return HFTarget(directory=place)
     if (place / CHECKPOINTS).is_dir() or place.name == CHECKPOINTS:

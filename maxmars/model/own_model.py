@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import ModuleConfig
+from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function, telling_refusals
 from maxmars.distributed.sharding import RULES, ShardingRules, constrain, gathered
 from maxmars.model import cross_entropy
@@ -42,7 +43,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
         "rngs": rngs,
         "vocab_size": config.vocab_size,
         "max_seq_len": config.max_seq_len,
-        **config.options,
+        **reveal(config.options, "model.options"),
     }
     try:
         inspect.signature(make).bind(**arguments)

@@ -31,9 +31,11 @@ from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, differences
-from maxmars.config.user_code import text_digests
+from maxmars.config.user_code import sources_in, split_source, text_digests
 from maxmars.distributed.files import is_remote, resolve, write_text
 from maxmars.distributed.sharding import training_mesh
+from maxmars.eval.trained_model import MODEL_SOURCE, check_code
+from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
 from maxmars.train.loop import train
 from maxmars.train.metrics import read_metrics, read_sessions
 from maxmars.train.receipts import (
@@ -104,6 +106,7 @@ def audit(
     *,
     replay: int | None = None,
     compare_arrays: bool = True,
+    trust_code: bool = False,
     log: Callable[[str], None] = print,
 ) -> Audit:
     """Check a run.
@@ -114,12 +117,13 @@ def audit(
         digests; the run must have saved the step where they end.
       compare_arrays: read the arrays of every checkpoint and compare them with their digests.
         Without it a second or two are enough, and what the checkpoints say of themselves counts.
+      trust_code: do not compare the user's own files that the run keeps with the record of them.
       log: gets a line for what takes a while.
 
     Raises:
       FileNotFoundError: there is no run.
-      ValueError: no checkpoint can be read, or compared without 64-bit JAX; or no `replay` steps
-        can be computed again.
+      ValueError: no checkpoint can be read, or compared without 64-bit JAX; a file of the user's
+        own that the run keeps is not the recorded one; or no `replay` steps can be computed again.
     """
     directory = resolve(workdir)
     found = find(directory)
@@ -134,6 +138,8 @@ def audit(
             f"{directory} has arrays of {min(wide)}, which needs 64-bit JAX: set the environment "
             "variable JAX_ENABLE_X64=1."
         )
+    if not trust_code and isinstance(newest.config, TrainConfig):
+        _check_kept_code(directory, newest.config)
     receipts = read_receipts(directory)
     chain, problems = _chain(newest, receipts)
     by_hash = {receipt["hash"]: receipt for receipt in chain}
@@ -188,6 +194,16 @@ def _chain(newest: Checkpoint, receipts: Sequence[Receipt]) -> tuple[list[Receip
         return chain, []
     before = f"before step {chain[0]['step']}" if chain else f"of step {newest.step}"
     return chain, [f"{FILE} lacks the receipt {before} ({missing[:16]})"]
+
+
+def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
+    """Compare the user's own files that a run keeps with the SHA-256 that it recorded of each."""
+    parts = {MODEL_SOURCE: config.model, OPTIMIZER_SOURCE: config.optimizer, "sources": config.data}
+    for folder, part in parts.items():
+        for source in sources_in(part):
+            kept = workdir / folder / split_source(source)[0].name
+            if kept.is_file():
+                check_code(kept, source, workdir)
 
 
 def _check_links(chain: Sequence[Receipt]) -> list[str]:
@@ -434,7 +450,11 @@ def _replay_config(
         after = first
     made, other = read(directory, after), read(directory, first)
     config, before = (_short_config(checkpoint, last) for checkpoint in (made, other))
-    return config if not _began_between(chain, first + 1, after) or config == before else None
+    return (
+        config
+        if not _began_between(chain, first + 1, after) or not differences(config, before)
+        else None
+    )
 
 
 def _began_between(chain: Sequence[Receipt], first: int, end: int) -> list[int]:

@@ -25,6 +25,7 @@ import jax
 
 from maxmars.checkpoint import list_steps
 from maxmars.checkpoint.lock import is_owned
+from maxmars.config.secrets import hide
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
@@ -211,7 +212,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
     def _leave_error(self, error: Exception) -> None:
         """Tell the other processes that this one fails by itself."""
         text = next(iter(str(error).splitlines()), type(error).__name__)
-        told = {"host": os.uname().nodename, "error": text}
+        told = {"host": os.uname().nodename, "error": hide(text)}
         with contextlib.suppress(OSError), reporting(self._workdir):
             if self._workdir.exists():
                 (self._workdir / FAILED).write_text(json.dumps(told))

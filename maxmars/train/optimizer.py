@@ -35,6 +35,7 @@ from maxmars.config import (
     SophiaConfig,
     TrainConfig,
 )
+from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function, telling_refusals
 from maxmars.distributed.sharding import RULES, like_params
 from maxmars.model.gpt2 import LAYERS
@@ -345,7 +346,8 @@ def _own_optimizer(
         it returns something else. Any other exception was raised by the function.
     """
     make = load_function(optimizer.make, field="optimizer.make")
-    arguments = {"matrix_specs": specs, "mesh": mesh, **optimizer.options}
+    options = reveal(optimizer.options, "optimizer.options")
+    arguments = {"matrix_specs": specs, "mesh": mesh, **options}
     try:
         inspect.signature(make).bind(learning_rate, **arguments)
     except TypeError as error:

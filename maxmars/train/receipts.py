@@ -21,21 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from maxmars.checkpoint.receipts import FILE, Receipt, hash_of, read_receipts
 from maxmars.distributed import processes
-from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines
+from maxmars.distributed.files import LineFile, Workdir, json_number
 
 _LOGGER = logging.getLogger(__name__)
 
-FILE = "receipts.jsonl"
-Receipt = dict[str, Any]
 Metric = tuple[int, str, Any]
 """Step, key and value as in `metrics.jsonl`."""
-
-
-def hash_of(receipt: Receipt) -> str:
-    """SHA-256, in hex, over all fields of a receipt but `hash` itself."""
-    fields = {name: value for name, value in receipt.items() if name != "hash"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: int) -> str:
@@ -58,26 +51,6 @@ def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: in
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
     """The metrics in lines of `metrics.jsonl`."""
     return [(row["step"], key, row[key]) for row in rows for key in row if key != "step"]
-
-
-def read_receipts(workdir: Workdir, *, repair: bool = False) -> list[Receipt]:
-    """The lines of `<workdir>/receipts.jsonl` whose hash is right; none if there is no file.
-
-    For `repair` see `files.read_json_lines`.
-    """
-
-    def is_sound(line: Receipt) -> bool:
-        has_all = line.keys() >= {"kind", "digest", "metrics", "previous", "above"}
-        if line.get("kind") == "began":
-            has_all &= line.keys() >= {"session", "data"}
-            has_all &= type(line.get("batch_size")) is int
-            has_all &= isinstance(line.get("environment"), dict)
-            has_all &= isinstance(line.get("own_code", {}), dict)  # older ones have none
-        numbers = (line.get("step"), line.get("position"))
-        has_all &= all(type(number) is int for number in numbers)
-        return has_all and line.get("hash") == hash_of(line)
-
-    return read_json_lines(workdir / FILE, is_sound, repair=repair)
 
 
 def chain_to(last: Receipt, receipts: Iterable[Receipt]) -> tuple[list[Receipt], str | None]:

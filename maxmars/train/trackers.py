@@ -172,7 +172,11 @@ class _WeightsAndBiases:
             dir=tempfile.mkdtemp(prefix="maxmars-") if remote else os.fspath(workdir),
             config=to_dict(config),
             settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,  # they hold the command line, with all secrets on it
             ),
             **options,
         )

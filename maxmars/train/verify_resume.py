@@ -8,8 +8,10 @@ differs, the hardware or its libraries are not reproducible, and nothing is said
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -23,13 +25,13 @@ from maxmars.distributed.progress import Progress
 from maxmars.train.metrics import read_metrics
 from maxmars.train.resume import fixed_schedule
 
-TRAIN_FROM_JSON = """
-import json, pathlib, sys
-from maxmars.config import from_dict
+_TRAIN = """
+import pickle, sys
 from maxmars.train import train
-train(from_dict(json.loads(pathlib.Path(sys.argv[1]).read_text())), sys.argv[2])
+train(pickle.load(sys.stdin.buffer), sys.argv[1])
 """
-"""Program of a training process; its arguments are the path of a config as JSON, and a workdir."""
+"""Program of a training process, which reads its config from a pipe: no file of ours has secrets.
+Its argument is a workdir."""
 
 _POLL_S = 0.02
 
@@ -102,16 +104,16 @@ def verify_resume(
     write_json(out / "config.json", to_dict(short))
     undisturbed, again, resumed = out / "undisturbed", out / "control", out / "resumed"
     with Progress(stderr=True) as progress:
-        _train(undisturbed, "1/4 undisturbed run", progress)
-        _train(again, "2/4 control run", progress)
-        killed_after = _train(resumed, "3/4 run to kill", progress, kill_at=checkpoint_step)
+        _train(short, undisturbed, "1/4 undisturbed run", progress)
+        _train(short, again, "2/4 control run", progress)
+        killed_after = _train(short, resumed, "3/4 run to kill", progress, kill_at=checkpoint_step)
         resumed_from = max(list_steps(resumed / "checkpoints"))
         if resumed_from == steps:
             raise ValueError(
                 f"the run to kill had saved all {steps} steps before it was killed, so that there "
                 "is nothing to continue; give more --steps."
             )
-        _train(resumed, "4/4 continued run", progress)
+        _train(short, resumed, "4/4 continued run", progress)
     control, resume = (first_difference(undisturbed, other) for other in (again, resumed))
     check = ResumeCheck(
         verdict="not reproducible" if control else "different" if resume else "identical",
@@ -129,8 +131,15 @@ def verify_resume(
     return check
 
 
-def _train(workdir: Path, title: str, progress: Progress, *, kill_at: int | None = None) -> int:
-    """Train the `config.json` beside a workdir in a process of its own; the last step it recorded.
+def _train(
+    config: TrainConfig,
+    workdir: Path,
+    title: str,
+    progress: Progress,
+    *,
+    kill_at: int | None = None,
+) -> int:
+    """Train in a process of its own; the last step it recorded.
 
     The process's output goes to `<workdir>.log`. With `kill_at` it is killed with SIGKILL once the
     checkpoint of this step is complete.
@@ -138,11 +147,7 @@ def _train(workdir: Path, title: str, progress: Progress, *, kill_at: int | None
     Raises:
       ValueError: the process failed, or ended before it could be killed.
     """
-    log, config, started = (
-        workdir.with_suffix(".log"),
-        workdir.parent / "config.json",
-        time.monotonic(),
-    )
+    log, started = workdir.with_suffix(".log"), time.monotonic()
 
     def last_step() -> int:
         return max((step for step, _ in series(workdir)), default=0)
@@ -150,13 +155,17 @@ def _train(workdir: Path, title: str, progress: Progress, *, kill_at: int | None
     with (
         log.open("a") as file,
         subprocess.Popen(
-            [sys.executable, "-c", TRAIN_FROM_JSON, str(config), str(workdir)],
+            [sys.executable, "-c", _TRAIN, str(workdir)],
+            stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         ) as process,
     ):
+        assert process.stdin is not None  # it is a pipe
         try:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # its log says why it ended
+                pickle.dump(config, process.stdin)
             while process.poll() is None and kill_at not in list_steps(workdir / "checkpoints"):
                 progress.update(f"{title}: step {last_step()}")
                 time.sleep(_POLL_S)

@@ -329,3 +329,50 @@ def test_help_of_one_group(capsys):
     printed = capsys.readouterr().out
     assert "--schedule.warmup-steps" in printed
     assert "--model.num-layers" not in printed
+
+
+def run_in_shell(line, *arguments):
+    """Exit code and standard error of `line`, a bash command in which `"$@"` is maxmars."""
+    words = ["bash", "-o", "pipefail", "-c", line, "bash", *MAXMARS, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ('"$@" | true', 141, ""),
+        ('"$@" 2>&1 | true', 141, ""),
+        ('"$@" > /dev/full', 1, "No space left"),
+        ('"$@" > /dev/full 2> /dev/full', 1, ""),
+        ('"$@" >&-', 0, ""),
+        ('"$@" >&- 2>&- <&-', 0, ""),
+    ],
+)
+def test_output_that_nobody_can_read(line, code, told):
+    found, errors = run_in_shell(line, "--help")
+    assert found == code
+    assert told in errors
+    assert errors.count("\n") == bool(told)  # no traceback, also not of Python's last flush
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"$@" | head -2',
+        pytest.param('"$@" 2>&1 | head -2', marks=pytest.mark.slow),
+        pytest.param('"$@" > /dev/full', marks=pytest.mark.slow),
+        pytest.param('"$@" >&- 2>&-', marks=pytest.mark.slow),
+    ],
+)
+def test_no_reader_of_its_output_ends_a_run(byte_tokens, tmp_path, line):
+    train = ["train", f"quickstart:data={byte_tokens}", "--workdir", tmp_path / "run"]
+    options = """--num-steps 3 --global-batch-size 8 --model.num-layers 1 --model.embed-dim 16
+        --model.num-heads 2 --log.every 1 --schedule.warmup-steps 0 --eval.every None"""
+    code, errors = run_in_shell(line, *train, *options.split())
+    assert code == 0
+    assert "Traceback" not in errors
+    assert errors.count("standard output") <= 1
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum("train/loss" in row for row in rows) == 3
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir()

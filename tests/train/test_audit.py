@@ -293,6 +293,11 @@ def test_a_run_under_an_optimizer_of_the_users_own_with_a_slash_in_a_key(tmp_pat
     optimizer = OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3)
     train(config_of(tmp_path, optimizer=optimizer), tmp_path / "run")
     assert check(tmp_path / "run").verdict == "one trajectory"
+    with open(tmp_path / "run" / "sources" / "optimizer" / "own.py", "a") as kept:
+        kept.write("# edited\n")
+    with pytest.raises(ValueError, match=r"optimizer/own\.py .*--trust-code"):
+        check(tmp_path / "run")
+    assert check(tmp_path / "run", trust_code=True).verdict == "one trajectory"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from tiny import MODEL
 
 from maxmars.checkpoint import read
 from maxmars.cli import main
-from maxmars.config.command_line import without_secrets
 
 
 def export(run, out, *options):
@@ -224,12 +223,3 @@ def test_the_hub_reads_the_card(finished_run, tmp_path):
     (result,) = card.data.eval_results
     assert result.metric_type == "loss"
     assert np.isfinite(result.metric_value)
-
-
-def test_no_secret_is_recorded():
-    words = ["maxmars", "train", "c", "--model.options.api-key", "A", "--data.tokenizer", "byte"]
-    words += ["--x.token=B", "--workdir", "https://me:C@host/x y"]
-    assert without_secrets(words) == (
-        "maxmars train c --model.options.api-key HIDDEN --data.tokenizer byte --x.token=HIDDEN "
-        "--workdir 'https://me:HIDDEN@host/x y'"
-    )

@@ -32,6 +32,7 @@ from maxmars.config import (
 )
 from maxmars.config.command_line import UsageError, parse_config
 from maxmars.distributed import sharding
+from maxmars.distributed.files import sha256_of
 from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import HellaSwag, load_questions
@@ -155,6 +156,36 @@ def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, c
     assert not (tmp_path / "out").exists()
     main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
     assert capsys.readouterr().out.startswith("the ")
+
+
+def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    recorded = sha256_of(EXAMPLE)
+    kept = copy / "sources" / "model" / EXAMPLE.name
+    kept.write_text(kept.read_text() + "\nprint('it ran')\n")
+    kept.with_name(f"{kept.name}.sha256").unlink()
+    questions = str(run.parent / "questions.jsonl")
+    commands = (
+        ["generate", str(copy), "--prompt", "the ", "--max-new-tokens", "3"],
+        ["eval", str(copy), "--num-processes", "1", "--hellaswag.path", questions],
+        ["eval", str(run), "--num-processes", "1", "--tasks", "loss", "--against", str(copy)],
+        ["audit", str(copy)],
+    )
+    for command in commands:
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        out, err = capsys.readouterr()
+        line = err.splitlines()[-1]
+        assert stop.value.code == 1
+        assert all(part in line for part in (str(kept), recorded[:16], sha256_of(kept)[:16]))
+        assert "--trust-code" in line
+        assert "it ran" not in out
+    main([*commands[0], "--trust-code"])
+    assert "it ran" in capsys.readouterr().out
+    main([*commands[-1], "--trust-code"])
+    assert "one trajectory" in capsys.readouterr().out
+    (copy / "receipts.jsonl").unlink()  # as in a run of before, which recorded nothing
+    assert load(copy).config == load(copy, trust_code=True).config
 
 
 def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
