@@ -113,10 +113,12 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes, sharding
 
-    processes.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    place = arguments.coordinator, arguments.num_processes, arguments.process_id
+    open_port = processes.initialize(*place)
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
+    processes.warn_once(open_port)
     if arguments.backend == "lm-eval":
         _run_lm_eval(arguments, tasks, mesh)
     else:
