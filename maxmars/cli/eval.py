@@ -11,7 +11,7 @@ import rich
 import tyro
 
 from maxmars.config import MeshConfig
-from maxmars.config.checks import CheckedConfig, NotNegative, Positive
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive
 from maxmars.config.command_line import UsageError, parse_options
 from maxmars.config.options import HOSTS
 
@@ -91,7 +91,7 @@ class EvalArguments(CheckedConfig):
     """Also score this one on the same data, and say whether the difference may be chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the scores here, and those of each question beside it (FILE.hellaswag.jsonl)."""
-    batch_size: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
+    batch_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
     """Rows scored at once, over all devices; None takes what suits the device. The scores do not
     depend on it."""
     hellaswag: HellaSwagArguments = field(default_factory=HellaSwagArguments)

@@ -207,6 +207,18 @@ def test_a_bug_keeps_its_traceback(error, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "allocate",
+    ["import numpy; numpy.zeros(2**62, bool)", "import jax; jax.numpy.zeros(2**45).sum()"],
+)
+def test_too_little_memory_is_one_line(allocate, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    {allocate}\n")
+    (tmp_path / "config.py").write_text(OWN_DATA)
+    words = ["train", tmp_path / "config.py", "--workdir", tmp_path / "run"]
+    assert exit_code(*words, "--num-processes", "1") == 1
+    assert re.fullmatch(r"maxmars: error: out of memory \(.*\): .*\.\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["generate", "x", "--prompt-file", "waits"], "this command does not continue: run again"),
