@@ -150,6 +150,7 @@ ERRORS = [
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1 is nested too deeply"),
     (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
     (1, "data prepare EMPTY.txt /proc/out", "/proc/out"),
+    (1, "train quickstart --workdir NOT-\udcff-UTF-8", "not-\\xff-utf-8 is not utf-8"),
     (1, "data inspect MISSING", "MISSING does not exist"),
 ]
 
