@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -284,8 +286,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         except Exception as error:
             self._failed = True
             raise OSError(
-                f"a checkpoint could not be written to {self._directory} ({type(error).__name__}: "
-                f"{error}); the complete ones are untouched: start again to go on from the newest."
+                f"a checkpoint could not be written to {self._directory} ({_reason(error)}); "
+                "the complete ones are untouched: start again to go on from the newest."
             ) from error
 
 
@@ -302,7 +304,17 @@ def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh:
         with _orbax_context(state):
             v1.save_checkpointables(str(path), {"state": to_plain(state), "meta": meta})
     except Exception as error:  # a full disk comes up as nearly any type
-        raise OSError(f"{path} could not be written: {root_cause(error)}.") from error
+        raise OSError(f"{path} could not be written: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a save failed, in one line: of an error of the system, which TensorStore gives among
+    other words, the file and the reason."""
+    cause = error
+    while isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    found = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(cause))
+    return f"{found[1]}: {os.strerror(int(found[2]))}" if found else root_cause(error)
 
 
 def _orbax_context(state: Any) -> v1.Context:

@@ -155,12 +155,19 @@ def _report(error: Exception) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if _is_out_of_memory(error):
+        message = (
+            f"out of memory ({message.splitlines()[0]}): take smaller batches, a smaller model, or "
+            "more devices; `maxmars plan` says what fits."
+        )
     _print_error(hide(message))  # schedulers keep what a job printed
     return 2 if isinstance(error, UsageError) else 1
 
 
 def _is_users(error: BaseException) -> bool:
     """Whether an error is reported on purpose by maxmars, rather than a bug of maxmars."""
+    if _is_out_of_memory(error):
+        return True
     if not isinstance(error, _USER_ERRORS):
         return False
     if isinstance(error, OSError) and error.errno is not None:
@@ -171,6 +178,12 @@ def _is_users(error: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and _PACKAGE in Path(frame.tb_frame.f_code.co_filename).parents
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether this host, or by XLA's words a device, has not enough memory."""
+    is_xlas = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+    return is_xlas or isinstance(error, MemoryError)
 
 
 def _is_one_of_several() -> bool:

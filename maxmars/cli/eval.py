@@ -11,7 +11,7 @@ import rich
 import tyro
 
 from maxmars.config import MeshConfig
-from maxmars.config.checks import CheckedConfig, NotNegative, Positive
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive
 from maxmars.config.command_line import UsageError, parse_options
 from maxmars.config.options import HOSTS
 
@@ -91,7 +91,7 @@ class EvalArguments(CheckedConfig):
     """Also score this one on the same data, and say whether the difference may be chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the scores here, and those of each question beside it (FILE.hellaswag.jsonl)."""
-    batch_size: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
+    batch_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
     """Rows scored at once, over all devices; None takes what suits the device. The scores do not
     depend on it."""
     trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -116,10 +116,12 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes, sharding
 
-    processes.initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    place = arguments.coordinator, arguments.num_processes, arguments.process_id
+    open_port = processes.initialize(*place)
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
+    processes.warn_once(open_port)
     if arguments.backend == "lm-eval":
         _run_lm_eval(arguments, tasks, mesh)
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import tyro
 
 from maxmars.config import MeshConfig
-from maxmars.config.checks import CheckedConfig, NotNegative, Positive, Rule
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule
 from maxmars.config.command_line import UsageError, parse_options
 from maxmars.distributed.files import why_not_written
 from maxmars.distributed.progress import Progress
@@ -80,7 +80,7 @@ class GenerateArguments(CheckedConfig):
     seed: int = 0
     """Seed of the sampling. A continuation does not depend on the other prompts; a prompt that is
     given twice gets two samples."""
-    batch_size: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 16
+    batch_size: Annotated[Count[int], tyro.conf.arg(metavar="N")] = 16
     """Number of prompts continued at once."""
     trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the code of your own that a run keeps also where it is not the text that the run was

@@ -118,7 +118,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
         starting.before_exit = life.stopped
         if processes.is_first(arguments.process_id):
             life.begin()
-        processes.initialize(
+        open_port = processes.initialize(
             arguments.coordinator,
             arguments.num_processes,
             arguments.process_id,
@@ -126,6 +126,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
         )
         with ExitIfPeerIsLost(life.lost):
             life.met()
+            processes.warn_once(open_port)
         result = train(
             arguments.config,
             workdir,

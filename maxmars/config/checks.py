@@ -50,6 +50,9 @@ class Rule:
 
 Positive = Annotated[T, Rule(lambda value: value > 0, "must be greater than zero")]
 NotNegative = Annotated[T, Rule(lambda value: value >= 0, "must not be negative")]
+_IN_JAX = Rule(lambda value: value < 2**31, "must be less than 2**31: JAX counts with 32 bits")
+Count = Annotated[Positive[T], _IN_JAX]
+CountOrZero = Annotated[NotNegative[T], _IN_JAX]
 Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "must lie in [0, 1)")]
 
 
@@ -57,7 +60,7 @@ class CheckedConfig:
     """A dataclass that checks the types and rules of its fields; subclasses add what ties fields
     together.
 
-    Of every field, a number must be finite.
+    Of every field, a number must be finite, and an integer must be one of 64 bits.
     """
 
     def __post_init__(self) -> None:
@@ -69,6 +72,10 @@ class CheckedConfig:
                 raise RuleError(type(self), name, repr(value), words)
             if isinstance(value, float) and not math.isfinite(value):
                 raise RuleError(type(self), name, value, "must be a finite number")
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, int) and not -(2**63) <= item < 2**63:
+                    words = "must lie in [-2**63, 2**63), the range of integers of 64 bits"
+                    raise RuleError(type(self), name, value, words)
         for name, rule in _rules(type(self)):
             value = getattr(self, name)
             if value is not None and not rule.holds(value):

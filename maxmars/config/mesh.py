@@ -88,7 +88,8 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
 def possible_microbatches(global_batch_size: int, shards: int) -> list[int]:
     """The numbers of microbatches that divide over so many devices, ascending; maybe none."""
     rows, rest = divmod(global_batch_size, shards)
-    return [] if rest else [n for n in range(1, rows + 1) if rows % n == 0]
+    small = [] if rest else [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    return sorted({*small, *(rows // n for n in small)})
 
 
 def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Positive, require
+from maxmars.config.checks import CheckedConfig, Count, Positive, require
 from maxmars.config.user_code import split_source, with_tuples
 
 
@@ -13,17 +13,17 @@ from maxmars.config.user_code import split_source, with_tuples
 class GPT2Config(CheckedConfig):
     """GPT-2. Presets `small`, `medium`, `large`, `xl` are the four published GPT-2 sizes."""
 
-    num_layers: Positive[int] = 12
+    num_layers: Count[int] = 12
     """Number of transformer blocks."""
-    num_heads: Positive[int] = 12
+    num_heads: Count[int] = 12
     """Attention heads; must divide embed_dim."""
-    embed_dim: Positive[int] = 768
+    embed_dim: Count[int] = 768
     """Width of the residual stream."""
-    max_seq_len: Positive[int] = 1024
+    max_seq_len: Count[int] = 1024
     """Context length in tokens; also the length of a training sequence."""
-    vocab_size: Positive[int] = 50257
+    vocab_size: Count[int] = 50257
     """Number of token ids that the softmax covers."""
-    vocab_pad_multiple: Positive[int] = 1
+    vocab_pad_multiple: Count[int] = 1
     """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked
     out of the softmax, so the loss does not depend on it; use it to make `tensor` divide the
     vocabulary."""
@@ -59,7 +59,7 @@ class GPT2Config(CheckedConfig):
     others again. `full` keeps the block's input; `attention` also queries, keys, values and the
     output of attention; `dots` also the results of all products with weights; None keeps
     everything. `auto` keeps as much as fits the device's memory, and everything on a CPU."""
-    scan_unroll: Positive[int] = 1
+    scan_unroll: Count[int] = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 
     def __post_init__(self) -> None:
@@ -116,9 +116,9 @@ class ModuleConfig(CheckedConfig):
     # Not hashed, as a dict cannot be; configs are still compared by it.
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the function, JSON values."""
-    vocab_size: Positive[int]
+    vocab_size: Count[int]
     """Number of token ids that the softmax covers."""
-    max_seq_len: Positive[int]
+    max_seq_len: Count[int]
     """Context length in tokens; also the length of a training sequence."""
 
     # What these fields of GPT2Config say, a module decides by options of its own.

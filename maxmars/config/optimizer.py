@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, require
+from maxmars.config.checks import (
+    CheckedConfig,
+    Count,
+    CountOrZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    require,
+)
 from maxmars.config.user_code import split_source, with_tuples
 
 
@@ -59,7 +67,7 @@ class AdEMAMixConfig(CheckedConfig):
     """Decay of the slow momentum."""
     alpha: NotNegative[float] = 8.0
     """Weight of the slow momentum beside the fast one."""
-    mixing_warmup_steps: NotNegative[int] = 0
+    mixing_warmup_steps: CountOrZero[int] = 0
     """Steps over which alpha grows from 0, and b3 from b1; the paper takes the whole run."""
     eps: Positive[float] = 1e-8
     """Added to the root of the second moment."""
@@ -135,7 +143,7 @@ class MarsConfig(CheckedConfig):
     Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
     are gathered over `data`: faster where `data` is a fast network, slower between slices or
     nodes."""
-    orthogonality_every: Positive[int] | None = None
+    orthogonality_every: Count[int] | None = None
     """Steps between measurements of train/orthogonality_error, the distance of the results of
     Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
     more. None never measures."""
@@ -208,7 +216,7 @@ class MuonConfig(CheckedConfig):
     Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
     are gathered over `data`: faster where `data` is a fast network, slower between slices or
     nodes."""
-    orthogonality_every: Positive[int] | None = None
+    orthogonality_every: Count[int] | None = None
     """Steps between measurements of train/orthogonality_error, the distance of the results of
     Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
     more. None never measures."""
@@ -266,7 +274,7 @@ class SophiaConfig(CheckedConfig):
     """Scale of the estimate: smaller clips more of the update."""
     weight_decay: NotNegative[float] = 0.2
     """Decoupled weight decay of the linear layers' matrices."""
-    update_hessian_every: Positive[int] = 10
+    update_hessian_every: Count[int] = 10
     """Updates between estimates."""
 
 
@@ -285,7 +293,7 @@ class SoapConfig(CheckedConfig):
     """Added to the root of the second moment."""
     weight_decay: NotNegative[float] = 0.01
     """Decoupled weight decay of the linear layers' matrices."""
-    precondition_frequency: Positive[int] = 10
+    precondition_frequency: Count[int] = 10
     """Updates between new eigenbases."""
     max_precondition_dim: Positive[int] = 2048
     """A side of a matrix longer than this is not rotated: its basis stays the identity."""

@@ -11,7 +11,15 @@ import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, Rule, require
+from maxmars.config.checks import (
+    CheckedConfig,
+    Count,
+    CountOrZero,
+    Group,
+    Positive,
+    Rule,
+    require,
+)
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptimizerConfig
@@ -27,9 +35,9 @@ class ScheduleConfig(CheckedConfig):
     the last `wsd_decay_fraction` of the steps, then falls linearly."""
     wsd_decay_fraction: float = 0.2
     """Share of the steps in which `wsd` decays."""
-    warmup_steps: NotNegative[int] = 2000
+    warmup_steps: CountOrZero[int] = 2000
     """Steps from learning rate zero to the peak."""
-    decay_steps: Positive[int] | None = None
+    decay_steps: Count[int] | None = None
     """Step at which the decay ends; None means at num_steps."""
     final_fraction: float = 0.1
     """Learning rate at the end and after it, as a fraction of the peak."""
@@ -56,14 +64,14 @@ class ScheduleConfig(CheckedConfig):
 class MeshConfig(CheckedConfig):
     """The device mesh `data` x `fsdp` x `tensor`. Its product must be the number of devices."""
 
-    data: Positive[int] | None = None
+    data: Count[int] | None = None
     """Replicas of the parameters, which share the batch; None takes all devices that fsdp and
     tensor leave."""
-    fsdp: Positive[int] | None = None
+    fsdp: Count[int] | None = None
     """Parts into which parameters, optimizer state and batch are split. None is 1 where data is
     set; else training takes the devices of one fast network, a host of GPUs or a TPU slice, so that
     only data crosses the slower one between them."""
-    tensor: Positive[int] = 1
+    tensor: Count[int] = 1
     """Parts into which each layer's heads and MLP are split; must divide the heads."""
 
 
@@ -75,7 +83,7 @@ class EvalConfig(CheckedConfig):
     """Steps between evaluations (also at step 0 and at the end); None never evaluates."""
     num_windows: Positive[int] = 512
     """Number of sequences of max_seq_len tokens to score."""
-    batch_size: Positive[int] | None = None
+    batch_size: Count[int] | None = None
     """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
     hellaswag_every: Positive[int] | None = None
     """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
@@ -146,9 +154,9 @@ class GuardConfig(CheckedConfig):
     loss_spike_threshold: Positive[float] | None = None
     """Also skip a step whose loss exceeds the running mean by this many running standard
     deviations; None never does."""
-    history: Positive[int] = 100
+    history: Count[int] = 100
     """Number of steps in the running mean and deviation; before that many, no loss is a spike."""
-    max_consecutive_skips: NotNegative[int] = 0
+    max_consecutive_skips: CountOrZero[int] = 0
     """The run stops with an error when it has skipped more consecutive steps than this; 0 stops it
     at the first."""
 
@@ -169,11 +177,11 @@ class TrainConfig(CheckedConfig):
     """Name of the run; its default working directory is runs/NAME."""
     seed: int = 0
     """Seed of the initial weights and of the token order."""
-    num_steps: Positive[int]
+    num_steps: Count[int]
     """Number of optimizer steps."""
-    global_batch_size: Positive[int]
+    global_batch_size: Count[int]
     """Sequences a step, over all devices and microbatches."""
-    num_microbatches: Positive[int] | None = None
+    num_microbatches: Count[int] | None = None
     """Parts of the batch that go through the model one after the other; saves memory, and changes
     neither the tokens of a step nor, rounding aside, its gradient. None takes the fewest that
     divide over the mesh and fit in memory by an estimate."""

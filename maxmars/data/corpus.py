@@ -35,6 +35,7 @@ _MAX_LINE_BYTES = 1 << 26
 _COMPRESSION = 3
 """Bytes of text in a byte of a compressed file, about."""
 _SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_ROWS = 32  # of Parquet that are in memory at once, beside the page that they are in
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _LINE_BREAK = re.compile(rb"\n")
 
@@ -214,19 +215,21 @@ class TextFiles(Corpus):
 
         path, field = self._paths[run.file], self._text_field
         try:
-            with pyarrow.parquet.ParquetFile(file) as table:
+            with pyarrow.parquet.ParquetFile(file, buffer_size=_BLOCK_BYTES) as table:
                 if field not in table.schema_arrow.names:
                     raise ValueError(f"{path} {no_field(field, table.schema_arrow.names)}")
                 first, last = run.of(table.num_row_groups)
                 row = sum(table.metadata.row_group(group).num_rows for group in range(first))
                 groups = list(range(first, last))
-                for batch in table.iter_batches(1024, row_groups=groups, columns=[field]):
-                    for value in batch[0].to_pylist():
+                for batch in table.iter_batches(_ROWS, row_groups=groups, columns=[field]):
+                    for value in batch[0]:
                         try:
-                            yield row, text_of(value, field)
+                            yield row, text_of(value.as_py(), field)
                         except ValueError as error:
                             raise ValueError(f"{path}, row {row:,} {error}") from error
                         row += 1
+        except MemoryError:  # which Arrow's is too
+            raise
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is no Parquet file, or a damaged one ({error}).") from error
 

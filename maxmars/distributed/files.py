@@ -67,11 +67,18 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
     """An absolute path.
 
     Raises:
-      ValueError: it is in an object store other than `gs://`, or names no bucket.
+      ValueError: it is in an object store other than `gs://`, names no bucket, or is not UTF-8,
+        which JAX, Orbax and JSON need.
     """
     text = os.fspath(path)
     if not is_remote(text) and not re.match(r"(gs|s3|az|hf):/", text):
-        return Path(path).expanduser().absolute()
+        absolute = Path(path).expanduser().absolute()
+        try:
+            str(absolute).encode()
+        except UnicodeEncodeError as error:
+            name = os.fsencode(absolute).decode(errors="backslashreplace")
+            raise ValueError(f"{name} is not UTF-8; rename it, or choose another path.") from error
+        return absolute
     if not re.match(r"gs://[^/]+(/|$)", text):
         raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
     return epath.Path(text)
@@ -145,6 +152,17 @@ def may_pass(error: BaseException, path: Any) -> bool:
     return is_retriable(error)
 
 
+@contextlib.contextmanager
+def naming(path: Any) -> Generator[None, None, None]:
+    """Name the path in an error of the system that names none: a write does not know its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def make_directory(path: Workdir) -> None:
     """Make a directory and its parents; in a bucket there are none."""
     if not is_remote(path):
@@ -179,7 +197,7 @@ def replacing(path: Path) -> Generator[Path, None, None]:
             os.fsync(file.fileno())  # the name must not survive a power cut without the contents
         temporary.replace(path)
     except OSError as error:
-        if error.filename != os.fspath(temporary):
+        if error.errno is None or error.filename not in (None, os.fspath(temporary)):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
@@ -292,8 +310,9 @@ class LineFile:
     def write(self, line: str) -> None:
         """Append a line."""
         if self._file is not None:
-            self._file.write(f"{line}\n".encode())
-            self._file.flush()
+            with naming(self._path):
+                self._file.write(f"{line}\n".encode())
+                self._file.flush()
         else:
             self._lines.append(f"{line}\n")
 
@@ -315,7 +334,8 @@ class LineFile:
     def close(self) -> None:
         """Close the file; `write` must not be called after it."""
         if self._file is not None:
-            self._file.close()
+            with naming(self._path):
+                self._file.close()
             return
         self._closing.set()
         self._thread.join()

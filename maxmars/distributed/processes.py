@@ -6,7 +6,9 @@ processes there are.
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import logging
 import os
 import re
 import socket
@@ -17,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+_LOGGER = logging.getLogger(__name__)
 _HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
 _SHUTDOWN_TIMEOUT_S = 60  # between the first process that ends and the last
 _FLAGS = "--coordinator, --num-processes and --process-id"
@@ -28,18 +31,25 @@ def initialize(
     process_id: int | None = None,
     *,
     timeout_s: float = 300.0,
-) -> None:
+) -> str | None:
     """Join the processes of one run; call it before anything else asks JAX for its devices.
 
     With no arguments JAX asks the cluster: TPU pods and slices, SLURM, Open MPI, and Kubernetes
     where JAX's extra `k8s` is installed. Without a cluster, and with `num_processes=1` alone, the
     run is this process alone. JAX aborts a process (exit code 134) whose peers do not come in time.
 
+    JAX's coordinator in process 0 obeys whoever reaches its port. So it listens at the address of
+    `coordinator` alone where that is this machine's, and at 127.0.0.1 in a SLURM step of one node;
+    else at JAX_COORDINATOR_BIND_ADDRESS, by default on every interface.
+
     Args:
       coordinator: `host:port` of process 0, reachable from every process.
       num_processes: number of processes of the run.
       process_id: number of this process, in [0, num_processes).
       timeout_s: seconds to wait for all processes.
+
+    Returns:
+      What the primary process is to warn of: that it listens on every interface; else None.
 
     Raises:
       ValueError: some arguments are given and others are not, or one is out of range.
@@ -48,7 +58,7 @@ def initialize(
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     present = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
     if present == "num_processes=1":
-        return
+        return None
     if present:
         if coordinator is None or num_processes is None or process_id is None:
             raise ValueError(
@@ -62,8 +72,11 @@ def initialize(
                 f"process_id={process_id} must lie in [0, {num_processes}): "
                 f"the {num_processes} processes are numbered from 0."
             )
-        if process_id == 0:
-            _check_port(coordinator)
+    else:
+        coordinator = _coordinator_on_this_node()
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if bind_address is None and coordinator is not None and is_first(process_id):
+        bind_address = _bind_address(coordinator)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -71,6 +84,7 @@ def initialize(
             process_id,
             local_device_ids=_local_device_ids(),
             cluster_detection_method="deactivate" if present else None,
+            coordinator_bind_address=bind_address,
             initialization_timeout=max(int(timeout_s), 1),
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
@@ -85,6 +99,12 @@ def initialize(
             f"the processes of the run cannot meet ({reason}); give {_FLAGS}, or "
             "--num-processes 1 to train on this host alone."
         ) from error
+    if bind_address is not None or not jax.distributed.is_initialized():
+        return None
+    return (
+        "JAX's coordinator in process 0 listens on every interface, without authentication: let "
+        "none but the run's hosts reach its port, or set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT"
+    )
 
 
 def is_first(process_id: int | None) -> bool | None:
@@ -98,16 +118,48 @@ def is_first(process_id: int | None) -> bool | None:
     return None
 
 
-def _check_port(coordinator: str) -> None:
-    """Raise OSError where process 0 cannot listen; jaxlib 0.10 crashes at a port that is taken."""
-    port = int(coordinator.rpartition(":")[2])
+def _coordinator_on_this_node() -> str | None:
+    """The coordinator of a SLURM step of one node, for which JAX would take the node's name."""
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not tasks.isdecimal() or "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return None
+    jaxs = 61440 + int(os.environ["SLURM_JOB_ID"]) % 4096  # the port that JAX takes
+    return f"127.0.0.1:{os.environ.get('JAX_COORDINATOR_PORT', jaxs)}"
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """`coordinator` where its host surely is this machine; None for every interface.
+
+    Raises:
+      OSError: process 0 cannot listen there; jaxlib 0.10 crashes at a port that is taken.
+    """
+    host, _, port = coordinator.rpartition(":")
+    own = _own_addresses(host.strip("[]"))  # of an IPv6 address
     try:
-        socket.create_server(("", port)).close()
+        for address, family in (own or {"": socket.AF_INET}).items():
+            socket.create_server((address, int(port)), family=family).close()
     except (OSError, OverflowError) as error:
         raise OSError(
             f"process 0 cannot listen at port {port} of {coordinator} ({error}); give a free port "
             "in --coordinator HOST:PORT to all processes."
         ) from error
+    return coordinator if own else None
+
+
+def _own_addresses(host: str) -> dict[str, socket.AddressFamily]:
+    """The addresses of a host and their families; none where one may not be this machine's."""
+    own: dict[str, socket.AddressFamily] = {}
+    try:
+        for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            ip = ipaddress.ip_address(str(address))
+            # Other hosts know a name by another address than this host's loopback (127.0.1.1).
+            if ip.is_unspecified or (ip.is_loopback and host not in ("localhost", address)):
+                return {}
+            socket.create_server((address, 0), family=family).close()
+            own[str(address)] = family
+    except OSError:  # a name that is not known yet, or an address that is not here
+        return {}
+    return own
 
 
 def _local_device_ids() -> list[int] | None:
@@ -132,6 +184,12 @@ def shutdown() -> None:
 def is_primary() -> bool:
     """Whether this is process 0, which alone prints, and writes and tidies the shared files."""
     return jax.process_index() == 0
+
+
+def warn_once(text: str | None) -> None:
+    """Log a warning, if there is one, in the primary process alone."""
+    if text is not None and is_primary():
+        _LOGGER.warning(text)
 
 
 def barrier(name: str) -> None:

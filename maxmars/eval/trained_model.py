@@ -41,6 +41,7 @@ from maxmars.distributed.files import (
     Workdir,
     cache_directory,
     is_remote,
+    naming,
     read_text,
     require_access,
     resolve,
@@ -525,16 +526,15 @@ def _in_the_making(out: str | Path) -> Generator[Path]:
     shutil.rmtree(directory, ignore_errors=True)  # left by an attempt that was killed
     directory.mkdir(parents=True)
     try:
-        yield directory
-        for path in (*directory.rglob("*"), directory):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # the name must not survive a power cut without the contents
-            os.close(descriptor)
-        directory.rename(out)
-    except BaseException as error:
+        with naming(out):
+            yield directory
+            for path in (*directory.rglob("*"), directory):
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)  # the name must not survive a power cut without the contents
+                os.close(descriptor)
+            directory.rename(out)
+    except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(out)  # a full disk: a write does not know its file's name
         raise
 
 

@@ -331,7 +331,7 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
 
     Raises:
       FileNotFoundError: there are no weights.
-      ValueError: they are in another format, damaged, or of another model.
+      ValueError: they are in another format, damaged, not finite, or of another model.
     """
     weights = open_weights(Path(directory), config)
     params: dict[str, Any] = {}
@@ -442,7 +442,15 @@ def _read(
     sharding: Sharding,
 ) -> jax.Array:
     """One of Hugging Face's arrays in our shape, on the devices."""
-    values = weights[name].read().astype(dtype, copy=False)
+    stored = weights[name]
+    with np.errstate(over="ignore"):  # reported below, by name
+        values = stored.read().astype(dtype, copy=False)
+    if wrong := values.size - np.count_nonzero(np.isfinite(values)):
+        raise ValueError(
+            f"{stored.name} in {stored.path} has {wrong:,} of {values.size:,} numbers that are NaN "
+            f"or infinite in {np.dtype(dtype).name}: the model diverged, or its file is damaged; "
+            "download it again, or take one from before."
+        )
     if name == _EMBEDDING and len(values) < shape[0]:
         values = np.pad(values, ((0, shape[0] - len(values)), (0, 0)))
     values = values.reshape(shape)

@@ -117,28 +117,35 @@ def device_memory_bytes(device: jax.Device) -> int | None:
 
 
 def check_memory(config: TrainConfig, mesh: Mesh) -> None:
-    """Check that the state of a run alone does not exceed the memory; the step needs more.
+    """Check that the state of a run alone, and its batches alone, do not exceed the memory; the
+    step needs more.
 
     Raises:
-      ValueError: it does. XLA's own error would be an abort of the process, or come after minutes.
+      ValueError: they do. XLA's own error would be an abort of the process, or come after minutes.
     """
     shards = jax.tree.map(
         lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         abstract_train_state(config, mesh),
     )
-    needed = sum(jax.tree.leaves(shards))
+    model, way_out = config.model, "take a smaller model, or divide it over more devices with "
+    way_out += "mesh.fsdp. `maxmars plan` says what fits"
+    needs = [("parameters and optimizer state need", sum(jax.tree.leaves(shards)), way_out)]
+    width = model.embed_dim if isinstance(model, GPT2Config) else 0
+    for name, rows, of_token in (
+        ("global_batch_size", config.global_batch_size, 4),  # its id
+        ("eval.batch_size", config.eval.batch_size or 0, 4 + 2 * width),  # and its hidden state
+    ):
+        size = rows // sharding.batch_shards(mesh) * model.max_seq_len * of_token
+        needs.append((f"the batches of {name}={rows} need", size, f"lower {name}"))
     device = mesh.local_devices[0]
     limit, where = device_memory_bytes(device), f"a {device.device_kind} has"
     if device.platform == "cpu":
-        needed *= len(mesh.local_devices)
+        needs = [(what, len(mesh.local_devices) * size, way) for what, size, way in needs]
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         where = "this machine has"
-    if limit is not None and needed > limit:
-        raise ValueError(
-            f"parameters and optimizer state need {short(needed)}B, and {where} {short(limit)}B: "
-            "take a smaller model, or divide it over more devices with mesh.fsdp. `maxmars plan` "
-            "says what fits."
-        )
+    for what, size, way_out in needs:
+        if limit is not None and size > limit:
+            raise ValueError(f"{what} {short(size)}B, and {where} {short(limit)}B: {way_out}.")
 
 
 def memory_bytes_of(mesh: Mesh) -> int | None:

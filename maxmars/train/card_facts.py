@@ -30,7 +30,8 @@ from maxmars.train.receipts import Receipt, chain_to, read_receipts
 from maxmars.train.resume import read_changes
 
 _PATH = re.compile(
-    r"(?<![\w./:-])(?:gs:/|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"  # of a disk, gs://
+    # Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
+    r"(?<![\w./-])(?:gs:/|file://|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"
 )
 _PROTOCOLS = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
 

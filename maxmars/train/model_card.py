@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -198,7 +199,8 @@ def _hub_dataset(source: str | None) -> str | None:
     if source in PRESETS:
         return PRESETS[source].repository
     kind, _, rest = (source or "").partition(":")
-    return rest.partition(":")[0] if kind == "hf" and "/" in rest else None
+    name = rest.partition(":")[0]
+    return name if kind == "hf" and re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) else None
 
 
 def _introduction(exported: Exported, facts: Facts | None) -> list[str]:

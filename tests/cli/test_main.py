@@ -150,6 +150,7 @@ ERRORS = [
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1 is nested too deeply"),
     (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
     (1, "data prepare EMPTY.txt /proc/out", "/proc/out"),
+    (1, "train quickstart --workdir NOT-\udcff-UTF-8", "not-\\xff-utf-8 is not utf-8"),
     (1, "data inspect MISSING", "MISSING does not exist"),
 ]
 
@@ -204,6 +205,18 @@ def test_a_bug_keeps_its_traceback(error, tmp_path):
     (tmp_path / "config.py").write_text(OWN_DATA)
     with pytest.raises((TypeError, KeyError)):
         cli.main(["train", str(tmp_path / "config.py"), "--num-processes", "1"])
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    ["import numpy; numpy.zeros(2**62, bool)", "import jax; jax.numpy.zeros(2**45).sum()"],
+)
+def test_too_little_memory_is_one_line(allocate, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    {allocate}\n")
+    (tmp_path / "config.py").write_text(OWN_DATA)
+    words = ["train", tmp_path / "config.py", "--workdir", tmp_path / "run"]
+    assert exit_code(*words, "--num-processes", "1") == 1
+    assert re.fullmatch(r"maxmars: error: out of memory \(.*\): .*\.\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,21 @@ def test_every_field_of_a_config_refuses_another_type(capsys):
             assert f"{option.flag} {value} must be " in error_of(capsys, words)
 
 
+def test_every_integer_of_a_config_refuses_what_no_machine_holds(capsys):
+    """Beyond 64 bits everywhere, beyond 32 where JAX counts."""
+    counts = {"global-batch-size", "model.vocab-size", "eval.batch-size", "guard.history"}
+    counts |= {"num-steps", "schedule.warmup-steps", "model.num-layers", "mesh.fsdp"}
+    found = set()
+    for option in options_of(load_config("quickstart"), switches=False):
+        if int in (option.hint, *typing.get_args(option.hint)):
+            name = option.flag.removeprefix("--")
+            found.add(name)
+            for value in [2**63, *([2**31] if name in counts else [])]:
+                words = ["train", "quickstart", option.flag, str(value)]
+                assert f"{option.flag} {value} must " in error_of(capsys, words)
+    assert counts < found
+
+
 def refusal(parse, *arguments, **keywords):
     """The error of a command line that is refused; "" if it is taken."""
     try:

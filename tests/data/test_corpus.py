@@ -116,6 +116,33 @@ def test_the_parts_of_lines_are_the_lines(tmp_path, parts):
     assert [text for _, text in found] == texts
 
 
+READ = """
+import re, sys
+import pyarrow.parquet
+from maxmars.data.corpus import Run, TextFiles
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+
+corpus = TextFiles([sys.argv[1]])
+before = peak()
+size = sum(len(block) for document in corpus.read(Run(0)) for block in document.blocks)
+print(size, peak() - before)
+"""
+
+
+def test_a_large_row_group_is_read_in_little_memory(tmp_path):
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    table = pyarrow.table({"text": [f"{i}" * 10**6 for i in range(10)] * 25})
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path, compression="zstd", use_dictionary=False, write_batch_size=1)
+    command = [sys.executable, "-c", READ, str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    size, grown = map(int, found.split())
+    assert size == 250 * 10**6
+    assert grown < size
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("field", ["text", "content"])
 def test_files_with_many_documents(tmp_path, kind, field):

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_a_replacement_that_fails_leaves_the_file(tmp_path):
     with pytest.raises(OSError, match="no space"):
         fail()
     assert (tmp_path / "file").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("write", [files.write_text, files.append_line])
+def test_an_error_of_a_write_names_the_file(write, tmp_path):
+    """The system does not: neither of a full disk, nor of a file that may not be so long."""
+    path, (soft, hard) = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("before\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(OSError, match=str(path)) as raised:
+            write(path, "a" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.errno == errno.EFBIG
+    assert path.read_text().startswith("before\n")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

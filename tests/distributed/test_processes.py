@@ -1,7 +1,9 @@
 """How processes find each other, and the words for wrong flags."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -22,6 +24,19 @@ numbers = processes.from_primary([3, 5] if processes.is_primary() else [])
 processes.barrier("end")
 print(json.dumps([jax.process_index(), jax.process_count(), jax.local_device_count(), ok, numbers]))
 processes.shutdown()
+"""
+# For each run of one process: whether an address reaches its coordinator, and a warning comes.
+LISTEN = """
+import json, os, socket, sys
+from maxmars.distributed import processes
+
+for arguments, environment, address, port in json.loads(sys.argv[1]):
+    os.environ.update(environment)
+    warning = processes.initialize(*arguments)
+    with socket.socket() as other:
+        is_open = other.connect_ex((address, port)) == 0
+    print(json.dumps([is_open, warning is not None]))
+    processes.shutdown()
 """
 SLURM = {
     "SLURM_JOB_ID": "70001",
@@ -71,6 +86,34 @@ def test_one_process_needs_no_cluster_and_agrees_with_itself():
     assert processes.from_primary([1, 2]) == [1, 2]
     processes.barrier("nobody else")
     processes.shutdown()
+
+
+def test_the_coordinator_listens_no_further_than_it_must():
+    """At the address that is given; at every one where other hosts may know it by another."""
+    own = "127.0.0.3"
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as anyone:
+        anyone.connect(("192.0.2.1", 1))  # sends nothing
+        own = anyone.getsockname()[0]  # where there is a network
+    everywhere, one_node = [True, True], [False, False]
+    two_nodes = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    two_nodes["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)"
+    cases = [
+        ("127.0.0.1", {}, "127.0.0.1", [True, False]),
+        ("127.0.0.1", {}, "127.0.0.2", [False, False]),
+        ("localhost", {}, "127.0.0.2", [False, False]),
+        (own, {}, own, [True, False]),
+        (own, {}, "127.0.0.1", [False, False]),
+        (None, two_nodes, "127.0.0.2", everywhere),
+        (None, {"SLURM_STEP_TASKS_PER_NODE": "1"}, "127.0.0.2", one_node),
+    ]
+    runs = []
+    for host, environment, address, _ in cases:
+        port = free_port()
+        arguments = [f"{host}:{port}", 1, 0] if host else []
+        runs.append([arguments, environment | {"JAX_COORDINATOR_PORT": str(port)}, address, port])
+    command = [sys.executable, "-c", LISTEN, json.dumps(runs)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert [*map(json.loads, printed.splitlines())] == [expected for *_, expected in cases]
 
 
 @pytest.mark.parametrize(

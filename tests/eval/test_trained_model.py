@@ -27,6 +27,7 @@ from hf_models import (
     read_hf,
     write_hf,
 )
+from safetensors.numpy import load_file, save_file
 
 from maxmars import cli
 from maxmars.checkpoint import list_steps, read
@@ -320,6 +321,11 @@ def test_errors_are_one_line_and_leave_nothing(run, tmp_path, capsys):
         refused("model.safetensors cannot be written (", "export", run, out)
     hf = write_hf(tmp_path / "hf", hf_fields(BYTES), hf_arrays(BYTES))
     refused("has no tokenizer", "import", hf, out)
+    export_model(run, diverged := tmp_path / "diverged")
+    arrays = load_file(diverged / "model.safetensors")
+    arrays["transformer.h.1.ln_1.bias"][3] = np.nan
+    save_file(arrays, diverged / "model.safetensors")
+    refused("h.1.ln_1.bias", "import", diverged, out)
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
     refused("A .bin file is a pickle", "export", hf, out)
     refused("A .bin file is a pickle", "import", hf, out)

@@ -175,7 +175,10 @@ def test_a_full_disk_costs_no_checkpoint(shortages, shortage, reason):
     result = shortages[shortage]
     assert len(result["errors"]) >= 2  # the save, and the next one
     for error in result["errors"]:
-        assert re.search(rf"could not be written to .*{reason}.*complete ones are untouched", error)
+        assert re.fullmatch(
+            rf"a checkpoint could not be written to (\S+) \(\1/\S+: {reason}\S*( on device)?\); .*",
+            error,
+        )
     assert result["after"] == {"step": 1, "sound": True}
     assert result["again"] == [1, 2]  # once there is space
     assert result["left"] == [".lock", "1", "2"]

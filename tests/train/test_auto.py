@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from tiny import ADAMW, MODEL, short_config, tiny_config
 
-from maxmars.config import MeshConfig
+from maxmars.config import EvalConfig, MeshConfig
+from maxmars.config.mesh import check_mesh
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.language_model import mean_loss
@@ -135,12 +136,26 @@ def test_a_run_under_auto_continues_under_another_policy(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "model", [{"embed_dim": 4 * 10**9}, {"num_layers": 10**9}, {"vocab_size": 10**12}]
+    "model",
+    [{"embed_dim": 2**30}, {"num_layers": 10**9}, {"vocab_size": 2**30, "embed_dim": 2**17}],
 )
 def test_a_state_that_no_memory_holds_is_refused(model):
     config = tiny_config(model=dataclasses.replace(MODEL, **model))
     with pytest.raises(ValueError, match=r"optimizer state need [\d.]+[EP]B, and this machine has"):
         check_memory(config, make_mesh(MeshConfig()))
+
+
+@pytest.mark.parametrize("name", ["global_batch_size", "eval.batch_size"])
+def test_batches_that_no_machine_holds(name):
+    """A line at once, in place of a search for microbatches and of reading them."""
+    model = dataclasses.replace(MODEL, max_seq_len=2**20)
+    config = tiny_config(model=model, global_batch_size=2**30)
+    if name == "eval.batch_size":
+        config = tiny_config(model=model, eval=EvalConfig(batch_size=2**30))
+    mesh = make_mesh(MeshConfig())
+    check_mesh(config, mesh.shape)
+    with pytest.raises(ValueError, match=f"{name}={2**30} .*lower {name}"):
+        check_memory(config, mesh)
 
 
 # --- the number of microbatches ------------------------------------------------------------------

@@ -67,6 +67,20 @@ def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
         assert private not in text
 
 
+@pytest.mark.parametrize(
+    "source", ["hf:/home/me/books:train", "file:///home/me/books", "tfds:a --dir=/home/me/books"]
+)
+def test_no_path_of_the_machine_is_in_the_card(finished_run, tmp_path, source):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    data = json.loads((run / "data.json").read_text())
+    data["parts"][0]["source"] = source
+    (run / "data.json").write_text(json.dumps(data))
+    fields, text, sections = export(run, tmp_path / "out")
+    assert "/home/me" not in text
+    assert "books" in sections["Training data"]
+    assert "datasets" not in fields
+
+
 def test_a_checkpoint_tells_the_losses_of_its_step(finished_run, tmp_path):
     _, text, sections = export(finished_run / "checkpoints" / "4", tmp_path / "out")
     assert "step 4 of 6" in text
