@@ -259,6 +259,6 @@ _PLATFORMS = {
         SlurmOptions,
         _start_slurm,
         SlurmName,
-        {"status": lambda jobs: jobs.run("squeue"), "stop": lambda jobs: jobs.run("scancel")},
+        {"status": SlurmName.show_status, "stop": SlurmName.stop},
     ),
 }

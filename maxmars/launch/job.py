@@ -33,7 +33,8 @@ CONSTRAINTS = "launch-constraints.txt"
 ABORTED = 134
 """Exit code of JAX's abort, after a process of the run did not come or no longer answers."""
 FAILED = "failed.json"
-"""File in the workdir, of a process that failed by an error of its own; see `train.lives`."""
+"""File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
+begins with the job that it is of."""
 
 PROLOG = "launch-prolog.sh"
 """File in the archive, of a script that SLURM's batch script sources."""

@@ -106,7 +106,7 @@ exit $worst
         self.folder = folder
         program(folder / "bin" / "srun", self.SRUN)
         program(folder / "bin" / "sbatch", "#!/bin/bash\necho 42\n")
-        asked = f'echo "$*" >>{folder}/asked; echo JobState=RUNNING'
+        asked = f'echo "$*" >>{folder}/asked; echo JobState=RUNNING Requeue=1'
         program(folder / "bin" / "scontrol", f"#!/bin/bash\n{asked}\n")
         monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
         config, workdir = str(folder / "config.py"), str(folder / "run")
