@@ -124,7 +124,10 @@ def test_ten_stops_in_a_row_after_hardly_any_steps_are_refused_once(tmp_path):
         stop_after(steps)
     with pytest.raises(ValueError, match="10 starts in a row were asked to stop before they had"):
         begin(tmp_path)
+    failed = tmp_path / "failed.json"  # for SLURM: the others wait for this process, and abort
+    assert "10 starts in a row" in json.loads(failed.read_text())["error"]
     stop_after(1)
+    assert not failed.exists()
 
 
 def test_a_record_without_the_newest_field_counts_on(tmp_path):
