@@ -43,7 +43,8 @@ PROLOG = "launch-prolog.sh"
 
 _SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-_LEFT_OUT = {"runs", "data", "__pycache__", "node_modules"}  # in a checkout without git
+# In a checkout without git, at its top and anywhere.
+_LEFT_OUT_AT_TOP, _LEFT_OUT = {"runs", "data"}, {"__pycache__", "node_modules"}
 # Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
 _NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
@@ -258,6 +259,7 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
         str(path)
         for path in found
         if _is_needed(path)
+        and path.parts[0] not in _LEFT_OUT_AT_TOP
         and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)
     )
     return names, []

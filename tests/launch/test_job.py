@@ -143,8 +143,11 @@ def test_untracked_files_are_named(checkout):
 def test_without_git_and_with_a_config_from_elsewhere(checkout, tmp_path):
     config = tmp_path / "mine.py"
     config.write_text("x")
+    for folder in ("data", "maxmars/data"):  # of tokens, and a room
+        (checkout / folder).mkdir()
+        (checkout / folder / "e.py").touch()
     packed = pack(str(config), root=checkout, setup=config)
-    inside = {"configs/a.py", "maxmars/b.py", "old.py", *TOP}
+    inside = {"configs/a.py", "maxmars/b.py", "maxmars/data/e.py", "old.py", *TOP}
     assert names(packed) == inside | {"launch-config/mine.py", "launch-setup.sh"}
     assert packed.config == "launch-config/mine.py"
 
