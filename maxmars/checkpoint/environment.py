@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 
 import maxmars
+from maxmars.config.checkout import git_commit
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -22,7 +22,7 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Versions, code, devices and mesh of this run, JSON-ready."""
     devices = mesh.devices.flatten().tolist()
     return {
-        "git_commit": _git_commit(Path(maxmars.__file__).resolve().parents[1]),
+        "git_commit": git_commit(Path(maxmars.__file__).resolve().parents[1]),
         "code": package_digest(),
         "python": platform.python_version(),
         **package_versions(),
@@ -81,16 +81,3 @@ def _num_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def _git_commit(root: Path) -> str | None:
-    """Commit of the checkout that maxmars runs from, `-dirty` if changed; None if it is none."""
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.check_output(
-            command, cwd=root, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

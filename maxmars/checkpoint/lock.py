@@ -32,6 +32,11 @@ _LOGGER = logging.getLogger(__name__)
 _PATIENCE_S = 2.0  # a process that is being killed keeps its lock until its memory is freed
 _LEASE_KEY = "owner.json"
 _LEASE_S = 60.0
+_SIGN_OF_LIFE_S = 20.0  # an owner renews its lease every 15 s
+
+
+class InUseError(ValueError):
+    """Another run owns the directory."""
 
 
 def acquire(directory: Any) -> FileLock | Lease | None:
@@ -40,7 +45,7 @@ def acquire(directory: Any) -> FileLock | Lease | None:
     The primary process gets the lock, the others None.
 
     Raises:
-      ValueError: another run owns it; every process raises.
+      InUseError: another run owns it; every process raises.
       OSError: it cannot be written to; every process raises.
     """
     lock, problem = None, None
@@ -54,32 +59,48 @@ def acquire(directory: Any) -> FileLock | Lease | None:
                 lock = FileLock(directory)
         except (ValueError, OSError, ImportError) as error:
             problem = error
-    if processes.all_processes(problem is None):
+    told = None if problem is None else type(problem).__name__
+    if (told := processes.from_primary(told)) is None:
         return lock
-    raise problem or OSError(f"process 0 could not open {directory} for writing; it says why.")
+    kind = InUseError if told == InUseError.__name__ else OSError
+    raise problem or kind(f"process 0 could not open {directory} for writing; it says why.")
 
 
-def is_owned(directory: Any) -> bool:
-    """Whether a living process on any host owns a directory of a disk.
+def is_owned(directory: Any, patience_s: float = 0.0) -> bool:
+    """Whether a living process on any host owns a directory.
 
-    Of a bucket this cannot be told at once; there it is False.
+    Waits `patience_s` for an owner on a disk. In a bucket a living owner rewrites its lease within
+    `_SIGN_OF_LIFE_S`; without a lease the answer comes at once.
     """
-    path = directory / ".lock"
     if is_remote(directory):
-        return False
+        return _is_rewritten(open_store(directory), os.fspath(directory))
+    path = directory / ".lock"
     try:
         with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+") as file:
-            return not try_lock(file, path)
+            return not try_lock(file, path, patience_s)
     except OSError:
         return False
+
+
+def _is_rewritten(store: Any, name: str) -> bool:
+    """Whether a lease is there, and gets another generation while it is watched."""
+    seen, deadline = set(), time.monotonic() + _SIGN_OF_LIFE_S
+    while len(seen) < 2 and time.monotonic() < deadline:
+        with reporting(name):
+            found = store.read(_LEASE_KEY).result()
+        if found.state == "missing":
+            return False
+        seen.add(found.stamp.generation)
+        time.sleep(0.5)
+    return len(seen) == 2
 
 
 class FileLock:
     """A kernel lock on `<directory>/.lock`, whose contents tell other runs who owns it.
 
     Raises:
-      ValueError: the directory has another owner, who did not go within `patience_s`, or the lock
-        file is a link.
+      InUseError: the directory has another owner, who did not go within `patience_s`.
+      ValueError: the lock file is a link.
       OSError: the file cannot be created.
     """
 
@@ -138,7 +159,7 @@ class Lease:
       duration_s: duration of the lease; taking over from a dead owner takes as long.
 
     Raises:
-      ValueError: the directory has a living owner.
+      InUseError: the directory has a living owner.
       OSError: it cannot be read or written.
     """
 
@@ -244,8 +265,8 @@ def _describe_owner(record: str | bytes) -> str:
     return f"process {fields['pid']} on {fields['host']} (since {fields['since']})"
 
 
-def _in_use(directory: Any, record: str | bytes) -> ValueError:
-    return ValueError(
+def _in_use(directory: Any, record: str | bytes) -> InUseError:
+    return InUseError(
         f"{directory} is being written by {_describe_owner(record)}: two runs in one directory "
         "would overwrite each other's checkpoints. Wait until it ends or stop it, or choose "
         "another --workdir."

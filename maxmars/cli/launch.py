@@ -60,6 +60,7 @@ preemption the run continues in its --workdir. What follows -- goes to
 `maxmars launch PLATFORM ACTION --help` those of an action."""
 
 _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
+_MOST_NAMED = 20
 
 
 def run(argv: list[str]) -> int:
@@ -146,9 +147,20 @@ def _job(
     if chips:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, network_size)
         check_mesh(parsed.config, mesh_shape(mesh, chips, slices))
+    source = pack(
+        options.config,
+        sources=sources,
+        setup=options.setup,
+        prolog=prolog,
+        include=options.include,
+    )
+    if files := source.untracked:  # not to stdout, where a dry run is YAML or bash
+        more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
+        names = ", ".join(files[:_MOST_NAMED])
+        print(f"git does not track, and goes along: {names}{more}", file=sys.stderr)
     return Job(
         name=options.name,
-        source=pack(options.config, sources=sources, setup=options.setup, prolog=prolog),
+        source=source,
         workdir=workdir,
         train_arguments=train,
         environment=take_environment(options.env),
@@ -259,6 +271,6 @@ _PLATFORMS = {
         SlurmOptions,
         _start_slurm,
         SlurmName,
-        {"status": lambda jobs: jobs.run("squeue"), "stop": lambda jobs: jobs.run("scancel")},
+        {"status": SlurmName.show_status, "stop": SlurmName.stop},
     ),
 }

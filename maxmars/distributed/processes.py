@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
 _SHUTDOWN_TIMEOUT_S = 60  # between the first process that ends and the last
+_PREEMPTION_SERVICE = "jax_enable_preemption_service"
 _FLAGS = "--coordinator, --num-processes and --process-id"
 
 
@@ -52,7 +53,8 @@ def initialize(
       What the primary process is to warn of: that it listens on every interface; else None.
 
     Raises:
-      ValueError: some arguments are given and others are not, or one is out of range.
+      ValueError: some arguments are given and others are not, or one is out of range; or JAX is not
+        to tell the processes of SIGTERM.
       OSError: the processes cannot meet, for example because the port is taken.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
@@ -99,7 +101,14 @@ def initialize(
             f"the processes of the run cannot meet ({reason}); give {_FLAGS}, or "
             "--num-processes 1 to train on this host alone."
         ) from error
-    if bind_address is not None or not jax.distributed.is_initialized():
+    if not jax.distributed.is_initialized():
+        return None
+    if not getattr(jax.config, _PREEMPTION_SERVICE):
+        raise ValueError(
+            f"{_PREEMPTION_SERVICE.upper()}=false turns off what lets all processes of a run stop "
+            "after the same step, and save; unset it."
+        )
+    if bind_address is not None:
         return None
     return (
         "JAX's coordinator in process 0 listens on every interface, without authentication: let "

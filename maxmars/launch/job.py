@@ -13,6 +13,7 @@ import importlib.metadata
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -24,6 +25,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 import maxmars
+from maxmars.config.checkout import COMMIT, git_commit
 from maxmars.config.checks import CheckedConfig, NotNegative, UsageError
 from maxmars.config.command_line import find_config
 from maxmars.config.user_code import split_source
@@ -33,17 +35,33 @@ CONSTRAINTS = "launch-constraints.txt"
 ABORTED = 134
 """Exit code of JAX's abort, after a process of the run did not come or no longer answers."""
 FAILED = "failed.json"
-"""File in the workdir, of a process that failed by an error of its own; see `train.lives`."""
+"""File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
+begins with the job that it is of."""
 
 PROLOG = "launch-prolog.sh"
 """File in the archive, of a script that SLURM's batch script sources."""
 
 _SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-_LEFT_OUT = {"runs", "data", "__pycache__", "node_modules"}  # in a checkout without git
+# In a checkout without git, at its top and anywhere.
+_LEFT_OUT_AT_TOP, _LEFT_OUT = {"runs", "data"}, {"__pycache__", "node_modules"}
 # Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
 _NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
+
+# Files that hold keys and passwords by their names, or within a folder of such.
+_SECRET_NAME = re.compile(
+    r".*\.env(rc|\.(?!example$|sample$|template$|dist$).*)?"
+    r"|.*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk)"
+    r"|id_(rsa|dsa|ecdsa|ed25519)(_sk)?"
+    r"|[._](netrc|npmrc|pypirc|pgpass|htpasswd|git-credentials)"
+    r"|\.?[^.]*(credential|secret|service[-_]?account|api[-_]?key|(access|auth|api|hf|wandb)[-_]?token)"
+    r"[^.]*(\.(json|ya?ml|toml|ini|cfg|txt))?",
+    re.I,
+)
+_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker"}
+# By their contents: private keys, and Google's keys of service accounts.
+_SECRET_TEXT = re.compile(rb"\s*(-----BEGIN [A-Z ]*PRIVATE KEY|\{[^}]*\"private_key\")")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +81,9 @@ class RunOptions(CheckedConfig):
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
+    include: Annotated[tuple[str, ...], arg(metavar="FILE")] = ()
+    """Files of the checkout, relative to its top, that go along although they look like secrets or
+    git ignores them, such as .env."""
     max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Starts that make no new
     checkpoint end it much earlier: 3 on the same machines, 10 after lost machines."""
@@ -81,6 +102,8 @@ class Source:
     setup: str | None
     """The user's script to run before, relative to the top."""
     num_files: int
+    untracked: Sequence[str] = ()
+    """Files of the checkout among them that git does not track, and nobody named."""
 
     @property
     def digest(self) -> str:
@@ -121,9 +144,10 @@ def pack(
     sources: Sequence[str] = (),
     setup: Path | None = None,
     prolog: Path | None = None,
+    include: Sequence[str] = (),
     root: Path | None = None,
 ) -> Source:
-    """Pack a checkout: the files that git tracks or would track, as they are now.
+    """Pack a checkout: the files that git tracks or would track, as they are now, and its commit.
 
     Args:
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
@@ -131,9 +155,11 @@ def pack(
         keep their places beside the config file.
       setup: a bash script to pack, which runs on every host.
       prolog: another, which a batch script sources.
+      include: files, relative to `root`, to pack in any case.
       root: the checkout; by default that of the maxmars which is running.
 
     Raises:
+      UsageError: files that nobody named look like secrets.
       ValueError: maxmars does not run from a checkout, or it is too large; or the file of a
         function has no place in the archive.
       FileNotFoundError: there is no such file.
@@ -144,12 +170,18 @@ def pack(
             f"{root} is no checkout of maxmars (there is no pyproject.toml), and only a checkout "
             "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
         )
-    contents = {str(path): (root / path).read_bytes() for path in _files(root)}
+    files, untracked = _files(root)
+    include = [os.path.normpath(file) for file in include]
+    for file in include:
+        if not (root / file).is_file() or file.startswith(("..", "/")):
+            raise FileNotFoundError(f"--include {file}: there is no such file in {root}.")
+    contents = {name: (root / name).read_bytes() for name in [*files, *include]}
     found, choices = find_config(config)
     path = found.resolve()
     inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
     contents[name] = path.read_bytes()
+    named = {name, *include}
     for source in sources:
         file = split_source(source)[0]
         folder = Path(name).parent
@@ -162,6 +194,16 @@ def pack(
         if not file.is_file():
             raise FileNotFoundError(f"source={source!r}: there is no file {file}.")
         contents[place] = file.read_bytes()
+        named.add(place)
+    secrets = [name for name in files if name not in named and _is_secret(name, contents[name])]
+    if secrets:
+        raise UsageError(
+            f"{', '.join(secrets)}: what looks like a secret does not go along to other machines. "
+            "List it in .gitignore if the run can do without, or name it: "
+            f"--include {shlex.join(secrets)}."
+        )
+    if (commit := git_commit(root)) is not None:
+        contents[COMMIT] = f"{commit}\n".encode()
     # Packages elsewhere get the versions that are installed, and so were tried, here.
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
@@ -181,7 +223,14 @@ def pack(
         config=f"{name}:{choices}" if choices else name,
         setup=None if setup is None else _SETUP,
         num_files=len(contents),
+        untracked=[name for name in untracked if name not in named],
     )
+
+
+def _is_secret(name: str, content: bytes) -> bool:
+    path = Path(name)
+    by_name = _SECRET_NAME.fullmatch(path.name) or _SECRET_FOLDERS.intersection(path.parts)
+    return bool(by_name or _SECRET_TEXT.match(content))
 
 
 def _is_needed(path: Path) -> bool:
@@ -189,22 +238,31 @@ def _is_needed(path: Path) -> bool:
     return path.parts[0] not in _NOT_NEEDED and not nested_readme
 
 
-def _files(root: Path) -> list[Path]:
-    """Relative paths of the files to pack, sorted."""
+def _files(root: Path) -> tuple[list[str], list[str]]:
+    """Relative paths of the files to pack, and those of them that git does not track; sorted."""
     if (root / ".git").exists() and shutil.which("git") is not None:
         command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
-        listed = run_program([*command, "--cached", "--others", "--exclude-standard"])
-        if listed.returncode == 0:
-            paths = [Path(name) for name in listed.stdout.split("\0") if name]
-            is_file = [path for path in paths if (root / path).is_file()]
-            return sorted(filter(_is_needed, is_file))
+        kinds = ["--cached"], ["--others", "--exclude-standard"]
+        listed = [run_program([*command, *options]) for options in kinds]
+        if all(done.returncode == 0 for done in listed):
+            tracked, others = (
+                {
+                    name
+                    for name in done.stdout.split("\0")
+                    if name and (root / name).is_file() and _is_needed(Path(name))
+                }
+                for done in listed
+            )
+            return sorted(tracked | others), sorted(others)
     found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    return sorted(
-        path
+    names = sorted(
+        str(path)
         for path in found
         if _is_needed(path)
+        and path.parts[0] not in _LEFT_OUT_AT_TOP
         and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)
     )
+    return names, []
 
 
 def _archive(contents: dict[str, bytes]) -> bytes:

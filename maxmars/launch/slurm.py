@@ -2,7 +2,7 @@
 
 The run uses this Python and a copy of the checkout beside its results, so that later edits change
 nothing. Before its time limit, and when SLURM preempts it, the job gets SIGTERM; the run saves and
-exits with 75, and the script asks SLURM to queue its job again.
+exits with 75, and the script asks SLURM to queue its job again, unless the job was told not to be.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import io
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from maxmars.launch.job import (
 )
 
 _SAVING_S = 180  # before the time limit
+_SHORTEST_S = 300  # such a time limit leaves no time to train
 _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
 
@@ -58,13 +60,40 @@ class SlurmName:
         pattern = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
         check_word(self.name, "--name", pattern, "run-1: letters, digits and _ . -")
 
-    def run(self, program: Literal["squeue", "scancel"]) -> int:
-        """Show or end the user's jobs of this name; the exit code. A run that is ended saves first,
-        and is not queued again."""
+    @property
+    def _jobs(self) -> list[str]:
+        return [f"--user={getpass.getuser()}", f"--name={self.name}"]
+
+    def show_status(self) -> int:
+        """Show the user's jobs of this name; squeue's exit code."""
         self.check()
         require("sbatch")
-        jobs = [f"--user={getpass.getuser()}", f"--name={self.name}"]
-        return subprocess.run([program, *jobs]).returncode
+        return subprocess.run(["squeue", *self._jobs]).returncode
+
+    def stop(self) -> None:
+        """End the user's jobs of this name. One that trains saves first, however long that takes:
+        scancel without a signal would kill it after SLURM's KillWait.
+
+        Raises:
+          ValueError: a program of SLURM fails.
+        """
+        self.check()
+        require("sbatch")
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
+        listed = run_or_fail(["squeue", *self._jobs, states, "--noheader", "--format=%A"])
+        jobs = listed.split()
+        for job in jobs:  # first, or one that saves would be queued again
+            run_or_fail(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+        for job in jobs:
+            steps = run_or_fail(["squeue", "--steps", f"--jobs={job}", "--noheader"])
+            if re.search(rf"^ *{job}\.\d+ ", steps, re.M):
+                run_or_fail(["scancel", "--signal=TERM", job])  # its steps, not the batch script
+                log(f"job {job}: asked to save; it ends then, and is not queued again")
+            else:
+                run_or_fail(["scancel", job])
+                log(f"job {job}: cancelled, as it does not train now")
+        if not jobs:
+            log(f"there is no job {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +158,14 @@ class SlurmOptions(RunOptions, SlurmName):
                 check_word(value, f"--{option}", _WORD, word)
         for option in self.sbatch:
             check_word(option, "--sbatch", f"--{_WORD}", "--gres=gpu:8, one option of sbatch")
+        own = [o.removeprefix("--time=") for o in self.sbatch if o.startswith("--time=")]
+        for limit in own or [self.time or ""]:
+            if (seconds := _seconds(limit)) is not None and 0 < seconds <= _SHORTEST_S:
+                raise UsageError(
+                    f"--time {limit} leaves no time to train: the run is told to save "
+                    f"{_SAVING_S // 60} minutes before its end, and each start compiles. Give it "
+                    f"more than {_SHORTEST_S // 60} minutes, such as --time 1:00:00."
+                )
         for option in self.srun:
             check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
         if self.process_per == "gpu" and not self.gpus_per_node:
@@ -147,6 +184,18 @@ class SlurmOptions(RunOptions, SlurmName):
             )
         path = os.path.abspath(self.workdir)
         return check_word(path, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
+
+
+def _seconds(limit: str) -> int | None:
+    """A time limit of SLURM's: MINUTES, M:S, H:M:S, DAYS-H, D-H:M or D-H:M:S; None if it is not."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit):
+        return None
+    days, dash, clock = limit.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    if not dash and len(numbers) < 3:  # begins with minutes
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
@@ -195,7 +244,6 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
 code=0
-rm -f {failed}
 # The others may still be saving when the first ends.
 {srun} {train} || code=$?
 
@@ -204,13 +252,16 @@ if ((code == {ABORTED})); then
 longer answered; SLURM names the tasks and their exit codes above"
 fi
 # 75: saved, to be started again; from 128 on, ended by a signal. These are the highest of all
-# tasks' codes: a task that failed by an error of its own has left it in a file. A job that was
-# cancelled no longer runs, and one that SLURM preempted is queued again by SLURM.
-if [[ -f {failed} ]]; then
-  echo "maxmars: a process failed, so the job is not queued again: $(<{failed})"
+# tasks' codes: a task that failed by an error of its own has left it in a file, which names its
+# job. A job that was cancelled no longer runs, `maxmars launch slurm stop` takes Requeue from a
+# job, and one that SLURM preempted is queued again by SLURM.
+failed=""
+[[ ! -f {failed} ]] || failed="$(<{failed})"
+if [[ $failed == '{{"job": "'"$SLURM_JOB_ID"'",'* ]]; then
+  echo "maxmars: a process failed, so the job is not queued again: $failed"
 elif ((code == 75 || code >= 128)) &&
   ((${{SLURM_RESTART_COUNT:-0}} < {options.max_restarts})) &&
-  [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+  [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING*Requeue=1* ]]; then
   echo "maxmars: exit code $code; queueing the job again"
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -3,11 +3,15 @@
 Launchers start a run again whose machine was taken away or whose processes lost each other. Each
 start is a life. Process 0 keeps those that ended without a new checkpoint in `<workdir>/lives.json`
 and refuses to begin another one after `_MOST_CRASHES` on the same machines, which no lost machine
-explains, or after `_MOST_LOSSES` others. The refusal ends a launcher's restarts; the same command,
-given again by a person, begins to count anew.
+explains, after `_MOST_LOSSES` others, or after `_MOST_VAIN_STOPS` that were stopped on request and
+had hardly trained. The refusal ends a launcher's restarts; the same command, given again by a
+person, begins to count anew.
 
 A process of several that fails by an error of its own, which would come back, leaves it in
 `<workdir>/failed.json`. The others, who lose it, then end as it did: with 1.
+
+Both files name their job, and no other job believes them. A start in a workdir that another one
+owns writes neither.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import json
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
 
 from maxmars.checkpoint import list_steps
-from maxmars.checkpoint.lock import is_owned
+from maxmars.checkpoint.lock import InUseError, is_owned
 from maxmars.config.secrets import hide
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
@@ -39,10 +44,14 @@ from maxmars.distributed.files import (
 FILE = "lives.json"
 FAILED = "failed.json"
 
+_SLURM_JOB = "SLURM_JOB_ID"
 _MOST_CRASHES = 3
 _MOST_LOSSES = 10
 _MOST_STOPS = 10_000  # on request, as at preemptions
+_MOST_VAIN_STOPS = 10  # in a row, each before `_FEWEST_STEPS` steps
+_FEWEST_STEPS = 10
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
+_PATIENCE_S = 2.0  # a process that is being killed keeps its lock for a moment
 
 
 class _Life(TypedDict):
@@ -58,8 +67,12 @@ class _Life(TypedDict):
 class _Record(TypedDict):
     """The contents of `lives.json`."""
 
+    job: str | None
+    """The job of SLURM, which is the same when it is queued again; None elsewhere."""
     stops: int
     """How often the run was stopped on request."""
+    vain_stops: int
+    """How often since a life made `_FEWEST_STEPS` steps."""
     step: int
     """Of the newest checkpoint when the last life began."""
     lives: list[_Life]
@@ -78,6 +91,9 @@ class Life(contextlib.AbstractContextManager["Life"]):
         more."""
         self._workdir, self._pause_s = workdir, pause_s
         self._record: _Record | None = None  # of this life; None before it and after
+        # In the name of which processes leave and believe an error; None while another run may own
+        # the workdir.
+        self._job: str | None = None
         self._lock = threading.RLock()  # SIGTERM ends a life from another thread
         self._made: list[Path] = []
 
@@ -88,16 +104,27 @@ class Life(contextlib.AbstractContextManager["Life"]):
           ValueError: too many lives in a row came to nothing, or the run was stopped too often.
           OSError, ImportError: the working directory cannot be read.
         """
-        if self._record is not None or is_owned(self._workdir / "checkpoints"):
+        if self._record is not None or is_owned(self._workdir / "checkpoints", _PATIENCE_S):
             return
+        self._job = os.environ.get(_SLURM_JOB) or uuid.uuid4().hex
         newest = max(list_steps(self._workdir / "checkpoints"), default=0)
         record = _read(self._workdir / FILE)
         if newest > record["step"]:
             record["lives"] = []
+        if newest >= record["step"] + _FEWEST_STEPS:
+            record["vain_stops"] = 0
         record["step"] = newest
         count = len(record["lives"])
         if count >= _MOST_LOSSES:
-            self._refuse(record, f"{count} starts lost a machine, or a process that never came")
+            self._refuse_crashes(
+                record, f"{count} starts lost a machine, or a process that never came"
+            )
+        if record["vain_stops"] >= _MOST_VAIN_STOPS:
+            self._refuse(
+                record,
+                f"{_MOST_VAIN_STOPS} starts in a row were asked to stop before they had made "
+                f"{_FEWEST_STEPS} steps, as by a time limit that is too short",
+            )
         if record["stops"] >= _MOST_STOPS:
             record["stops"] = 0
             self._refuse(record, f"the run was stopped {_MOST_STOPS:,} times")
@@ -121,16 +148,19 @@ class Life(contextlib.AbstractContextManager["Life"]):
         Raises:
           ValueError: too many lives in a row crashed on these machines; every process raises.
         """
-        several = jax.distributed.is_initialized()
         self._have_met()  # at once: the first question for devices may crash
-        if not several or processes.is_primary():
-            self.begin()
-            self._have_met()
-        if several:
-            machines = "".join(sorted(processes.texts_of_all(_machine())))
-            processes.text_from_primary(lambda: self._judge(machines))
-        else:
+        if not jax.distributed.is_initialized():
+            self._begin()
             self._judge(_machine())
+            return
+        self._job = processes.text_from_primary(self._begin)
+        machines = "".join(sorted(processes.texts_of_all(_machine())))
+        processes.text_from_primary(lambda: self._judge(machines))
+
+    def _begin(self) -> str | None:
+        self.begin()
+        self._have_met()
+        return self._job
 
     def _have_met(self) -> None:
         with self._lock:
@@ -146,21 +176,26 @@ class Life(contextlib.AbstractContextManager["Life"]):
             this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
             same = sum(life["met"] and life["machines"] in (None, here) for life in before)
             if same >= _MOST_CRASHES:
-                self._refuse(
+                self._refuse_crashes(
                     self._record, f"{same} starts on these machines crashed, hung or were killed"
                 )
             self._write(self._record)
 
+    def _refuse_crashes(self, record: _Record, reason: str) -> None:
+        step = record["step"]
+        self._refuse(record, f"{reason} since the checkpoint of step {step}, without a new one")
+
     def _refuse(self, record: _Record, reason: str) -> None:
         """Forget the lives, so that the next start is the first again, and end this one."""
-        record["lives"] = []
+        record["lives"], record["vain_stops"] = [], 0
         self._write(record)
         self._record = None
-        raise ValueError(
-            f"{self._workdir}: {reason} since the checkpoint of step {record['step']}, without a "
-            "new one, so this start ends as well. Look at what the last ones printed, and in "
-            f"{self._workdir / 'logs'}; the same command, given again, tries anew."
+        error = ValueError(
+            f"{self._workdir}: {reason}, so this start ends as well. Look at what the last ones "
+            f"printed, and in {self._workdir / 'logs'}; the same command, given again, tries anew."
         )
+        self._leave_error(error)  # the other processes may never meet this one
+        raise error
 
     def lost(self) -> str | None:
         """This life ends as another process is lost; that one's own error, if it left one."""
@@ -174,6 +209,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         with self._lock:
             if self._record is not None:
                 self._record["stops"] += 1
+                self._record["vain_stops"] += 1
             self.leave()
 
     def finished(self) -> None:
@@ -204,15 +240,19 @@ class Life(contextlib.AbstractContextManager["Life"]):
                     break
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, InUseError):  # the files are those of the start that was faster
+            self._record = self._job = None
         if isinstance(error, Exception) and jax.distributed.is_initialized():
             self._leave_error(error)
         if error is not None:
             self.leave()
 
     def _leave_error(self, error: Exception) -> None:
-        """Tell the other processes that this one fails by itself."""
+        """Tell the other processes, and SLURM's batch script, that this one fails by itself."""
+        if self._job is None:
+            return
         text = next(iter(str(error).splitlines()), type(error).__name__)
-        told = {"host": os.uname().nodename, "error": hide(text)}
+        told = {"job": self._job, "host": os.uname().nodename, "error": hide(text)}
         with contextlib.suppress(OSError), reporting(self._workdir):
             if self._workdir.exists():
                 (self._workdir / FAILED).write_text(json.dumps(told))
@@ -221,7 +261,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """The error of its own that a process of this life left, if one did."""
         with contextlib.suppress(OSError):
             told = read_json(self._workdir / FAILED)
-            if isinstance(told, dict) and told.keys() >= {"host", "error"}:
+            if self._job is not None and isinstance(told, dict) and told.get("job") == self._job:
                 return f"{told['host']} says: {told['error']}"
         return None
 
@@ -236,15 +276,23 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
 
 def _read(path: Workdir) -> _Record:
-    """The record; an empty one if there is none, or none that can be read."""
+    """The record; an empty one if there is none of this job, or none that can be read."""
+    job = os.environ.get(_SLURM_JOB)
     with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
         found = read_json(path)
         lives = [
             _Life(began=life["began"], met=life["met"], machines=life["machines"])
             for life in found["lives"]
         ]
-        return _Record(stops=int(found["stops"]), step=int(found["step"]), lives=lives)
-    return _Record(stops=0, step=0, lives=[])
+        if found.get("job") == job:
+            return _Record(
+                job=job,
+                stops=int(found["stops"]),
+                vain_stops=int(found.get("vain_stops", 0)),
+                step=int(found["step"]),
+                lives=lives,
+            )
+    return _Record(job=job, stops=0, vain_stops=0, step=0, lives=[])
 
 
 def _machine() -> str:

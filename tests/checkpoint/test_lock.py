@@ -186,7 +186,7 @@ def test_of_two_that_start_together_one_is_refused(store):
 CLIENT = """
 import json, time
 from maxmars.checkpoint import list_steps
-from maxmars.checkpoint.lock import Lease
+from maxmars.checkpoint.lock import Lease, is_owned
 from maxmars.distributed.files import open_store
 directory = "gs://bucket/run/checkpoints"
 
@@ -197,9 +197,10 @@ try:
     refused = None
 except ValueError as error:
     refused = str(error)
+owned = is_owned(directory)
 first.check()
 first.release()
-print(json.dumps([refused, list_steps(directory)]))
+print(json.dumps([refused, owned, is_owned(directory), list_steps(directory)]))
 """
 
 
@@ -222,7 +223,8 @@ def test_buckets_through_the_real_client():
             timeout=60,
         )
     assert done.returncode == 0, done.stderr
-    refused, steps = json.loads(done.stdout)
+    refused, owned, owned_after, steps = json.loads(done.stdout)
+    assert (owned, owned_after) == (True, False)
     assert refused.startswith("gs://bucket/run/checkpoints is being written by process ")
     assert steps == [3]
     assert set(server.objects) == before

@@ -156,3 +156,13 @@ def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
     assert "step 2: validation loss" in output
     assert "first step after" not in output
     assert records(folder / "evaluated").keys() == {*before, (2, "eval/loss")}
+
+
+@pytest.mark.slow
+def test_two_that_could_not_stop_together_are_refused_before_a_step(folder, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "false")
+    for code, output in [finish(one) for one in start_two(folder, "deaf")]:
+        assert code == 1, output
+        assert "JAX_ENABLE_PREEMPTION_SERVICE=false" in output.splitlines()[-1]
+        assert "Traceback" not in output
+    assert not (folder / "deaf").exists()

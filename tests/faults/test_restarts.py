@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from running import environment, finish, free_port, start, wait_until
+from running import environment, finish, free_port, start, start_two, wait_for_steps, wait_until
 
 from maxmars import cli
 from maxmars.checkpoint import list_steps
@@ -106,7 +106,7 @@ exit $worst
         self.folder = folder
         program(folder / "bin" / "srun", self.SRUN)
         program(folder / "bin" / "sbatch", "#!/bin/bash\necho 42\n")
-        asked = f'echo "$*" >>{folder}/asked; echo JobState=RUNNING'
+        asked = f'echo "$*" >>{folder}/asked; echo JobState=RUNNING Requeue=1'
         program(folder / "bin" / "scontrol", f"#!/bin/bash\n{asked}\n")
         monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
         config, workdir = str(folder / "config.py"), str(folder / "run")
@@ -210,6 +210,20 @@ def test_three_lives_without_a_checkpoint_are_enough(folder, monkeypatch, launch
     assert "3 starts on these machines crashed, hung or were killed since the checkpoint" in output
     (folder / "faults" / "1").unlink()
     assert started.run()[0] == [0]  # a person looked after it, and starts it again
+
+
+@pytest.mark.slow
+def test_a_start_in_the_workdir_of_another_run_leaves_that_its_restarts(folder):
+    running = start_two(folder, "run", "--num-steps", "1000000")
+    wait_for_steps(folder / "run", 1, running[0])
+    for code, output in [finish(refused) for refused in start_two(folder, "run")]:
+        assert code == 1, output
+    assert not (folder / "run" / "failed.json").exists()
+    assert all(process.poll() is None for process in running)
+    running[1].kill()
+    finish(running[1])
+    code, output = finish(running[0])
+    assert code in (EXIT_CODE, -signal.SIGABRT), output  # not 1, which would end the restarts
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """The packed checkout, and the names of machines."""
 
 import io
+import re
 import subprocess
 import tarfile
 
 import pytest
 
+from maxmars.config.checkout import git_commit
+from maxmars.config.checks import UsageError
 from maxmars.config.chips import CHIPS, parse_shape
 from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
@@ -37,7 +40,8 @@ def checkout(tmp_path):
 
 def names(packed):
     with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
-        return {member.name for member in tar.getmembers()} - {"launch-constraints.txt"}
+        found = {member.name for member in tar.getmembers()}
+    return found - {"launch-constraints.txt", "launch-commit.txt"}
 
 
 def test_the_present_state_of_a_git_checkout(checkout):
@@ -59,11 +63,91 @@ def test_the_present_state_of_a_git_checkout(checkout):
     assert pack(f"{checkout}/configs/a.py", root=checkout).digest != packed.digest
 
 
+def commit_of(packed, folder):
+    """The commit that a run records which runs from the archive."""
+    with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
+        tar.extractall(folder, filter="data")
+    return git_commit(folder)
+
+
+def test_the_commit_goes_along(checkout, tmp_path):
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x"]
+    config = f"{checkout}/configs/a.py"
+    assert commit_of(pack(config, root=checkout), tmp_path / "none") is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert commit_of(pack(config, root=checkout), tmp_path / "clean") == commit
+    (checkout / "old.py").write_text("changed")
+    assert commit_of(pack(config, root=checkout), tmp_path / "dirty") == f"{commit}-dirty"
+
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n"
+ACCOUNT = '{"type": "service_account", "private_key": "abc"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (".env", "A=b"),
+        ("maxmars/prod.env", "A=b"),
+        (".env.local", "A=b"),
+        ("deploy.pem", "x"),
+        ("id_ed25519", "x"),
+        (".netrc", "x"),
+        (".aws/config", "x"),
+        ("configs/hf_token", "x"),
+        ("gcp-credentials.json", "x"),
+        ("mine", KEY),
+        ("account.json", ACCOUNT),
+    ],
+)
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_what_looks_like_a_secret_goes_along_only_by_name(checkout, name, text, is_tracked):
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x"]
+    path = checkout / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    subprocess.run([*git, "init", "-q"], check=True)
+    if is_tracked:
+        subprocess.run([*git, "add", "."], check=True)
+    config = f"{checkout}/configs/a.py"
+    with pytest.raises(UsageError, match=rf"^{re.escape(name)}: .* --include {re.escape(name)}"):
+        pack(config, root=checkout)
+    assert name in names(pack(config, root=checkout, include=[name]))
+    (checkout / ".gitignore").write_text(f"runs\n{name}\n")
+    if not is_tracked:
+        assert name not in names(pack(config, root=checkout))
+        assert name in names(pack(config, root=checkout, include=[name]))
+
+
+def test_what_is_no_secret_goes_along(checkout):
+    for name in (".env.example", "tokenizer.json", "monkey.py", "secrets.py", "environment.yml"):
+        (checkout / name).write_text("x")
+    packed = pack(f"{checkout}/configs/a.py", root=checkout)
+    assert {"tokenizer.json", "monkey.py", "secrets.py"} <= names(packed)
+    for name in ("no.env", "../checkout/old.py", "/etc/passwd"):
+        with pytest.raises(FileNotFoundError, match=r"--include .*: there is no such file"):
+            pack(f"{checkout}/configs/a.py", root=checkout, include=[name])
+
+
+def test_untracked_files_are_named(checkout):
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "old.py", "pyproject.toml", "README.md"], check=True)
+    packed = pack(f"{checkout}/configs/a.py", root=checkout)
+    assert packed.untracked == [".gitignore", "maxmars/b.py"]  # CONFIG is named
+
+
 def test_without_git_and_with_a_config_from_elsewhere(checkout, tmp_path):
     config = tmp_path / "mine.py"
     config.write_text("x")
+    for folder in ("data", "maxmars/data"):  # of tokens, and a room
+        (checkout / folder).mkdir()
+        (checkout / folder / "e.py").touch()
     packed = pack(str(config), root=checkout, setup=config)
-    inside = {"configs/a.py", "maxmars/b.py", "old.py", *TOP}
+    inside = {"configs/a.py", "maxmars/b.py", "maxmars/data/e.py", "old.py", *TOP}
     assert names(packed) == inside | {"launch-config/mine.py", "launch-setup.sh"}
     assert packed.config == "launch-config/mine.py"
 

@@ -66,10 +66,9 @@ def get_config():
 def cloud(tmp_path, monkeypatch):
     for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN}.items():
         program(tmp_path / "bin" / name, text)
-    for name in ("squeue", "scancel"):
-        program(tmp_path / "bin" / name, f'#!/bin/sh\necho "{name} $*"\n')
+    program(tmp_path / "bin" / "squeue", '#!/bin/sh\necho "squeue $*"\n')
     program(tmp_path / "task", TASK)
-    (tmp_path / "job_state").write_text("RUNNING")
+    (tmp_path / "job_state").write_text("RUNNING Requeue=1")
     monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -147,8 +146,10 @@ def test_a_run_that_saved_is_queued_again(cloud, capsys):
         assert run_job(cloud, path, code) == (code, [show, "requeue 42"])
     assert run_job(cloud, path, 1) == (1, [])  # an error would come again
     assert run_job(cloud, path, 75, restarts=3) == (75, [])
-    (cloud / "job_state").write_text("CANCELLED")  # by scancel, which also makes the run save
-    assert run_job(cloud, path, 75) == (75, [show])
+    # By scancel, which also makes the run save, and by `maxmars launch slurm stop`.
+    for state in ("CANCELLED Requeue=1", "RUNNING Requeue=0"):
+        (cloud / "job_state").write_text(state)
+        assert run_job(cloud, path, 75) == (75, [show])
 
 
 def test_a_process_for_each_gpu(cloud, capsys):
@@ -205,18 +206,47 @@ def test_a_process_that_failed_by_itself_ends_the_job(cloud, capsys):
     path = submit(cloud, capsys)
     failed = cloud / "runs" / "run1" / "failed.json"
     task = cloud / "task"  # task 0 fails for good, 1 saves: srun returns 75
-    task.write_text(f'#!/bin/bash\n((SLURM_PROCID)) && exit 75\necho "no data" >{failed}\nexit 1\n')
+
+    def fail(job):
+        failed.write_text(json.dumps({"job": job, "host": "n1", "error": "no data"}))
+
+    fail("42")
+    task.write_text("#!/bin/bash\n((SLURM_PROCID)) && exit 75\nexit 1\n")
     assert run_job(cloud, path, 0) == (75, [])
-    task.write_text("#!/bin/bash\nexit 75\n")  # the next start begins without that file
-    assert run_job(cloud, path, 0) == (75, ["show job 42", "requeue 42"])
+    for other in ("7", "421"):
+        fail(other)
+        assert run_job(cloud, path, 0) == (75, ["show job 42", "requeue 42"])
+        assert failed.exists()
 
 
-def test_status_and_stop(cloud, capfd):
+def test_status(cloud, capfd):
     assert launch("launch", "slurm", "status", "--name", "run1") == 0
+    assert capfd.readouterr().out.endswith("--name=run1\n")
+
+
+SQUEUE = """#!/bin/bash
+echo "squeue $*" >>"$FAKE_CLOUD/calls"
+case "$*" in
+  *--steps*41*) echo "  41.batch batch main"; echo "  41.0 python3 main" ;;
+  *--steps*) ;;
+  *) echo 41; echo 42 ;;
+esac
+"""
+
+
+def test_stop_ends_the_requeueing_and_then_asks_the_steps_to_save(cloud, capsys):
+    program(cloud / "bin" / "squeue", SQUEUE)
+    program(cloud / "bin" / "scancel", '#!/bin/bash\necho "scancel $*" >>"$FAKE_CLOUD/calls"\n')
     assert launch("launch", "slurm", "stop", "--name", "run1") == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["squeue", "scancel"]
-    assert all(line.endswith("--name=run1") for line in lines)
+    calls = (cloud / "calls").read_text().splitlines()
+    asked = [call for call in calls if not call.startswith("squeue")]
+    assert asked == [
+        "update JobId=41 Requeue=0",
+        "update JobId=42 Requeue=0",
+        "scancel --signal=TERM 41",
+        "scancel 42",  # waits in the queue
+    ]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -232,12 +262,23 @@ def test_status_and_stop(cloud, capfd):
         (["--workdir", "gs://b/x"], "--workdir gs://b/x is in a bucket, and SLURM's own output"),
         (["--workdir", "a b"], "does not look like /shared/runs/run-1"),
         (["--name", "a b"], "--name='a b' does not look like run-1"),
+        (["--time", "5"], "--time 5 leaves no time to train"),
+        (["--time", "0:05:00"], "--time 0:05:00 leaves no time"),
+        (["--time", "4:59"], "--time 4:59 leaves no time"),
+        (["--time", "0-0:3"], "--time 0-0:3 leaves no time"),
+        (["--time", "1-0", "--sbatch=--time=2"], "--time 2 leaves no time"),
     ],
 )
 def test_what_is_wrong_is_said(cloud, capsys, options, message):
     assert start(*options) == 2
     assert message in capsys.readouterr().err
     assert not (cloud / "calls").exists()
+
+
+@pytest.mark.parametrize("limit", ["6", "5:01", "1:00:00", "1-0", "0-0:6", "0", "UNLIMITED"])
+def test_longer_time_limits_go_to_sbatch(cloud, capsys, limit):
+    assert start("--time", limit, "--dry-run") == 0
+    assert f"#SBATCH --time={limit}\n" in capsys.readouterr().out
 
 
 def test_functions_that_a_config_names_go_along(cloud, capsys):

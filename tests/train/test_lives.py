@@ -4,7 +4,9 @@ import json
 import socket
 
 import pytest
+from etils import epath
 
+from maxmars.checkpoint.lock import InUseError, acquire
 from maxmars.train.lives import Life
 
 
@@ -73,7 +75,8 @@ def test_stops_on_request_do_not_count_as_crashes_but_have_an_end(tmp_path):
         life, said = begin(tmp_path)
         life.stopped()
     assert said == []
-    assert lives(tmp_path) == {"stops": 4, "step": 0, "lives": []}
+    record = lives(tmp_path)
+    assert (record["stops"], record["lives"]) == (4, [])
     write(tmp_path, [], stops=10_000)
     with pytest.raises(ValueError, match="the run was stopped 10,000 times"):
         begin(tmp_path)
@@ -89,12 +92,79 @@ def test_damaged_notes_stop_nothing(tmp_path, text):
     assert len(lives(tmp_path)["lives"]) == 1
 
 
-def test_the_error_of_another_process_is_found(tmp_path):
+def test_the_error_of_another_process_of_the_job_is_found(tmp_path, in_job):
+    in_job(1)
     life, _ = begin(tmp_path)
-    told = {"host": socket.gethostname(), "error": "no such disk"}
+    told = {"job": "2", "host": socket.gethostname(), "error": "no such disk"}
+    (tmp_path / "failed.json").write_text(json.dumps(told))
+    assert life.lost() is None
+    told["job"] = "1"
     (tmp_path / "failed.json").write_text(json.dumps(told))
     assert life.lost() == f"{socket.gethostname()} says: no such disk"
     assert not (tmp_path / "lives.json").exists()  # a launcher ends by it
     life, _ = begin(tmp_path)  # the next start knows nothing of it
     assert life.lost() is None
     assert len(lives(tmp_path)["lives"]) == 1
+
+
+@pytest.fixture
+def in_job(monkeypatch):
+    """Makes what follows a part of a job of SLURM."""
+    return lambda number: monkeypatch.setenv("SLURM_JOB_ID", str(number))
+
+
+def test_ten_stops_in_a_row_after_hardly_any_steps_are_refused_once(tmp_path):
+    def stop_after(steps):
+        life, _ = begin(tmp_path)
+        step = lives(tmp_path)["step"] + steps
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
+        life.stopped()
+
+    for steps in [9] * 8 + [10] + [0, 9] * 5:
+        stop_after(steps)
+    with pytest.raises(ValueError, match="10 starts in a row were asked to stop before they had"):
+        begin(tmp_path)
+    failed = tmp_path / "failed.json"  # for SLURM: the others wait for this process, and abort
+    assert "10 starts in a row" in json.loads(failed.read_text())["error"]
+    stop_after(1)
+    assert not failed.exists()
+
+
+def test_a_record_without_the_newest_field_counts_on(tmp_path):
+    write(tmp_path, [LOST] * 9, stops=7)
+    begin(tmp_path)
+    assert lives(tmp_path)["stops"] == 7
+    assert len(lives(tmp_path)["lives"]) == 10
+
+
+def test_lives_of_another_job_do_not_count(tmp_path, in_job):
+    in_job(1)
+    for _ in range(2):
+        begin(tmp_path)
+    in_job(2)
+    _, said = begin(tmp_path)
+    assert said == []
+    assert len(lives(tmp_path)["lives"]) == 1
+
+
+def test_a_start_in_a_workdir_of_another_run_touches_no_file_of_a_life(tmp_path, in_job):
+    in_job(1)
+    begin(tmp_path)
+    (tmp_path / "failed.json").write_text('{"job": "1", "host": "n1", "error": "no such disk"}')
+    lock = acquire(epath.Path(tmp_path) / "checkpoints")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
+    in_job(2)
+    life, _ = begin(epath.Path(tmp_path))
+    assert life.own_error() is None
+    with pytest.raises(InUseError, match="is being written"), life:
+        acquire(epath.Path(tmp_path) / "checkpoints")
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.json")} == before
+    lock.release()
+
+
+def test_a_start_that_another_one_forestalls_leaves_the_files_to_that(tmp_path):
+    life, _ = begin(tmp_path)
+    (tmp_path / "lives.json").write_text("of the other")
+    with pytest.raises(InUseError), life:
+        raise InUseError("the other was faster")
+    assert (tmp_path / "lives.json").read_text() == "of the other"

@@ -1,0 +1,160 @@
+"""`maxmars launch slurm` on a real SLURM: which jobs are queued again, and which are not."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from real_slurm import KILL_WAIT_S, RealSlurm, why_absent
+from running import environment
+
+CONFIG = """
+from maxmars.config import *
+
+def get_config():
+    return TrainConfig(
+        name="tiny", num_steps=2000, global_batch_size=16, num_microbatches=1,
+        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=257,
+                         compute_dtype="float32"),
+        optimizer=AdamWConfig(), schedule=ScheduleConfig(warmup_steps=2), mesh=MeshConfig(),
+        data=GrainConfig(source="data.py:windows", options={{"hold": {hold!r}}}),
+        eval=EvalConfig(every=None), checkpoint=CheckpointConfig(every=1000),
+        log=LogConfig(every=1),
+    )
+"""
+# Slow tokens, which do not come at all while there is a file.
+DATA = """
+import os, time
+import grain
+import numpy as np
+
+def window(hold, length, i):
+    while os.path.exists(hold):
+        time.sleep(0.1)
+    time.sleep(0.02)
+    return np.arange(length + 1) % 7 + i % 5
+
+def windows(*, split, length, hold):
+    return grain.MapDataset.range(40_000).map(lambda i: window(hold, length, i))
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(why_absent() is not None, reason=f"{why_absent()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with RealSlurm() as running:
+        yield running
+
+
+class Launched:
+    """What a user does with one run from a login node."""
+
+    def __init__(self, slurm, folder, cache):
+        self.slurm, self.folder, self.workdir = slurm, folder, folder / "run"
+        self.hold = folder / "hold"
+        (folder / "config.py").write_text(CONFIG.format(hold=str(self.hold)))
+        (folder / "data.py").write_text(DATA)
+        self._environment = environment(cache) | slurm.environment
+
+    def maxmars(self, *words):
+        return subprocess.run(
+            [sys.executable, "-m", "maxmars", "launch", "slurm", *words],
+            env=self._environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+        )
+
+    def launch(self, *options):
+        words = ["config.py", "--name", "run", "--workdir", str(self.workdir), *options]
+        done = self.maxmars(*words)
+        assert done.returncode == 0, done.stderr
+        return re.match(r"submitted job (\d+):", done.stdout)[1]
+
+    def wait_for(self, condition, timeout_s=120):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            outputs = [path.read_text() for path in self.workdir.glob("slurm-*.out")]
+            assert time.monotonic() < deadline, "\n".join([*outputs, self.slurm.ask("squeue")])
+            time.sleep(0.2)
+
+    def state(self, job):
+        return self.slurm.job(job)["JobState"]
+
+    def steps(self):
+        path = self.workdir / "metrics.jsonl"
+        return path.read_text().count("train/loss") if path.exists() else 0
+
+
+@pytest.fixture
+def launched(slurm, tmp_path, tmp_path_factory):
+    yield Launched(slurm, tmp_path, tmp_path_factory.getbasetemp() / "slurm-cache")
+    slurm.ask("scancel", "--user=root")
+
+
+def test_the_same_command_given_twice_leaves_a_run_its_restarts(slurm, launched):
+    healthy = launched.launch("--nodes", "2")
+    launched.wait_for(lambda: launched.steps() > 0)
+    other = launched.launch("--nodes", "2")
+    launched.wait_for(lambda: launched.state(other) == "FAILED")
+    assert slurm.job(other)["ExitCode"] == "1:0"
+    assert launched.state(healthy) == "RUNNING"
+    assert not (launched.workdir / "failed.json").exists()
+
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    slurm.ask("sbatch", *urgent, "--wrap", "true")
+    launched.wait_for(lambda: slurm.job(healthy)["Restarts"] == "1")
+    launched.wait_for(lambda: launched.state(healthy) == "RUNNING")
+    before = launched.steps()
+    launched.wait_for(lambda: launched.steps() > before)
+
+
+def test_stop_lets_a_run_save_however_long_that_takes(slurm, launched):
+    job = launched.launch()
+    launched.wait_for(lambda: launched.steps() > 0)
+    launched.hold.touch()
+    stopped = launched.maxmars("stop", "--name", "run")
+    assert stopped.returncode == 0, stopped.stderr
+    assert f"job {job}: " in stopped.stdout
+    time.sleep(2 * KILL_WAIT_S)
+    assert launched.state(job) == "RUNNING"
+    launched.hold.unlink()
+    launched.wait_for(lambda: launched.state(job) == "FAILED")
+    assert slurm.job(job)["ExitCode"] == "75:0"
+    assert slurm.job(job)["Restarts"] == "0"
+    assert [path.name for path in (launched.workdir / "checkpoints").glob("[0-9]*")] == [
+        str(launched.steps())
+    ]
+
+
+def test_ten_stops_with_hardly_a_step_are_not_queued_again(slurm, launched):
+    refused = launched.maxmars(
+        "config.py", "--name", "run", "--workdir", str(launched.workdir), "--time", "5"
+    )
+    assert refused.returncode == 2
+    assert "--time 5" in refused.stderr
+
+    # Eight lives before: each takes some seconds. The job waits meanwhile.
+    job = launched.launch("--sbatch", "--hold")
+    before = {"job": job, "stops": 8, "vain_stops": 8, "step": 0, "lives": []}
+    notes = launched.workdir / "lives.json"
+    notes.write_text(json.dumps(before))
+    slurm.ask("scontrol", "release", job)
+
+    def has_begun(stops):
+        lives = json.loads(notes.read_text())
+        return lives["stops"] == stops and lives["lives"]
+
+    for stops in (8, 9):
+        launched.wait_for(lambda n=stops: has_begun(n))
+        slurm.ask("scancel", "--signal=TERM", job)  # as SLURM does before a time limit
+    launched.wait_for(lambda: launched.state(job) == "FAILED")
+    assert slurm.job(job)["ExitCode"] == "1:0"
+    assert slurm.job(job)["Restarts"] == "2"
