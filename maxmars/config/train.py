@@ -11,6 +11,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from maxmars.config.checks import CheckedConfig, Group, NotNegative, Positive, Rule, require
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
@@ -194,6 +196,11 @@ class TrainConfig(CheckedConfig):
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, and checkpoints
     may take ten times this. None waits for ever."""
+    asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
+        default_factory=dict, compare=False
+    )
+    """Of the fields that the run chose by itself, what was asked: `auto` or None, by dotted name. The
+    fields have what was chosen. Only a run sets this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,7 +286,9 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, An
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
             return {str(i): item for i, item in enumerate(value)}
-        return dict(vars(value)) if dataclasses.is_dataclass(value) else {}
+        if not dataclasses.is_dataclass(value):
+            return {}
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
 
     if old == new:
         return []

@@ -53,6 +53,7 @@ def train(
     life: Life | None = None,
     starting: Starting | None = None,
     command: str | None = None,
+    memory_bytes: int | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -74,6 +75,8 @@ def train(
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
       command: the command line, which `sessions.jsonl` records.
+      memory_bytes: memory of a device that a step may count on, for what the run chooses by it;
+        None asks the device.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -100,6 +103,7 @@ def train(
             watchdog=watchdog,
             goodput=goodput,
             stack=stack,
+            memory_bytes=memory_bytes,
             quiet=quiet,
         )
         stack.push(peers)  # before the files are closed, which may wait for peers
