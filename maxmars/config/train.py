@@ -199,8 +199,8 @@ class TrainConfig(CheckedConfig):
     asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
         default_factory=dict, compare=False
     )
-    """Of the fields that the run chose by itself, what was asked: `auto` or None, by dotted name. The
-    fields have what was chosen. Only a run sets this."""
+    """What was asked, `auto` or None, of the fields whose values a run chose by itself, by dotted
+    name. Only a run sets this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -172,7 +172,7 @@ def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
 
 
 def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """How two results of `rounding_of` differ, in words. Runs of before did not record all of it."""
+    """How two results of `rounding_of` differ, in words; older runs did not record all of it."""
     return [
         f"{name} {value} -> {after[name]}"
         for name, value in before.items()

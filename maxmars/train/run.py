@@ -85,8 +85,9 @@ class Evaluation:
     every: int
     metric: str
     """A metric that every such evaluation records."""
-    measure: Callable[[Any], tuple[dict[str, float], str]]
-    """From the parameters to metrics, and to one line for people."""
+    measure: Callable[[Any, Callable[[], None]], tuple[dict[str, float], str]]
+    """From the parameters to metrics, and to one line for people. The second argument is called
+    before each batch, and may end the evaluation by an exception."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +108,8 @@ class Run:
     writer: MetricsWriter
     progress: Progress
     goodput: Goodput
+    tokens: Callable[[int], int]
+    """From a step to the tokens that the run has trained on after it."""
     state: TrainState
     step: int
 
@@ -137,6 +140,8 @@ class Start:
     state: TrainState
     step: int
     position: int
+    tokens: int
+    """Trained on so far; in earlier sessions a step may have had more or fewer."""
     digest: str
     """Of the state."""
     receipt: dict[str, Any]
@@ -175,6 +180,10 @@ def open_run(
         workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
         may_write=owner,
     )
+
+    def tokens(step: int) -> int:
+        return start.tokens + (step - start.step) * config.tokens_per_step
+
     trackers = open_trackers(config, workdir, start.step, log=progress.message)
     receipts = Receipts(
         workdir,
@@ -191,11 +200,17 @@ def open_run(
             "environment": environment(checked.mesh),
             "init_from": None if checked.initial is None else checked.initial.origin,
         },
+        tokens=tokens,
         may_write=owner,
     )
     stack.callback(receipts.close)
     writer = MetricsWriter(
-        workdir, start.step, may_write=owner, trackers=trackers, on_write=receipts.add
+        workdir,
+        start.step,
+        tokens=tokens,
+        may_write=owner,
+        trackers=trackers,
+        on_write=receipts.add,
     )
     return Run(
         config=config,
@@ -212,6 +227,7 @@ def open_run(
         writer=stack.enter_context(writer),
         progress=progress,
         goodput=goodput,
+        tokens=tokens,
         state=start.state,
         step=start.step,
     )
@@ -367,12 +383,15 @@ def restore(
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
     train_step = make_train_step(config, mesh, checked.tokens.types)
-    step, position, receipt, found = 0, 0, {}, None
+    step, position, tokens, receipt, found = 0, 0, 0, {}, None
     with watchdog.watching("reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
             step = restored.checkpoint.step
             position, receipt = restored.checkpoint.data_position, restored.checkpoint.receipt
+            # Receipts of before do not tell the tokens, but then all examples had one length.
+            length = restored.checkpoint.run_config().model.max_seq_len
+            tokens = receipt.get("tokens", position * length)
             found = restored.checkpoint.digest
             log(f"continuing from step {step}")
             hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
@@ -393,6 +412,7 @@ def restore(
         state=state,
         step=step,
         position=position,
+        tokens=tokens,
         digest=found,
         receipt=receipt,
     )
@@ -433,9 +453,11 @@ def make_evaluations(
             )
         eval_step = make_eval_step(config.model, mesh)
 
-        def measure_loss(params: Any) -> tuple[dict[str, float], str]:
+        def measure_loss(
+            params: Any, before_batch: Callable[[], None]
+        ) -> tuple[dict[str, float], str]:
             watched = watchdog.over(batches, "batch of the evaluation")
-            loss = validation_loss(eval_step, mesh, params, watched).loss
+            loss = validation_loss(eval_step, mesh, params, watched, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 
         yield Evaluation(

@@ -13,6 +13,7 @@ import tiny
 from tiny import ADAMW, MODEL, batch_of
 
 from maxmars.checkpoint import find, list_steps, load, read, save_params
+from maxmars.compare.curves import read_run
 from maxmars.config import (
     AdoptConfig,
     EvalConfig,
@@ -88,6 +89,9 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert changes["step"] == 2
     assert changes["changed"]["optimizer.learning_rate"] == [6e-4, 1e-2]
     assert changes["changed"]["num_steps"] == [2, 4]
+    tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
+    assert rows_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
+    assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
     assert (workdir / "config_changes.jsonl").read_text().count("\n") == 1
 
