@@ -309,7 +309,7 @@ def choose_remat(
     return with_remat(config, remat)
 
 
-def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
+def with_remat(config: TrainConfig, remat: Remat | Literal["auto"]) -> TrainConfig:
     """The config with this policy; a module of the user's own has none but None."""
     if config.model.remat == remat:
         return config

@@ -162,7 +162,7 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
-    model, found = config.model, {"num_microbatches": config.microbatches}
+    model, found = config.model, dict[str, Any](num_microbatches=config.microbatches)
     if isinstance(model, GPT2Config):
         found["model.compute_dtype"] = model.compute_dtype
         found["model.remat"] = model.remat
