@@ -376,14 +376,19 @@ def cell_from_json(fields: Any) -> CellResult:
 def _curve_from_json(fields: Any) -> Curve:
     tokens = tuple(map(operator.index, fields["tokens"]))
     losses = tuple(map(float, fields["losses"]))
-    if not tokens or len(tokens) != len(losses):
-        raise ValueError(f"a curve has {len(losses)} losses at {len(tokens)} numbers of tokens")
-    time_s = fields["step_time_s"]
+    time_s, steps = fields["step_time_s"], fields.get("steps")
+    if steps is None:  # older results have the tokens of a step instead
+        steps = [count // operator.index(fields["tokens_per_step"]) for count in tokens]
+    if not tokens or not len(tokens) == len(losses) == len(steps):
+        raise ValueError(
+            f"a curve has {len(losses)} losses at {len(tokens)} numbers of tokens and {len(steps)} "
+            "of steps"
+        )
     return Curve(
         loss_of=fields["loss_of"],
+        steps=tuple(map(operator.index, steps)),
         tokens=tokens,
         losses=losses,
-        tokens_per_step=operator.index(fields["tokens_per_step"]),
         step_time_s=None if time_s is None else float(time_s),
     )
 

@@ -32,11 +32,12 @@ class Curve:
 
     loss_of: str
     """`validation loss`, or `training loss` of a run that never evaluated."""
+    steps: tuple[int, ...]
+    """Steps taken at each point, increasing."""
     tokens: tuple[int, ...]
-    """Tokens trained on at each point, increasing."""
+    """Tokens trained on at each point."""
     losses: tuple[float, ...]
     """Nats a token."""
-    tokens_per_step: int
     step_time_s: float | None
     """Median time of a step; None where too few steps were timed."""
 
@@ -45,7 +46,8 @@ class Curve:
 class Logged:
     """What a run logged of its steps."""
 
-    tokens_per_step: int
+    tokens: Mapping[int, int]
+    """Step -> tokens trained on."""
     series: Mapping[str, Sequence[tuple[int, float]]]
     """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, and `NORMS`
     by part of the model, as far as the run has them."""
@@ -69,14 +71,21 @@ class Line:
         return np.array(self.curves[0].tokens[:count]), losses
 
     @property
-    def seconds_per_token(self) -> float | None:
+    def seconds_per_step(self) -> float | None:
         """Median over the runs of their median step's time; None where no run was timed.
 
-        Tokens times this is the time axis of a figure: compiling, evaluations and interruptions
+        Steps times this are the time axis of a figure: compiling, evaluations and interruptions
         are left out, so that other work of the machine does not bend the curve.
         """
-        found = [c.step_time_s / c.tokens_per_step for c in self.curves if c.step_time_s]
+        found = [curve.step_time_s for curve in self.curves if curve.step_time_s]
         return float(np.median(found)) if found else None
+
+
+def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
+    """Tokens of a step, where they are the same in all steps of all runs; else None."""
+    curves = [curve for line in lines for curve in line.curves]
+    found = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
+    return found.pop() if len(found) == 1 else None
 
 
 def read_run(workdir: Path, name: str) -> Line:
@@ -110,22 +119,23 @@ def read_curve(workdir: Path, config: TrainConfig) -> Curve:
     Raises:
       ValueError: it has no losses yet.
     """
-    curve = _curve(read_metrics(workdir), config.tokens_per_step)
+    curve = _curve(read_metrics(workdir), config)
     if curve is None:
         raise ValueError(f"the run in {workdir} has no losses yet; train it first.")
     return curve
 
 
-def _curve(rows: Sequence[dict[str, Any]], tokens_per_step: int) -> Curve | None:
+def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
+    tokens = _tokens(rows, config)
     for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
         found = _series(rows, key)
         # A run that only evaluated its initial weights is better shown by its training loss.
         if len(found) > 1 or (found and key == TRAINING_LOSS):
             return Curve(
                 loss_of=name,
-                tokens=tuple(step * tokens_per_step for step, _ in found),
+                steps=tuple(step for step, _ in found),
+                tokens=tuple(tokens[step] for step, _ in found),
                 losses=tuple(loss for _, loss in found),
-                tokens_per_step=tokens_per_step,
                 step_time_s=median_step_time(rows),
             )
     return None
@@ -137,7 +147,7 @@ def read_logged(workdir: Path, config: TrainConfig) -> Logged:
     by_part = sorted({key for row in rows for key in row if key.rpartition("/")[0] in NORMS})
     series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS, *by_part)}
     return Logged(
-        tokens_per_step=config.tokens_per_step,
+        tokens=_tokens(rows, config),
         series={key: points for key, points in series.items() if points},
     )
 
@@ -151,6 +161,11 @@ def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
         for metric in sorted(metrics)
         if metric.startswith(f"{norm}/")
     }
+
+
+def _tokens(rows: Sequence[dict[str, Any]], config: TrainConfig) -> dict[int, int]:
+    """Tokens trained on by step; lines of before do not tell them, and count the config's steps."""
+    return {row["step"]: row.get("tokens", row["step"] * config.tokens_per_step) for row in rows}
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:

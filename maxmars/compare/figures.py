@@ -12,14 +12,14 @@ import contextlib
 import importlib.util
 import math
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxmars.compare.curves import TRAINING_LOSS, Curve, Line
+from maxmars.compare.curves import TRAINING_LOSS, Curve, Line, fixed_tokens_per_step
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import Interval
 from maxmars.config.numbers import short
@@ -98,11 +98,11 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
     """
     strands = []
     for number, line in enumerate(lines):
-        factor = _per_token(line, against)
-        if factor is not None:
+        position = _axis(line, against)
+        if position is not None:
+            runs = [(position(c.steps, c.tokens), np.array(c.losses)) for c in line.curves]
             tokens, losses = line.points
-            runs = [(np.array(c.tokens) * factor, np.array(c.losses)) for c in line.curves]
-            mean = tokens * factor, losses.mean(axis=0)
+            mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
             strands.append(_Strand(number=number, name=line.name, runs=runs, mean=mean))
     names = {curve.loss_of for line in lines for curve in line.curves}
     label = f"{names.pop() if len(names) == 1 else 'loss'}, nats a token"
@@ -334,29 +334,30 @@ def _runs(strands: Sequence[_Strand]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [run for strand in strands for run in strand.runs]
 
 
-def _per_token(line: Line, against: str) -> float | None:
-    """What a token adds to the horizontal axis."""
+def _axis(line: Line, against: str) -> Callable[[Sequence[int], Sequence[int]], np.ndarray] | None:
+    """From steps and tokens to the place on the horizontal axis; None where that is unknown."""
+    seconds = line.seconds_per_step
     if against == "time":
-        return line.seconds_per_token
-    return 1.0 if against == "tokens" else 1 / line.curves[0].tokens_per_step
+        return None if seconds is None else lambda steps, _: np.array(steps) * seconds
+    return lambda steps, tokens: np.array(tokens if against == "tokens" else steps, float)
 
 
 def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_Strand]:
     strands = []
     for number, line in enumerate(lines):
-        factor = _per_token(line, against)
+        position = _axis(line, against)
         found = [logged for logged in line.logged if metric in logged.series]
-        if factor is None or not found:
+        if position is None or not found:
             continue
         runs, series = [], [dict(logged.series[metric]) for logged in found]
         for logged, values in zip(found, series, strict=True):
-            positions = np.array(list(values)) * (logged.tokens_per_step * factor)
+            positions = position(list(values), [logged.tokens[step] for step in values])
             runs.append((positions, np.array(list(values.values()))))
         steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
         means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        positions = np.array(steps) * (found[0].tokens_per_step * factor)
+        positions = position(steps, [found[0].tokens[step] for step in steps])
         strands.append(_Strand(number=number, name=line.name, runs=runs, mean=(positions, means)))
     return strands
 
@@ -386,9 +387,9 @@ def _draw_alone(
         axes.set_ylabel(label)
         name = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}[against]
         axes.set_xlabel(f"{name}{unit}")
-        batches = {curve.tokens_per_step for line in lines for curve in line.curves}
-        if against == "tokens" and len(batches) == 1:
-            steps = divisor / min(batches)
+        batch = fixed_tokens_per_step(lines)
+        if against == "tokens" and batch is not None:
+            steps = divisor / batch
 
             def to_steps(position: Any) -> Any:
                 return position * steps

@@ -20,6 +20,7 @@ from maxmars.compare.curves import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Line,
+    fixed_tokens_per_step,
     norms_by_part,
 )
 from maxmars.compare.figures import (
@@ -480,8 +481,7 @@ def _line_figures(lines: Sequence[Line], out: Path, what: str, thin: str) -> Ite
     """Figures of losses, rates and norms."""
     validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
     never = _names([line for line in lines if line not in validated])
-    batches = {curve.tokens_per_step for line in lines for curve in line.curves}
-    axes = {"tokens": "tokens", "steps": "steps"} if len(batches) > 1 else {"tokens": "tokens"}
+    axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else [])]
     for against in axes if validated else ():
         path = out / "figures" / f"loss_{against}.png"
         draw_losses(validated, path, against=against)
@@ -497,7 +497,7 @@ def _line_figures(lines: Sequence[Line], out: Path, what: str, thin: str) -> Ite
         yield _image(path, f"Training loss{what} against the time of the steps.")
     path, timed = out / "figures" / "loss_time.png", validated or lines
     if draw_losses(timed, path, against="time"):
-        untimed = _names([line for line in timed if line.seconds_per_token is None])
+        untimed = _names([line for line in timed if line.seconds_per_step is None])
         notes = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
         text = "time of the steps (their number times their median)"
         loss = "Validation loss" if validated else "Training loss"

@@ -123,7 +123,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
         starts: dict[tuple[str, int], Digests] = {}
         stops = stack.enter_context(StopRequests())
         while pending := next_cells(comparison, results):
-            if stops.due(0):
+            if stops.due():
                 break
             taken = _take(part.order(pending), workdir)
             if taken is None:
@@ -183,7 +183,7 @@ def _wait_for_others(comparison: Comparison, workdir: Path, stops: StopRequests)
             results = read_results(comparison, workdir)
             pending = next_cells(comparison, results)
             are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
-            if not all(are_owned) or not pending or stops.due(0):
+            if not all(are_owned) or not pending or stops.due():
                 return results
             waiting = f"waiting for {len(pending)} cells of other processes"
             progress.update(waiting, len(results), len(results) + len(pending))

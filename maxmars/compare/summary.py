@@ -286,4 +286,6 @@ def _logged(result: CellResult, contender: Contender, workdir: Path) -> Logged:
     """What a cell logged: its training losses, and the rest where its metrics are still there."""
     found = read_logged(result.cell.directory(workdir), contender.config)
     losses = {TRAINING_LOSS: result.train_losses} if result.train_losses else {}
-    return dataclasses.replace(found, series={**found.series, **losses})
+    # All steps of a cell have the tokens that its config says.
+    tokens = {step: step * contender.config.tokens_per_step for step, _ in result.train_losses}
+    return Logged(tokens={**tokens, **found.tokens}, series={**found.series, **losses})

@@ -58,7 +58,8 @@ class GPT2Config(CheckedConfig):
     """Rematerialisation: which arrays of a block are kept for the backward pass, which computes the
     others again. `full` keeps the block's input; `attention` also queries, keys, values and the
     output of attention; `dots` also the results of all products with weights; None keeps
-    everything. `auto` keeps as much as fits the device's memory, and everything on a CPU."""
+    everything. `auto` keeps as much as fits the device's memory, and everything on a CPU; a run
+    that continues there keeps what was chosen, while it fits."""
     scan_unroll: Count[int] = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 

@@ -11,6 +11,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from maxmars.config.checks import (
     CheckedConfig,
     Count,
@@ -203,6 +205,11 @@ class TrainConfig(CheckedConfig):
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, and checkpoints
     may take ten times this. None waits for ever."""
+    asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
+        default_factory=dict, compare=False
+    )
+    """What was asked, `auto` or None, of the fields whose values a run chose by itself, by dotted
+    name. Only a run sets this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,7 +309,9 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
             return {str(i): item for i, item in enumerate(value)}
-        return dict(vars(value)) if dataclasses.is_dataclass(value) else {}
+        if not dataclasses.is_dataclass(value):
+            return {}
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
 
     if old == new:
         return []

@@ -26,6 +26,10 @@ _LOST_PEER = re.compile(
 )
 
 
+class StopRequestedError(Exception):
+    """Somebody asked for an end, in the middle of what can be given up."""
+
+
 class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     """Turns signals into an answer of `due` inside a `with` block.
 
@@ -35,11 +39,11 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
     """
 
     _innermost: ClassVar[StopRequests | None] = None  # which has the handlers of this process
+    _num_questions: ClassVar[int] = 0  # that this process has asked JAX
 
     def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
         self._before_leaving = before_leaving
-        self._requested = False
-        self._counted = 0
+        self._requested = self._agreed = False
         self._outer: StopRequests | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -63,20 +67,30 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
         if self._outer is not None:
             self._outer._requested |= self._requested
 
-    def due(self, step: int) -> bool:
-        """Whether to stop after `step` steps.
+    def due(self) -> bool:
+        """Whether to stop now.
 
-        Every process asks after it has dispatched a step, the last one of the run aside. Whichever
-        was signalled, all get the same answer.
+        All processes ask at the same places, after steps and between the batches of evaluations,
+        and equally often. Whichever was signalled, all get the same answer to the same question.
         """
-        if jax.distributed.is_initialized():
+        if not jax.distributed.is_initialized():
+            return self._requested
+        if not self._agreed:
             # After a signal JAX names the first number that no process has asked for, and is silent
-            # about all others: of a signal before the first question that is 1, wherever the run
-            # continues. So every number is asked for.
-            numbers = range(self._counted + 1, step + 1)
-            self._counted = step
-            return any(multihost_utils.reached_preemption_sync_point(n) for n in numbers)
-        return self._requested
+            # about all others. So they count their questions.
+            StopRequests._num_questions += 1
+            number = StopRequests._num_questions
+            self._agreed = multihost_utils.reached_preemption_sync_point(number)
+        return self._agreed
+
+    def check(self) -> None:
+        """Ask as `due` does.
+
+        Raises:
+          StopRequestedError: the answer is yes.
+        """
+        if self.due():
+            raise StopRequestedError
 
     def request(self) -> None:
         """Ask for an end as a signal does; any thread of any process may."""

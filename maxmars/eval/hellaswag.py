@@ -472,8 +472,12 @@ class HellaSwagInLoop:
         self._num_left_out = len(questions) - len(kept)
         self._score = HellaSwag(config.model, mesh, tokenizer, kept)
 
-    def __call__(self, params: Any) -> tuple[dict[str, float], str]:
+    def __call__(
+        self, params: Any, before_batch: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, float], str]:
         """Score parameters in the mesh's shardings; every process calls.
+
+        `before_batch` is called before each batch, and may end the scoring by an exception.
 
         Returns:
           The metrics `eval/hellaswag_acc` and `eval/hellaswag_acc_norm` (protocol `lm_eval`), the
@@ -481,7 +485,8 @@ class HellaSwagInLoop:
           `perf/hellaswag_time` in seconds; and a line about them for people.
         """
         started = time.monotonic()
-        scores = self._score(params)
+        before_batch()
+        scores = self._score(params, lambda done, total: before_batch() if done < total else None)
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
         parts, summaries = [], {p: found.summary() for p, found in scores.items()}

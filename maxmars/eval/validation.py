@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +56,23 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def validation_loss(
-    eval_step: Any, mesh: Mesh, params: Any, batches: Iterable[Mapping[str, jax.Array]]
+    eval_step: Any,
+    mesh: Mesh,
+    params: Any,
+    batches: Iterable[Mapping[str, jax.Array]],
+    before_batch: Callable[[], None] = lambda: None,
 ) -> ValidationLoss:
     """Mean loss over the targets of all batches, weighted by the mask.
 
-    For the arguments see `make_eval_step`.
+    For the arguments see `make_eval_step`; `before_batch` is called before each batch, and may end
+    the evaluation by an exception.
 
     Raises:
       ValueError: the mask counts no target.
     """
     nats = weight = 0.0
     for batch in batches:
+        before_batch()
         with jax.set_mesh(mesh):
             # Fetched one by one: nothing else would order the steps, and collectives of several
             # programs that run at once on the fake devices of a CPU can wait for each other

@@ -120,6 +120,12 @@ def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
             "every variable must be an nnx.Param",
         )
     axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
+    if 0 in shape:
+        raise _wrong(
+            config,
+            f"{name} has the shape {list(shape)}, and a checkpoint has no empty arrays; "
+            "leave it out where it would be empty",
+        )
     if len(axes) != len(shape):
         raise _wrong(
             config,

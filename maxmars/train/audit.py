@@ -35,6 +35,7 @@ from maxmars.config.user_code import sources_in, split_source, text_digests
 from maxmars.distributed.files import is_remote, resolve, write_text
 from maxmars.distributed.sharding import training_mesh
 from maxmars.eval.trained_model import MODEL_SOURCE, check_code
+from maxmars.train.auto import with_remat
 from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
 from maxmars.train.loop import train
 from maxmars.train.metrics import read_metrics, read_sessions
@@ -45,7 +46,12 @@ from maxmars.train.receipts import (
     read_receipts,
     unvouched,
 )
-from maxmars.train.resume import fixed_schedule, is_same_place, read_changes
+from maxmars.train.resume import (
+    fixed_schedule,
+    is_same_place,
+    read_changes,
+    rounding_changes,
+)
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -346,12 +352,17 @@ def _changes(began: Sequence[Receipt]) -> list[str]:
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
-        fields = {"batch_size": "global_batch_size", "microbatches": "num_microbatches"}
-        for name, field in fields.items():
-            if name in before and before[name] != after.get(name):  # older ones lack the second
-                found.append(f"{field} {before[name]} -> {after.get(name)}")
+        if before["batch_size"] != after["batch_size"]:
+            found.append(f"global_batch_size {before['batch_size']} -> {after['batch_size']}")
+        found += rounding_changes(_rounding(before), _rounding(after))
         changes += [f"at step {after['step']}: {', '.join(found)}"] if found else []
     return changes
+
+
+def _rounding(began: Receipt) -> dict[str, Any]:
+    """What `rounding_of` said where a session began; older sessions recorded less."""
+    older = {"num_microbatches": began["microbatches"]} if "microbatches" in began else {}
+    return began.get("rounding", older)
 
 
 def _replay(
@@ -466,11 +477,15 @@ def _began_between(chain: Sequence[Receipt], first: int, end: int) -> list[int]:
 def _short_config(checkpoint: Checkpoint, last: int) -> TrainConfig:
     """The config of a checkpoint, to train up to step `last` as it did, and nothing else."""
     config = checkpoint.run_config()
-    is_here = is_same_place(checkpoint, config, training_mesh(config))
+    if is_same_place(checkpoint, config, training_mesh(config)):
+        config = dataclasses.replace(config, num_microbatches=config.microbatches)
+    else:  # what was chosen there need not fit here
+        config = dataclasses.replace(config, num_microbatches=None)
+        if "model.remat" in config.asked:
+            config = with_remat(config, "auto")
     return dataclasses.replace(
         config,
         num_steps=last,
-        num_microbatches=config.microbatches if is_here else None,
         schedule=fixed_schedule(config),
         eval=EvalConfig(every=None),
         checkpoint=CheckpointConfig(every=None),

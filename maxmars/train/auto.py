@@ -6,11 +6,13 @@ on one machine, and a run and its resume, must compute in the same type. A run k
 it began with, wherever it continues.
 
 The number of microbatches follows from an estimate of memory, without compiling: it must be known
-before the data are read. A run keeps it while it continues on the same mesh.
+before the data are read.
 
 The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
 fits is read from the compiled train step, so that a run neither recomputes what it has the memory
 to keep, nor ends out of memory.
+
+A run that continues on the same mesh and kind of device keeps the last two, while they fit.
 """
 
 from __future__ import annotations
@@ -160,7 +162,12 @@ def memory_bytes_of(mesh: Mesh) -> int | None:
 
 
 def choose_microbatches(
-    config: TrainConfig, mesh: Mesh, memory_bytes: int | None, log: Callable[[str], None]
+    config: TrainConfig,
+    mesh: Mesh,
+    memory_bytes: int | None,
+    log: Callable[[str], None],
+    *,
+    kept: TrainConfig | None = None,
 ) -> TrainConfig:
     """The config with `num_microbatches` chosen, if it is None: the fewest that divide over the
     mesh and fit in memory by `estimated_bytes`. Where that is not known, the fewest that divide.
@@ -170,10 +177,13 @@ def choose_microbatches(
       mesh: its devices.
       memory_bytes: memory of a device; see `memory_bytes_of`.
       log: gets the choice and its reason, in one line, where it is more than one microbatch.
+      kept: what the run had before, whose number stays unless more are needed.
     """
     if config.num_microbatches is not None:
         return config
+    before = 1 if kept is None else kept.microbatches
     counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+    counts = [count for count in counts if count >= before]
     if memory_bytes is None or isinstance(config.model, ModuleConfig):
         return dataclasses.replace(config, num_microbatches=counts[0])
     usable, needed, chosen = USABLE * memory_bytes, 0, config
@@ -182,7 +192,7 @@ def choose_microbatches(
         needed = estimated_bytes(chosen, mesh)
         if needed <= usable:
             break
-    if chosen.microbatches > 1:
+    if chosen.microbatches > before:
         verdict = "the fewest that fit" if needed <= usable else "of which not even the last fits"
         log(
             f"num_microbatches={chosen.microbatches}, {verdict}: a step needs about "
@@ -258,27 +268,32 @@ def choose_remat(
     log: Callable[[str], None],
     *,
     types: Types | None = None,
-    memory_bytes: Callable[[jax.Device], int | None] = device_memory_bytes,
+    kept: TrainConfig | None = None,
+    memory_bytes: int | None = None,
 ) -> TrainConfig:
     """The config with `model.remat` chosen, if it is `auto`; all processes choose the same.
 
     Compiles the train step for each policy until one fits. Where a device's memory is not known, as
-    on a CPU, nothing is compiled, and nothing is recomputed.
+    on a CPU, nothing is compiled, and nothing is recomputed unless it was before.
 
     Args:
       config: what to train; it fits the mesh.
       mesh: its devices.
       log: prints the choice and its reason, in one line.
       types: of a batch's arrays; see `make_train_step`.
-      memory_bytes: memory of a device that programs may use; None where it is not known.
+      kept: what the run had before, whose policy stays unless one of less memory is needed.
+      memory_bytes: memory of a device that programs may use; None asks the device.
     """
     if config.model.remat != "auto":
         return config
+    before: Remat = None  # which a run from before choices were recorded may have had, or not
+    if kept is not None and kept.model.remat != "auto":
+        before = kept.model.remat
     device = mesh.local_devices[0]
-    limit = memory_bytes(device)
+    limit = memory_bytes or device_memory_bytes(device)
     if not processes.all_processes(limit is not None):
-        log("model.remat=auto: None, as this device's memory is not known")
-        return with_remat(config, None)
+        log(f"model.remat=auto: {before}, as this device's memory is not known")
+        return with_remat(config, before)
     assert limit is not None
     usable, peaks = int(USABLE * limit), dict[Remat, int | None]()
 
@@ -293,7 +308,7 @@ def choose_remat(
         peaks[remat] = peak
         return processes.all_processes(peak is not None and peak <= usable)
 
-    remat, any_fits = first_that_fits(fits)
+    remat, any_fits = first_that_fits(fits, POLICIES[POLICIES.index(before) :])
     peak = peaks[remat]
     needs = "is refused by the compiler" if peak is None else f"needs {peak / 1e9:.2f} GB"
     problem = "" if any_fits else ", and nothing fits; raise num_microbatches or mesh.fsdp"
@@ -301,7 +316,7 @@ def choose_remat(
     return with_remat(config, remat)
 
 
-def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
+def with_remat(config: TrainConfig, remat: Remat | Literal["auto"]) -> TrainConfig:
     """The config with this policy; a module of the user's own has none but None."""
     if config.model.remat == remat:
         return config
@@ -314,13 +329,15 @@ def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
     return POLICIES if isinstance(model, GPT2Config) else (None,)
 
 
-def first_that_fits(fits: Callable[[Remat], bool]) -> tuple[Remat, bool]:
-    """The first of `POLICIES` for which `fits` is true, and True; `full` and False if there is
-    none. `fits` is not asked about the policies after the first that fits."""
-    for remat in POLICIES:
+def first_that_fits(
+    fits: Callable[[Remat], bool], policies: Sequence[Remat] = POLICIES
+) -> tuple[Remat, bool]:
+    """The first policy for which `fits` is true, and True; the last and False if there is none.
+    `fits` is not asked about the policies after the first that fits."""
+    for remat in policies:
         if fits(remat):
             return remat, True
-    return POLICIES[-1], False
+    return policies[-1], False
 
 
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from maxmars.config import TrainConfig
 from maxmars.distributed import processes
 from maxmars.distributed.exits import Starting
-from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequests
+from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequestedError, StopRequests
 from maxmars.distributed.files import Workdir, resolve
 from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
@@ -29,8 +29,8 @@ class TrainResult:
     """What a run came to."""
 
     done: bool
-    """Whether all steps and evaluations are made. If not, SIGTERM or Ctrl-C stopped the run after
-    a step, which is saved; the same call continues it."""
+    """Whether all steps and evaluations are made. If not, SIGTERM or Ctrl-C stopped the run, whose
+    last step is saved; the same call continues it."""
     step: int
     """Number of steps taken, in this and earlier calls."""
     train_loss: float | None
@@ -53,6 +53,7 @@ def train(
     life: Life | None = None,
     starting: Starting | None = None,
     command: str | None = None,
+    memory_bytes: int | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -74,6 +75,8 @@ def train(
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
       command: the command line, which `sessions.jsonl` records.
+      memory_bytes: memory of a device that a step may count on, for what the run chooses by it;
+        None asks the device.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -100,6 +103,7 @@ def train(
             watchdog=watchdog,
             goodput=goodput,
             stack=stack,
+            memory_bytes=memory_bytes,
             quiet=quiet,
         )
         stack.push(peers)  # before the files are closed, which may wait for peers
@@ -125,14 +129,14 @@ def train(
             starting.done()
         run.verification.start(on_damage=stops.request)
         before_evaluations = time.monotonic()
-        if run.step < num_steps:
-            for evaluation in missing:
-                _evaluate(run, evaluation)
+        steps = range(run.step + 1, num_steps + 1)
+        if steps and _evaluate(run, missing, stops) is None:
+            steps = range(0)  # it was to stop meanwhile
         reporter = StepReporter(run, started + time.monotonic() - before_evaluations)
         goodput.begin("compile")
         save_due, first_step = False, run.step
 
-        for step in range(run.step + 1, num_steps + 1):
+        for step in steps:
             # Data.
             watchdog.begin(f"reading the tokens of step {step}", "tokens")
             if tracer is not None:
@@ -151,8 +155,9 @@ def train(
                 with reporter.paused(), goodput.during("other"):
                     run.progress.message(tracer.end(metrics, run.train_step.text))
 
-            # Stop: before an evaluation, as there may be little time left to save.
-            if step == num_steps or stops.due(step):
+            # Stop: before an evaluation, as there may be little time left to save. The same command
+            # makes the evaluation.
+            if step == num_steps or stops.due():
                 break
 
             # Evaluate, then save, so that the checkpoint carries the validation loss. While steps
@@ -164,9 +169,9 @@ def train(
                 reporter.flush()  # a complete checkpoint implies the metrics of its steps
                 watchdog.rest()
                 with reporter.paused():
-                    evaluated: dict[str, float] = {}
-                    for evaluation in due:
-                        evaluated |= _evaluate(run, evaluation)
+                    evaluated = _evaluate(run, due, stops)
+                    if evaluated is None:  # stopped within it
+                        break
                     if save_due and not reporter.is_skipping:
                         _save(run, evaluated)
                         save_due = False
@@ -181,8 +186,7 @@ def train(
             _save(run, {}, wait=True)
         done = run.step >= num_steps
         if done:
-            for evaluation in _missing_evaluations(run):
-                _evaluate(run, evaluation)
+            done = _evaluate(run, _missing_evaluations(run), stops) is not None
         run.writer.sync()  # the summary and the result read the metrics
         run.receipts.end()
         goodput.reached(run.step, done=done)
@@ -207,13 +211,22 @@ def _missing_evaluations(run: Run) -> list[Evaluation]:
     ]
 
 
-def _evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
-    """Evaluate the parameters of the step where the run stands, and record the metrics."""
-    with run.watchdog.watching(evaluation.name), run.goodput.during("evaluation"):
-        metrics, text = evaluation.measure(run.state.params)
-    run.writer.write(run.step, metrics)
-    run.progress.message(f"step {run.step}: {text}")
-    return metrics
+def _evaluate(
+    run: Run, evaluations: Sequence[Evaluation], stops: StopRequests
+) -> dict[str, float] | None:
+    """Evaluate the parameters of the step where the run stands, and record the metrics; None if it
+    was to stop meanwhile."""
+    found: dict[str, float] = {}
+    for evaluation in evaluations:
+        with run.watchdog.watching(evaluation.name), run.goodput.during("evaluation"):
+            try:
+                metrics, text = evaluation.measure(run.state.params, stops.check)
+            except StopRequestedError:
+                return None
+        run.writer.write(run.step, metrics)
+        run.progress.message(f"step {run.step}: {text}")
+        found |= metrics
+    return found
 
 
 def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:

@@ -39,6 +39,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         workdir: Workdir,
         resume_step: int = 0,
         *,
+        tokens: Callable[[int], int] | None = None,
         may_write: Callable[[], None] = lambda: None,
         trackers: Trackers | None = None,
         on_write: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None,
@@ -46,10 +47,11 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
-        For `may_write` see `files.LineFile`. The `trackers` and `on_write` get each line too; the
+        `tokens` says how many the run has trained on after a step, which each line then has. For
+        `may_write` see `files.LineFile`. The `trackers` and `on_write` get each line too; the
         trackers are closed.
         """
-        self._on_write = on_write
+        self._tokens, self._on_write = tokens, on_write
         self._lines: LineFile | None = None
         self._trackers = trackers or Trackers({}, lambda text: None)
         if processes.is_primary():
@@ -62,6 +64,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line; values are numbers or arrays of one element."""
+        if self._tokens is not None:
+            metrics = {"tokens": self._tokens(step), **metrics}
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
@@ -96,7 +100,8 @@ def read_metrics(workdir: Workdir, *, repair: bool = False) -> list[dict[str, An
         return is_finite or value in ("NaN", "Infinity", "-Infinity")
 
     def is_sound(line: dict[str, Any]) -> bool:
-        return type(line.get("step")) is int and all(map(is_number, line.values()))
+        whole = (line.get("step"), line.get("tokens", 0))
+        return all(type(n) is int for n in whole) and all(map(is_number, line.values()))
 
     return read_json_lines(workdir / "metrics.jsonl", is_sound, repair=repair)
 

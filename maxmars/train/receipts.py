@@ -110,6 +110,7 @@ class Receipts:
       previous: the receipt in the checkpoint that was restored; empty for a new run, and for a
         checkpoint without one.
       about: what the session runs on, with which batch size and data; JSON-ready.
+      tokens: how many the run has trained on after a step; a save records them.
       may_write: see `files.LineFile`.
     """
 
@@ -122,8 +123,10 @@ class Receipts:
         position: int,
         previous: Receipt,
         about: Mapping[str, Any],
+        tokens: Callable[[int], int],
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
+        self._tokens = tokens
         self._workdir, self._may_write, self._about = workdir, may_write, dict(about)
         self._start = step, digest, position
         self._previous = previous
@@ -185,7 +188,7 @@ class Receipts:
 
     def save(self, step: int, digest: str, position: int) -> Receipt:
         """A checkpoint of this state is about to be written; what to store in it."""
-        return self._write("saved", step, digest, position)
+        return self._write("saved", step, digest, position, {"tokens": self._tokens(step)})
 
     def end(self) -> None:
         """The session ends, with the state that it saved last, or began with."""

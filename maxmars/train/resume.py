@@ -24,6 +24,7 @@ from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_types
 from maxmars.checkpoint.environment import device_kinds
 from maxmars.config import (
+    GPT2Config,
     ModuleConfig,
     OptaxConfig,
     ScheduleConfig,
@@ -36,6 +37,7 @@ from maxmars.config.user_code import split_source
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, append_line, read_json_lines
 from maxmars.eval.trained_model import MODEL_SOURCE, kept_sha256
+from maxmars.model.attention import choose_attention
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
 from maxmars.train.step import abstract_train_state
@@ -116,8 +118,6 @@ def continued_config(
     if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
         # A run keeps the type that it began with.
         config = with_compute_dtype(config, stored.model.compute_dtype)
-    if config.num_microbatches is None and is_same_place(saved, config, mesh):
-        config = dataclasses.replace(config, num_microbatches=stored.microbatches)
     rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
@@ -143,8 +143,8 @@ def continued_config(
 
 
 def is_same_place(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> bool:
-    """Whether a run continues with its batch on the kind of devices and the mesh of before, where
-    the number of microbatches still fits."""
+    """Whether a run continues with its batch on the kind of devices and the mesh of before, so that
+    it keeps what it chose there."""
     now = {"mesh": dict(mesh.shape), "device_kinds": device_kinds(mesh)}
     same_devices = all(saved.environment.get(name) == value for name, value in now.items())
     return same_devices and saved.run_config().global_batch_size == config.global_batch_size
@@ -160,19 +160,39 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
     return dataclasses.replace(config.schedule, decay_steps=config.decay_steps)
 
 
-def mesh_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | None:
-    """How mesh and microbatches differ from those of before, in one line; None if they do not."""
-    before, after = saved.run_config().microbatches, config.microbatches
+def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
+    """What may change freely in a config and changes nothing but the rounding, by dotted name."""
+    model, found = config.model, dict[str, Any](num_microbatches=config.microbatches)
+    if isinstance(model, GPT2Config):
+        found["model.compute_dtype"] = model.compute_dtype
+        found["model.remat"] = model.remat
+        found["model.attention"] = choose_attention(model, platform).implementation
+        found["model.scan_unroll"] = model.scan_unroll
+    return found
+
+
+def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """How two results of `rounding_of` differ, in words; older runs did not record all of it."""
+    return [
+        f"{name} {value} -> {after[name]}"
+        for name, value in before.items()
+        if value != "auto" and value != after.get(name, value)
+    ]
+
+
+def rounding_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | None:
+    """How what the rounding depends on differs from before, in one line; None if it does not."""
+    stored = saved.run_config()
     changes = []
     if (old := saved.environment.get("mesh", {})) and old != dict(mesh.shape):
         meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, mesh.shape))
         changes.append("mesh {} -> {}".format(*meshes))
-    if before != after:
-        changes.append(f"num_microbatches {before} -> {after}")
+    before = rounding_of(stored, saved.environment.get("platform"))
+    changes += rounding_changes(before, rounding_of(config, mesh.devices.flat[0].platform))
     if not changes:
         return None
     effect = "the loss goes on as before, up to rounding"
-    if isinstance(config.optimizer, SophiaConfig) and before != after:
+    if isinstance(config.optimizer, SophiaConfig) and stored.microbatches != config.microbatches:
         effect = "Sophia draws other labels for its curvature"
     return f"since step {saved.step}: {', '.join(changes)}; {effect}"
 

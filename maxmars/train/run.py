@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.config import GPT2Config, ModuleConfig, OptaxConfig, TrainConfig, to_dict
+from maxmars.config import GPT2Config, ModuleConfig, OptaxConfig, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import split_source, text_digests
@@ -60,8 +60,10 @@ from maxmars.train.receipts import Receipts
 from maxmars.train.resume import (
     check_data,
     continued_config,
-    mesh_change,
+    is_same_place,
     record_changes,
+    rounding_change,
+    rounding_of,
     saved_run,
 )
 from maxmars.train.step import (
@@ -83,8 +85,9 @@ class Evaluation:
     every: int
     metric: str
     """A metric that every such evaluation records."""
-    measure: Callable[[Any], tuple[dict[str, float], str]]
-    """From the parameters to metrics, and to one line for people."""
+    measure: Callable[[Any, Callable[[], None]], tuple[dict[str, float], str]]
+    """From the parameters to metrics, and to one line for people. The second argument is called
+    before each batch, and may end the evaluation by an exception."""
 
 
 @dataclass(kw_only=True)
@@ -105,6 +108,8 @@ class Run:
     writer: MetricsWriter
     progress: Progress
     goodput: Goodput
+    tokens: Callable[[int], int]
+    """From a step to the tokens that the run has trained on after it."""
     state: TrainState
     step: int
 
@@ -114,7 +119,7 @@ class Checked:
     """A run that can be opened; nothing is written yet."""
 
     config: TrainConfig
-    """With everything chosen that was `auto`, except `model.remat`, which must be compiled for."""
+    """With everything chosen that was `auto`."""
     saved: Checkpoint | None
     """The newest checkpoint, to continue from; None for a new run."""
     mesh: Mesh
@@ -135,6 +140,8 @@ class Start:
     state: TrainState
     step: int
     position: int
+    tokens: int
+    """Trained on so far; in earlier sessions a step may have had more or fewer."""
     digest: str
     """Of the state."""
     receipt: dict[str, Any]
@@ -150,6 +157,7 @@ def open_run(
     watchdog: Watchdog,
     goodput: Goodput,
     stack: contextlib.ExitStack,
+    memory_bytes: int | None = None,
     quiet: bool = False,
 ) -> Run:
     """Open a run to begin or to continue it; see `loop.train` for arguments and errors.
@@ -157,7 +165,9 @@ def open_run(
     The open files, the lock and the threads are closed by `stack`.
     """
     progress = stack.enter_context(Progress(quiet=quiet))
-    checked = check(config, workdir, init_from, resume_overrides, watchdog, progress.message)
+    checked = check(
+        config, workdir, init_from, resume_overrides, watchdog, progress.message, memory_bytes
+    )
     checkpointer = lock(checked, workdir, progress, stack)
     start = restore(checked, workdir, checkpointer, watchdog, progress.message)
     config, owner = checked.config, checkpointer.check_owner
@@ -170,6 +180,10 @@ def open_run(
         workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
         may_write=owner,
     )
+
+    def tokens(step: int) -> int:
+        return start.tokens + (step - start.step) * config.tokens_per_step
+
     trackers = open_trackers(config, workdir, start.step, log=progress.message)
     receipts = Receipts(
         workdir,
@@ -180,17 +194,23 @@ def open_run(
         about={
             "session": goodput.start,
             "batch_size": config.global_batch_size,
-            "microbatches": config.microbatches,
+            "rounding": rounding_of(config, checked.mesh.devices.flat[0].platform),
             "data": checked.data_digest,
             "own_code": text_digests(config),
             "environment": environment(checked.mesh),
             "init_from": None if checked.initial is None else checked.initial.origin,
         },
+        tokens=tokens,
         may_write=owner,
     )
     stack.callback(receipts.close)
     writer = MetricsWriter(
-        workdir, start.step, may_write=owner, trackers=trackers, on_write=receipts.add
+        workdir,
+        start.step,
+        tokens=tokens,
+        may_write=owner,
+        trackers=trackers,
+        on_write=receipts.add,
     )
     return Run(
         config=config,
@@ -207,6 +227,7 @@ def open_run(
         writer=stack.enter_context(writer),
         progress=progress,
         goodput=goodput,
+        tokens=tokens,
         state=start.state,
         step=start.step,
     )
@@ -219,9 +240,11 @@ def check(
     resume_overrides: Sequence[str],
     watchdog: Watchdog,
     log: Callable[[str], None],
+    memory_bytes: int | None,
 ) -> Checked:
-    """Find everything that can be wrong before anything is written."""
+    """Find everything that can be wrong before anything is written, and choose what was not set."""
     check_agreement(config, init_from, resume_overrides)
+    given = config
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.training_mesh(config)
@@ -238,13 +261,14 @@ def check(
             f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
+    kept = saved.run_config() if saved is not None and is_same_place(saved, config, mesh) else None
     config = choose_precision(config, mesh, messages.append)
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
     check_memory(config, mesh)
-    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), messages.append)
-    if saved is not None and (change := mesh_change(saved, config, mesh)):
-        messages.append(change)
+    config = choose_microbatches(
+        config, mesh, memory_bytes or memory_bytes_of(mesh), messages.append, kept=kept
+    )
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
         warning = slow_network_warning(
@@ -270,6 +294,20 @@ def check(
     if not config.data.verify:
         messages.append("data.verify is off: files are not compared with their checksums")
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
+    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
+    with watchdog.watching("choosing model.remat"):
+        config = choose_remat(
+            config,
+            mesh,
+            messages.append,
+            types=tokens.types,
+            kept=kept,
+            memory_bytes=memory_bytes,
+        )
+    asked = {name: old for name, old, _ in differences(given, config)}
+    config = dataclasses.replace(config, asked=asked)
+    if saved is not None and (change := rounding_change(saved, config, mesh)):
+        messages.append(change)
     evaluations = list(make_evaluations(config, mesh, tokens, watchdog, log))
     initial = None
     if saved is None and init_from is not None:
@@ -344,16 +382,16 @@ def restore(
       ValueError: no checkpoint is sound.
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
-    types = checked.tokens.types
-    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
-    with watchdog.watching("choosing model.remat"):
-        train_step = make_train_step(choose_remat(config, mesh, log, types=types), mesh, types)
-    step, position, receipt, found = 0, 0, {}, None
+    train_step = make_train_step(config, mesh, checked.tokens.types)
+    step, position, tokens, receipt, found = 0, 0, 0, {}, None
     with watchdog.watching("reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
             step = restored.checkpoint.step
             position, receipt = restored.checkpoint.data_position, restored.checkpoint.receipt
+            # Receipts of before do not tell the tokens, but then all examples had one length.
+            length = restored.checkpoint.run_config().model.max_seq_len
+            tokens = receipt.get("tokens", position * length)
             found = restored.checkpoint.digest
             log(f"continuing from step {step}")
             hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
@@ -374,6 +412,7 @@ def restore(
         state=state,
         step=step,
         position=position,
+        tokens=tokens,
         digest=found,
         receipt=receipt,
     )
@@ -414,9 +453,11 @@ def make_evaluations(
             )
         eval_step = make_eval_step(config.model, mesh)
 
-        def measure_loss(params: Any) -> tuple[dict[str, float], str]:
+        def measure_loss(
+            params: Any, before_batch: Callable[[], None]
+        ) -> tuple[dict[str, float], str]:
             watched = watchdog.over(batches, "batch of the evaluation")
-            loss = validation_loss(eval_step, mesh, params, watched).loss
+            loss = validation_loss(eval_step, mesh, params, watched, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 
         yield Evaluation(

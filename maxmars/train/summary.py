@@ -31,8 +31,8 @@ def write_summary(run: Run, *, done: bool) -> str:
     """
     end = f"done: {run.step} steps"
     if not done:
-        end = f"stopped after {run.step} steps; the checkpoint is complete, and the same command"
-        end += " continues."
+        saved = "the checkpoint is complete, and " if run.step else ""
+        end = f"stopped after {run.step} steps; {saved}the same command continues."
     if not processes.is_primary():
         return end
     found = _summary(run, done=done)
@@ -72,7 +72,7 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         "step": run.step,
         "num_steps": run.config.num_steps,
         "data_digest": run.data_digest,
-        "tokens": run.batches.position * run.config.model.max_seq_len,
+        "tokens": run.tokens(run.step),
         **{key: value for row in rows for key, value in row.items() if key.startswith("eval/")},
         **{key: row[key] for row in rows for key in ("train/loss", "train/skipped") if key in row},
         **{key: json_number(np.median(values[key])) for key in _MEDIANS if key in values},

@@ -42,13 +42,14 @@ def write_run(path, losses, key="eval/loss", **changes):
 def line(name, losses, step_time_s=0.1, **series):
     curve = Curve(
         loss_of="validation loss",
+        steps=tuple(range(len(losses))),
         tokens=tuple(range(0, 100 * len(losses), 100)),
         losses=tuple(losses),
-        tokens_per_step=100,
         step_time_s=step_time_s,
     )
     logged = {f"train/{key}": list(enumerate(values, 1)) for key, values in series.items()}
-    return Line(name=name, curves=(curve,), logged=(Logged(tokens_per_step=100, series=logged),))
+    tokens = {step: 100 * step for values in logged.values() for step, _ in values}
+    return Line(name=name, curves=(curve,), logged=(Logged(tokens=tokens, series=logged),))
 
 
 def test_the_curve_of_a_run(tmp_path):
@@ -57,7 +58,7 @@ def test_the_curve_of_a_run(tmp_path):
     assert curve.losses == (5.0, 4.0, 3.0)
     assert curve.step_time_s == 0.2
     assert curve.loss_of == "validation loss"
-    assert Line(name="one", curves=(curve,)).seconds_per_token == 0.2 / 256
+    assert Line(name="one", curves=(curve,)).seconds_per_step == 0.2
 
 
 def test_a_run_without_evaluations_has_its_training_loss(tmp_path):

@@ -170,9 +170,9 @@ def made_up(name: str, seed: int, loss: float) -> CellResult:
         tokens="tokens",
         curve=Curve(
             loss_of="validation loss",
+            steps=(0, 1),
             tokens=(0, 100),
             losses=(6.0, loss),
-            tokens_per_step=100,
             step_time_s=0.1,
         ),
         train_losses=((1, 6.0),),

@@ -229,7 +229,7 @@ def curve_without_an_end(fields):
 
 
 def curve_of_texts(fields):
-    fields["cells"][0]["curve"]["tokens_per_step"] = "x"
+    fields["cells"][0]["curve"]["steps"] = "x"
 
 
 def no_number_of_steps(fields):

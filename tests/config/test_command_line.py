@@ -346,6 +346,8 @@ def test_a_command_without_a_config_has_the_same_errors(argv, message):
 
 def flags(config, prefix="--"):
     for field in dataclasses.fields(config):
+        if field.name == "asked":  # which a run sets itself
+            continue
         name, value = prefix + field.name.replace("_", "-"), getattr(config, field.name)
         yield from flags(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
 

@@ -13,16 +13,16 @@ def test_a_run_of_a_comparison_stops_where_the_comparison_was_signalled(number):
     with StopRequests() as comparison:
         os.kill(os.getpid(), number)
         with StopRequests() as run:
-            assert run.due(1)
-        assert comparison.due(0)
+            assert run.due()
+        assert comparison.due()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_comparison_stops_where_a_run_was_signalled_too_late_to_ask(number):
     with StopRequests() as comparison:
         with StopRequests() as run:
-            assert not run.due(1)
+            assert not run.due()
             os.kill(os.getpid(), number)
-        assert comparison.due(0)
+        assert comparison.due()
     with StopRequests() as another:
-        assert not another.due(0)
+        assert not another.due()

@@ -139,6 +139,64 @@ def test_the_first_save_of_two_that_continue_is_that_at_a_signal(folder):
     assert max(list_steps(folder / "first" / "checkpoints")) > 4
 
 
+LONG = ("--eval.num-windows", "400000", "--eval.batch-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("step", "at"),
+    [
+        (2, "in the middle"),
+        pytest.param(4, "at the end", marks=pytest.mark.slow),
+        pytest.param(0, "at the start", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folder, step, at):
+    workdir = begin_without_evaluations(folder, at, step)
+    arguments = evaluating_at(step)
+    process = start(folder, at, *arguments, *LONG)
+    if step:
+        wait_for_steps(workdir, step, process)
+    else:
+        wait_until((workdir / "sessions.jsonl").exists, process)
+        time.sleep(2)  # the evaluation, which takes far longer, begins
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == EXIT_CODE, output
+    assert step == 0 or max(list_steps(workdir / "checkpoints")) == step
+    assert (step, "eval/loss") not in records(workdir)
+    code, output = finish(start(folder, at, *arguments))
+    assert code == 0, output
+    assert (step, "eval/loss") in records(workdir)
+
+
+@pytest.mark.slow
+def test_two_processes_leave_an_evaluation_together(folder):
+    workdir = begin_without_evaluations(folder, "both", 2)
+    processes = start_two(folder, "both", *evaluating_at(2), *LONG)
+    wait_for_steps(workdir, 2, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [EXIT_CODE] * 2, results
+    assert max(list_steps(workdir / "checkpoints")) == 2
+    assert (2, "eval/loss") not in records(workdir)
+    results = [finish(process) for process in start_two(folder, "both", *evaluating_at(2))]
+    assert [code for code, _ in results] == [0, 0], results
+    assert (2, "eval/loss") in records(workdir)
+
+
+def begin_without_evaluations(folder, name, step):
+    """The directory of a run that has made the steps before this one."""
+    arguments = ("--num-steps", str(step - 1), "--schedule.decay-steps", "4")
+    if step > 1:
+        assert finish(start(folder, name, *arguments, "--eval.every", "None"))[0] == 0
+    return folder / name
+
+
+def evaluating_at(step):
+    every = ("--eval.every", str(step or 4))
+    return ("--num-steps", "4", "--schedule.decay-steps", "4", *every)
+
+
 @pytest.mark.slow
 def test_a_kill_in_the_last_evaluation_loses_no_step(folder):
     # A second or more for each evaluation: after the start, and after the last step, once saved.

@@ -63,9 +63,9 @@ def made_up(cell, loss, tokens):
         tokens=f"{tokens} {cell.seed}",
         curve=Curve(
             loss_of="validation loss",
+            steps=(0, 1),
             tokens=(0, 100),
             losses=(5.0, loss),
-            tokens_per_step=100,
             step_time_s=0.1,
         ),
         train_losses=(),

@@ -9,12 +9,15 @@ import pytest
 from flax import nnx
 from tiny import ADAMW, MODEL, short_config, tiny_config
 
+from maxmars.checkpoint import read
+from maxmars.checkpoint.reader import checksum
 from maxmars.config import EvalConfig, MeshConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.language_model import mean_loss
 from maxmars.train import train
+from maxmars.train.audit import audit
 from maxmars.train.auto import (
     POLICIES,
     USABLE,
@@ -109,7 +112,7 @@ def test_what_a_compiled_step_needs_decides():
     needed = peak_bytes(step.lower().compile(), tpu=False)
 
     def choose(limit):
-        return choose_remat(config, mesh, logged.append, memory_bytes=lambda _: int(limit))
+        return choose_remat(config, mesh, logged.append, memory_bytes=int(limit))
 
     assert choose(needed / USABLE + 2) == with_remat(config, None)
     assert logged[-1].startswith(f"model.remat=auto: None needs {needed / 1e9:.2f} GB of ")
@@ -121,18 +124,91 @@ def test_what_a_compiled_step_needs_decides():
 def test_a_given_policy_stays_and_unknown_memory_recomputes_nothing():
     mesh, logged = make_mesh(AUTO_REMAT.mesh), []
     given = with_remat(AUTO_REMAT, "dots")
-    assert choose_remat(given, mesh, pytest.fail, memory_bytes=lambda _: 1) == given
+    assert choose_remat(given, mesh, pytest.fail, memory_bytes=1) == given
     assert choose_remat(AUTO_REMAT, mesh, logged.append) == with_remat(AUTO_REMAT, None)
     assert logged == ["model.remat=auto: None, as this device's memory is not known"]
 
 
+PLENTY, LITTLE = 10**12, 1
+"""Memory in which everything fits, and in which nothing does."""
+
+
+def in_bfloat16(folder, **changes):
+    """A run whose policies round differently: unrolled, in bfloat16."""
+    model = dataclasses.replace(AUTO_REMAT.model, compute_dtype="bfloat16", scan_unroll=3)
+    return short_config(folder / "tokens", model=model, num_steps=4, **changes)
+
+
+def train_two_lives(config, workdir, first, second):
+    """Two steps in this memory of a device, and two more in that."""
+    train(dataclasses.replace(config, num_steps=2), workdir, memory_bytes=first, quiet=True)
+    train(config, workdir, memory_bytes=second)
+    stored = json.loads((workdir / "config.json").read_text())
+    assert stored["asked"] == {"model.remat": "auto", "schedule.decay_steps": None}
+    return stored["model"]["remat"]
+
+
+def digest_of(workdir):
+    return read(workdir / "checkpoints").digest
+
+
+def test_in_less_memory_another_policy_is_chosen_and_replayed(tmp_path, capsys):
+    config, run = in_bfloat16(tmp_path), tmp_path / "run"
+    assert train_two_lives(config, run, PLENTY, LITTLE) == "full"
+    change = "model.remat None -> full"
+    assert f"since step 2: {change}; the loss goes on as before, up to rounding" in (
+        capsys.readouterr().out
+    )
+    found = audit(run, replay=2, log=lambda text: None)
+    assert found.verdict == "one trajectory up to rounding"
+    assert found.changes == [f"at step 2: {change}"]
+    assert change in found.config_changes[0]
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
+
+
 @pytest.mark.slow
-def test_a_run_under_auto_continues_under_another_policy(tmp_path, capsys):
-    config = short_config(tmp_path / "tokens", model=AUTO_REMAT.model)
-    train(dataclasses.replace(config, num_steps=1), tmp_path / "run")
-    assert "model.remat=auto: None, as this device's memory is not known" in capsys.readouterr().out
-    train(with_remat(config, "attention"), tmp_path / "run")
-    assert "continuing from step 1" in capsys.readouterr().out
+def test_the_policy_stays_on_the_same_mesh_and_devices(tmp_path):
+    config, run = in_bfloat16(tmp_path), tmp_path / "run"
+    assert train_two_lives(config, run, LITTLE, PLENTY) == "full"
+    assert train_two_lives(config, tmp_path / "unknown", LITTLE, None) == "full"
+    assert train_two_lives(config, tmp_path / "other", LITTLE, LITTLE) == "full"
+    assert digest_of(run) == digest_of(tmp_path / "unknown") == digest_of(tmp_path / "other")
+    assert audit(run, replay=2, log=lambda text: None).verdict == "one trajectory"
+
+
+@pytest.mark.slow
+def test_a_run_on_another_mesh_chooses_anew(tmp_path):
+    config, run = in_bfloat16(tmp_path), tmp_path / "run"
+    train(dataclasses.replace(config, num_steps=2), run, memory_bytes=LITTLE)
+    train(dataclasses.replace(config, mesh=MeshConfig(fsdp=8)), run, memory_bytes=PLENTY)
+    found = audit(run, replay=2, log=lambda text: None)
+    assert "model.remat full -> None" in found.changes[0]
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
+
+
+@pytest.mark.slow
+def test_a_run_from_before_choices_were_recorded_goes_on(tmp_path):
+    config, run = in_bfloat16(tmp_path), tmp_path / "run"
+    train(dataclasses.replace(config, num_steps=2), run)
+    for path in run.glob("checkpoints/*/meta/data.json"):
+        meta = json.loads(path.read_text())
+        meta["config"]["model"]["remat"] = "auto"
+        del meta["config"]["asked"]
+        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    train(config, run)
+    found = audit(run, replay=2, log=lambda text: None)
+    assert (found.verdict, found.changes) == ("one trajectory", [])
+
+
+@pytest.mark.slow
+def test_more_microbatches_are_taken_where_those_of_before_do_not_fit(tmp_path, capsys):
+    config, run = in_bfloat16(tmp_path, num_microbatches=None), tmp_path / "run"
+    train(dataclasses.replace(config, num_steps=2), run, memory_bytes=PLENTY)
+    train(config, run, memory_bytes=LITTLE)
+    assert "num_microbatches 1 -> 2, model.remat None -> full; " in capsys.readouterr().out
+    found = audit(run, replay=2, log=lambda text: None)
+    assert found.verdict == "one trajectory up to rounding"
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,7 @@ def with_parameter(names=None, shape=(8, 8), **metadata):
 
 unnamed = with_parameter()
 unnamed_stack = with_parameter(("embed", "mlp"), (2, 8, 8))
+empty = with_parameter(("embed", "mlp"), (8, 0))
 unknown_name = with_parameter(("embed", "hidden"))
 same_axis = with_parameter(("heads", "mlp"))
 no_matrix = with_parameter((None, "mlp"))
@@ -574,6 +575,7 @@ def test_a_parameter_may_say_itself_what_it_is(plain):
         ("number", r"returned a int, not a flax\.nnx\.Module"),
         ("unnamed", r"extra has the shape \[8, 8\] and the axis names \[\], .*out_sharding"),
         ("unnamed_stack", r"extra has the shape \[2, 8, 8\] and the axis names .*PARTITION_NAME"),
+        ("empty", r"extra has the shape \[8, 0\], .* leave it out"),
         ("unknown_name", r"an axis of extra has the name 'hidden'; there are layers, embed"),
         ("same_axis", "two axes of extra, .* would be split over the same axis"),
         ("no_matrix", "of extra do not say whether it is a matrix"),
@@ -620,6 +622,7 @@ def test_wrong_runs_are_refused_before_anything_is_written(tmp_path, plain):
     mesh = MeshConfig(data=1, fsdp=1, tensor=2)
     for changes, message in (
         ({"model": plain("logits")}, "257 columns"),
+        ({"model": plain("empty")}, r"extra has the shape \[8, 0\]"),
         ({"model": small}, "have a vocabulary of 257 .*, more than model.vocab_size=100"),
         ({"mesh": mesh}, r"mesh\.tensor=2 does not divide the axis vocab of table, .*\[257, 8\]"),
     ):

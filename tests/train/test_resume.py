@@ -12,7 +12,8 @@ import pytest
 import tiny
 from tiny import ADAMW, MODEL, batch_of
 
-from maxmars.checkpoint import find, load, read, save_params
+from maxmars.checkpoint import find, list_steps, load, read, save_params
+from maxmars.compare.curves import read_run
 from maxmars.config import (
     AdoptConfig,
     EvalConfig,
@@ -27,7 +28,7 @@ from maxmars.model import huggingface
 from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom, check_origin, load_initial, record_origin
-from maxmars.train.resume import continued_config, mesh_change
+from maxmars.train.resume import continued_config, rounding_change
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -88,6 +89,9 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert changes["step"] == 2
     assert changes["changed"]["optimizer.learning_rate"] == [6e-4, 1e-2]
     assert changes["changed"]["num_steps"] == [2, 4]
+    tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
+    assert rows_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
+    assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
     assert (workdir / "config_changes.jsonl").read_text().count("\n") == 1
 
@@ -127,23 +131,37 @@ def test_a_damaged_checkpoint_is_told_like_all_else(source, short_config, tmp_pa
     assert "continuing from step 1" in printed
 
 
+@pytest.mark.slow
 def test_microbatches_are_kept_on_the_same_mesh_and_chosen_anew_on_another(
-    continuing, short_config, source
+    source, short_config, tmp_path
 ):
+    workdir = tmp_path / "run"
+    shutil.copytree(source, workdir)
+    for changes, expected in (
+        ({"num_microbatches": 2}, 2),
+        ({"num_microbatches": None}, 2),
+        ({"num_microbatches": None, "mesh": MeshConfig(fsdp=8)}, 1),
+        ({"num_microbatches": 2, "mesh": MeshConfig(fsdp=8)}, 2),  # what is given counts
+    ):
+        last = max(list_steps(workdir / "checkpoints"))
+        train(short_config(num_steps=last + 1, **changes), workdir)
+        stored = json.loads((workdir / "config.json").read_text())
+        assert stored["num_microbatches"] == expected
+        asked = {} if changes["num_microbatches"] else {"num_microbatches": None}
+        assert stored["asked"].items() >= asked.items()
+
+
+def test_a_change_of_the_rounding_is_told(short_config, source):
     stored = short_config(num_microbatches=2)
-    unset = short_config(num_microbatches=None)
-    assert continuing(unset, stored=stored).num_microbatches == 2
-    assert continuing(short_config(), stored=stored).num_microbatches == 1  # what is given counts
-    other = dataclasses.replace(unset, mesh=MeshConfig(fsdp=8))
-    assert continuing(other, stored=stored).num_microbatches is None
+    other = short_config(mesh=MeshConfig(fsdp=8))
     saved = dataclasses.replace(read(source / "checkpoints"), config=stored)
     mesh, config = sharding.make_mesh(other.mesh), short_config()
-    assert mesh_change(saved, config, mesh) == (
+    assert rounding_change(saved, config, mesh) == (
         "since step 2: mesh data=8 fsdp=1 tensor=1 -> data=1 fsdp=8 tensor=1, num_microbatches "
         "2 -> 1; the loss goes on as before, up to rounding"
     )
     same = sharding.make_mesh(config.mesh)
-    assert mesh_change(read(source / "checkpoints"), config, same) is None
+    assert rounding_change(read(source / "checkpoints"), config, same) is None
 
 
 def test_only_what_is_named_changes(continuing, short_config):

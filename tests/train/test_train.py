@@ -94,6 +94,7 @@ def test_what_a_run_leaves_behind(finished):
     assert list(series(finished, "eval/loss")) == [0, 3, 6]
     assert set(metrics_of(finished)[-3]) == {
         "step",
+        "tokens",
         "train/loss",
         "train/grad_norm",
         *(f"train/{name}_norm/{part}" for name in ("grad", "param", "update") for part in PARTS),
