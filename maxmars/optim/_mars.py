@@ -553,7 +553,7 @@ def mars(
     for name, value in {"b2": b2, "vector_b1": vector_b1, "vector_b2": vector_b2}.items():
         check_fraction(name, value)
     orthogonalizes = variant in ("shampoo", "m")
-    matrix_specs = default_specs if matrix_specs is None else matrix_specs
+    specs = default_specs if matrix_specs is None else matrix_specs
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
     if orthogonality_every is not None and not orthogonalizes:
@@ -561,9 +561,7 @@ def mars(
             f"orthogonality_every={orthogonality_every} needs variant='shampoo' or 'm', which "
             f"orthogonalise, but it is {variant!r}."
         )
-    corrected = _corrected(
-        b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
-    )
+    corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, specs)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     if memory_efficient:
         _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)
@@ -583,7 +581,7 @@ def mars(
             if ns_scale == "default":
                 ns_scale = "spectral" if variant == "shampoo" else "rms"
             orthogonalization = scale_by_orthogonalization(
-                matrix_specs,
+                specs,
                 steps=ns_steps,
                 coefficients=ns_coefficients,
                 # NS(m / (1 - b1)) with eps beside the norm is NS(m) with eps * (1 - b1).

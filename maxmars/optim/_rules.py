@@ -91,16 +91,17 @@ def stepped(
 
 
 def asks_whole_tree(make: Optimizer) -> Optimizer:
-    """The optimizer `make`, which sees `matrix_specs` and `mask` beside all parameters.
+    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters, and
+    init checks that the mask covers these.
 
-    Its init checks that they cover these, and warns of missing specs. Functions are called with all
-    parameters; the parts of `by_kind` have `MaskedNode`s for those of other kinds.
+    The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
     """
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-        given = {name: options.get(name) for name in ("matrix_specs", "mask")}
-        functions: dict[str, Any] = {n: f for n, f in given.items() if is_function(f)}
+        mask = options.get("mask")
+        trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
+        functions = {name: tree for name, tree in trees.items() if is_function(tree)}
         # Raises here rather than in init.
         plain = make(*args, **options | dict.fromkeys(functions))
 
@@ -110,11 +111,8 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
             return make(*args, **options | {name: f(tree) for name, f in functions.items()})
 
         def init_fn(params: Tree) -> Tree:
-            if jax.tree.leaves(params):
-                trees = given | {name: f(params) for name, f in functions.items()}
-                warn_without_specs(trees["matrix_specs"], params)
-                if trees["mask"] is not None:
-                    check_prefix("mask", trees["mask"], params)
+            if mask is not None and jax.tree.leaves(params):
+                check_prefix("mask", mask(params) if "mask" in functions else mask, params)
             return of(params).init(params)
 
         def update_fn(
@@ -130,7 +128,8 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
 def by_kind(
     rules: Mapping[str, optax.GradientTransformation], matrix_specs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """One rule for each kind of parameter; kinds with the same rule share a state.
+    """One rule for each kind of parameter; kinds with the same rule share a state. Warns of missing
+    specs, so that the rules need not: theirs are `default_specs` then.
 
     Args:
       rules: the rule of each kind: "matrix", "vector" and, unless embeddings are matrices like any
@@ -149,7 +148,13 @@ def by_kind(
         return jax.tree.map(label, resolve_specs(matrix_specs, params))
 
     by_name: dict[Any, Any] = {name: rule for rule, name in names.items()}
-    return optax.partition(by_name, labels, mask_compatible_extra_args=True)
+    partition = optax.partition(by_name, labels, mask_compatible_extra_args=True)
+
+    def init_fn(params: Tree) -> Tree:
+        warn_without_specs(matrix_specs, params)
+        return partition.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, partition.update)
 
 
 def vector_rate(

@@ -274,7 +274,6 @@ def soap(
     """
     check_fraction("vector_b1", vector_b1)
     check_fraction("vector_b2", vector_b2)
-    matrix_specs = default_specs if matrix_specs is None else matrix_specs
     direction = scale_by_soap(
         b1=b1,
         b2=b2,
@@ -283,7 +282,7 @@ def soap(
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
         mu_dtype=mu_dtype,
-        matrix_specs=matrix_specs,
+        matrix_specs=default_specs if matrix_specs is None else matrix_specs,
         mesh=mesh,
     )
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
