@@ -83,5 +83,5 @@ def warn_without_specs(matrix_specs: Any, params: Any) -> None:
             f"matrices, stacked norms and biases too:\n{describe(many)}\nGive matrix_specs, a "
             "MatrixSpec for each parameter or None for a vector; describe(params, matrix_specs) "
             "shows what they say.",
-            stacklevel=2,
+            stacklevel=1,
         )

@@ -79,13 +79,18 @@ def layouts_of(leaves: Iterable[tuple[Any, Any, MatrixSpec]], mesh: AnyMesh | No
         for path, array, spec in leaves
     ]
     all_cuts = [_cuts(name, array, spec, mesh) for name, array, spec in named]
-    used = itertools.chain(*itertools.chain(*all_cuts))
-    absent = [axis for axis in dict.fromkeys(used) if mesh is None or axis not in mesh.shape]
+    known = () if mesh is None else mesh.axis_names
+    absent = {
+        axis: name
+        for (name, *_), cuts in zip(named, all_cuts, strict=True)
+        for axis in itertools.chain(*cuts)
+        if axis not in known
+    }
     if absent:
-        names = [n for (n, *_), cuts in zip(named, all_cuts, strict=True) if any_of(cuts, absent)]
         raise ValueError(
-            f"the partition of {', '.join(names)} names {', '.join(map(repr, absent))}, which the "
-            f"mesh does not have; it has {', '.join(map(str, mesh.shape if mesh else ()))}."
+            f"the partition of {', '.join(dict.fromkeys(absent.values()))} names "
+            f"{', '.join(map(repr, absent))}, which the mesh does not have; it has "
+            f"{', '.join(map(str, known))}."
         )
     return [_layout(*leaf, cuts, mesh) for leaf, cuts in zip(named, all_cuts, strict=True)]
 
@@ -109,11 +114,6 @@ def folded(y: jax.Array, x: jax.Array) -> jax.Array:
         return y
     explicit = mesh_of([x]) is not None
     return jax.lax.reshape(y, x.shape, out_sharding=jax.typeof(x).sharding if explicit else None)
-
-
-def any_of(cuts: Iterable[Axes], axes: Iterable[str]) -> bool:
-    """Whether one of these mesh axes cuts an array."""
-    return not set(axes).isdisjoint(itertools.chain(*cuts))
 
 
 def _cuts(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None) -> list[Axes]:

@@ -30,7 +30,6 @@ from maxmars.optim._exchange import (
     Axes,
     Exchange,
     Layout,
-    any_of,
     check_is_mesh,
     entries_of,
     known_partition,
@@ -291,7 +290,7 @@ def plan_orthogonalization(
         leaves whose spec has no `partition`.
       matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
       mesh: the mesh that the parameters lie on; None for one device, or for parameters on Explicit
-        axes, whose types know the mesh: all of its axes then are ownership axes by default.
+        axes, whose types know the mesh: axes that cut matrices are ownership axes then, too.
       ownership_axes: mesh axes over which matrices are distributed; default: those of "fsdp" and
         "tensor" that the mesh has. Along any other axis every slice repeats the work, which is
         right over a slow network; add "data" where gathering the updates over it takes less time
@@ -312,9 +311,12 @@ def plan_orthogonalization(
         for index, ((path, leaf), spec) in enumerate(zip(flat, specs, strict=True))
         if spec.is_matrix and math.prod(leaf.shape)
     }
-    if mesh is None and (mesh := mesh_of(jax.tree.leaves(params))) and ownership_axes is None:
-        ownership_axes = mesh.axis_names
+    found = mesh_of(jax.tree.leaves(params)) if mesh is None else None
+    mesh = found if mesh is None else mesh
     layouts = layouts_of(matrices.values(), mesh)
+    if found is not None and ownership_axes is None:
+        usual = {*DEFAULT_OWNERSHIP_AXES, *_cutting(layouts)}
+        ownership_axes = [axis for axis in found.axis_names if axis in usual]
     owned = _ownership_axes(mesh, ownership_axes, layouts)
     leaves = tuple(
         _matrix_leaf(index, leaf, spec, layout, mesh, owned)
@@ -343,15 +345,19 @@ def _ownership_axes(
             f"mesh does not have; it has {', '.join(map(str, names)) or 'no axes'}."
         )
     owned = [axis for axis in names if axis in (DEFAULT_OWNERSHIP_AXES if axes is None else axes)]
-    cutting = {axis for layout in layouts for cut in layout.cuts for axis in cut}
-    if others := [axis for axis in names if axis in cutting and axis not in owned]:
-        cut = ", ".join(layout.name for layout in layouts if any_of(layout.cuts, others))
+    if others := [axis for axis in names if axis in _cutting(layouts) - {*owned}]:
+        cut = ", ".join(layout.name for layout in layouts if _cutting([layout]) & {*others})
         are = "is not an ownership axis" if len(others) == 1 else "are no ownership axes"
         raise ValueError(
             f"the partition of {cut} names {', '.join(map(repr, others))}, which {are}; give "
             f"ownership_axes={tuple(axis for axis in names if axis in {*owned, *others})}."
         )
     return tuple(owned)
+
+
+def _cutting(layouts: Sequence[Layout]) -> set[str]:
+    """The mesh axes that cut one of the leaves."""
+    return {axis for layout in layouts for names in layout.cuts for axis in names}
 
 
 def _assign(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, *, fill: bool) -> tuple[Group, ...]:
