@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from maxmars.optim._matrices import MatrixSpec
 
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
+_CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
 # Of a table [tokens, width] as of the head's map from width to tokens.
 _TABLE = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
 
@@ -54,8 +55,8 @@ def matrix_specs_of(
     Args:
       model: the model, or its abstract form from `nnx.eval_shape`; or any tree of arrays.
       wrt: which variables of an NNX model are optimized, as in `nnx.Optimizer`.
-      overrides: a spec, or None for a vector, by path as `describe` prints it ("layers.0.kernel").
-        `*` and the other wildcards of `fnmatch` stand for any text; of several the first counts.
+      overrides: a spec, or None for a vector, by path in the model ("layers.0.kernel"). `*` and the
+        other wildcards of `fnmatch` stand for any text; of several the first counts.
       fallback: gives the spec, or None for a vector, of a path and its array (or variable) with
         more than one axis that nothing else tells.
 
@@ -66,11 +67,12 @@ def matrix_specs_of(
     Raises:
       ValueError: nothing says what a parameter is, or an override is of none.
     """
-    overrides, used = overrides or {}, set()
+    overrides, used, names = overrides or {}, set(), []
 
     def spec(name: str, leaf: Any, known: MatrixSpec | None, owner: str = "") -> MatrixSpec:
         matching = [pattern for pattern in overrides if fnmatch.fnmatchcase(name, pattern)]
         used.update(matching)
+        names.append(name)
         if matching:
             return _given(overrides[matching[0]], leaf.ndim)
         if known is not None or leaf.ndim <= 1:
@@ -103,7 +105,9 @@ def matrix_specs_of(
     else:
         specs = jax.tree.map_with_path(of_leaf, model)
     if unused := [pattern for pattern in overrides if pattern not in used]:
-        raise ValueError(f"overrides names {', '.join(unused)}, which no parameter is called.")
+        raise ValueError(
+            f"overrides names {', '.join(unused)}, but the parameters are {', '.join(names)}."
+        )
     return specs
 
 
@@ -115,8 +119,8 @@ def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], Matri
         metadata, layer = variable.get_metadata(), _layer(model, path)
         if "matrix_spec" in metadata:
             found[path] = metadata["matrix_spec"]
-        elif path[-1] == "kernel" and getattr(layer, "feature_group_count", 1) > 1:
-            found[path] = _kernel(layer)
+        elif path[-1] == "kernel" and isinstance(layer, _CONVOLUTIONS) and _groups(layer) > 1:
+            found[path] = _convolution(layer)
     return found
 
 
@@ -161,10 +165,14 @@ def _kernel(layer: Any) -> MatrixSpec | None:
     return None
 
 
+def _groups(layer: Any) -> int:
+    return getattr(layer, "feature_group_count", 1)  # Flax 0.12's ConvTranspose has none
+
+
 def _convolution(layer: Any) -> MatrixSpec:
     """The kernel [*space, in / groups, out], or [*space, out / groups, in] where it is transposed;
     the last axis has a block for each group."""
-    groups = getattr(layer, "feature_group_count", 1)  # Flax 0.12's ConvTranspose has none
+    groups = _groups(layer)
     transposed = getattr(layer, "transpose_kernel", False)
     *space, inner, last = range(len(layer.kernel_size) + 2)
     if groups == 1:
@@ -182,7 +190,7 @@ def _vector_axes(layer: Any) -> MatrixSpec | None:
     """The bias or scale of a layer that is not stacked; None for an unknown layer."""
     if isinstance(layer, nnx.LinearGeneral):
         return _matrix(len(layer.batch_axis), 0, len(layer.out_features))
-    if isinstance(layer, nnx.Linear | nnx.Conv | nnx.ConvTranspose | _NORMS):
+    if isinstance(layer, nnx.Linear | _CONVOLUTIONS | _NORMS):
         return _vector(1)
     return None
 

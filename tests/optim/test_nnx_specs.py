@@ -143,7 +143,10 @@ def test_overrides_and_a_fallback_by_path():
         "einsum": {"kernel": spec(rows=1)},
         "table": {"embedding": spec(cols=2)},
     }
-    with pytest.raises(ValueError, match="overrides names heads, which no parameter is called"):
+    with pytest.raises(
+        ValueError,
+        match=r"overrides names heads, but the parameters are einsum\.kernel, table\.emb",
+    ):
         matrix_specs_of(model, overrides={"heads": None}, fallback=fallback)
 
 
