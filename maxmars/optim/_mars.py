@@ -101,7 +101,7 @@ def correct_gradient(
     check_choice("first_step", first_step, FIRST_STEPS)
     if isinstance(gamma, int | float) and gamma == 0:
         identity = optax.with_extra_args_support(optax.identity())
-        return identity if exact else _refusing_prev_grads(identity)
+        return identity if exact else _without_prev_grads(identity)
 
     def init_fn(params: Tree) -> CorrectGradientState:
         last = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=last_grad_dtype), params)
@@ -138,12 +138,13 @@ def correct_gradient(
         return cast_like(corrected, updates), CorrectGradientState(count, kept)
 
     correction = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    return correction if exact else _refusing_prev_grads(correction)
+    return correction if exact else _without_prev_grads(correction)
 
 
-def _refusing_prev_grads(
-    inner: optax.GradientTransformation,
+def _without_prev_grads(
+    inner: optax.GradientTransformation, *, refused: bool = True
 ) -> optax.GradientTransformationExtraArgs:
+    """`inner`, which does not get `prev_grads`; they are refused, or another's."""
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(
@@ -154,7 +155,7 @@ def _refusing_prev_grads(
         prev_grads: Tree = None,
         **extra_args: Any,
     ) -> tuple[Tree, Any]:
-        if prev_grads is not None:
+        if prev_grads is not None and refused:
             raise ValueError(
                 "prev_grads is given, but only exact MARS uses it: say exact=True, or leave it out."
             )
@@ -260,7 +261,7 @@ def corrected_ema(
         m = jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, wide)
         return cast_like(m, updates), CorrectedEmaState(cast_like(ema, state.ema))
 
-    return _refusing_prev_grads(optax.GradientTransformation(init_fn, update_fn))
+    return _without_prev_grads(optax.GradientTransformation(init_fn, update_fn))
 
 
 class ScaleByAmsgradState(NamedTuple):
@@ -365,25 +366,12 @@ def mars_over(
     Raises:
       ValueError: an argument is out of range.
     """
-    inner = optax.with_extra_args_support(inner)
-
-    def update_fn(
-        updates: Tree,
-        state: Any,
-        params: Tree = None,
-        *,
-        prev_grads: Tree = None,
-        **extra_args: Any,
-    ) -> tuple[Tree, Any]:
-        del prev_grads  # it is this correction's, not one's inside of `inner`
-        return inner.update(updates, state, params, **extra_args)
-
     return in_float32(
         optax.chain(
             *_corrected(
                 b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
             ),
-            optax.GradientTransformationExtraArgs(inner.init, update_fn),
+            _without_prev_grads(inner, refused=False),
         )
     )
 

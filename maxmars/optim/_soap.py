@@ -607,7 +607,12 @@ def _homes(
         dealt=dealt,
     )
     # Owners keep the state where they divide the stack, that is where its one axis can be cut.
-    kept = len(stack) == 1 and layout.local_shape[stack[0]] % owners == 0
+    within_blocks = {axis + 1 for axis, _ in spec.unfold}
+    kept = (
+        len(stack) == 1
+        and stack[0] not in within_blocks
+        and layout.local_shape[stack[0]] % owners == 0
+    )
     moment, batch = grads, [cuts[axis] for axis in spec.batch]
     none = Exchange(cuts=())
     if kept:
