@@ -24,6 +24,7 @@ from maxmars.distributed.sharding import RULES, batch_shards, copies
 from maxmars.model import cross_entropy
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.own_model import OwnModel, make_module
+from maxmars.optim.nnx import given_specs
 
 LanguageModel = GPT2 | OwnModel
 Window = Int[Array, "B window"]
@@ -83,11 +84,9 @@ def logical_axes(config: ModelConfig) -> dict[str, Any]:
 
 
 def given_matrix_specs(config: ModelConfig) -> dict[tuple[Any, ...], Any]:
-    """What parameters of the user's own say by their metadata `matrix_spec`, by path: a
-    `maxmars.optim.MatrixSpec`, or None for a vector."""
-    flat = nnx.to_flat_state(nnx.state(_abstract_module(config), nnx.Param))
-    found = {path: variable.get_metadata() for path, variable in flat}
-    return {path: meta["matrix_spec"] for path, meta in found.items() if "matrix_spec" in meta}
+    """What of a model's parameters their axes' names do not tell; see
+    `maxmars.optim.nnx.given_specs`."""
+    return given_specs(_abstract_module(config))
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:

@@ -8,6 +8,10 @@ tx = mars(3e-3, weight_decay=0.01)
 
 from maxmars.optim._describe import describe
 from maxmars.optim._mars import (
+    ClipByMatrixNormState,
+    CorrectedEmaState,
+    CorrectGradientState,
+    ScaleByAmsgradState,
     clip_by_matrix_norm,
     correct_gradient,
     corrected_ema,
@@ -15,11 +19,13 @@ from maxmars.optim._mars import (
     mars_over,
     moonlight,
     muon,
+    scale_by_mars,
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
     OrthogonalizationPlan,
+    ScaleByOrthogonalizationState,
     orthogonality_error,
     orthogonalize,
     plan_orthogonalization,
@@ -36,8 +42,13 @@ from maxmars.optim._sophia import (
 
 __all__ = [
     "COEFFICIENTS",
+    "ClipByMatrixNormState",
+    "CorrectGradientState",
+    "CorrectedEmaState",
     "MatrixSpec",
     "OrthogonalizationPlan",
+    "ScaleByAmsgradState",
+    "ScaleByOrthogonalizationState",
     "ScaleBySoapState",
     "ScaleBySophiaState",
     "clip_by_matrix_norm",
@@ -54,6 +65,7 @@ __all__ = [
     "orthogonalize",
     "plan_orthogonalization",
     "resolve_specs",
+    "scale_by_mars",
     "scale_by_orthogonalization",
     "scale_by_soap",
     "scale_by_sophia",

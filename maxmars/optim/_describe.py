@@ -1,8 +1,7 @@
 """Which parameter is what to an optimizer, as a table for people."""
 
-from __future__ import annotations
-
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -60,8 +59,29 @@ def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
     """What is orthogonalised by itself, such as `12 of 768 x 2304`; nothing for vectors."""
     if not spec.is_matrix:
         return ""
+    view = spec.view(shape)
     stack, rows, cols = (
-        math.prod(shape[axis] for axis in axes)
+        math.prod(view[axis] for axis in axes)
         for axes in (spec.stack, spec.block_rows, spec.block_cols)
     )
     return f"{rows} x {cols}" if stack == 1 else f"{stack} of {rows} x {cols}"
+
+
+def warn_without_specs(matrix_specs: Any, params: Any) -> None:
+    """Warn of parameters of more than two axes for which no spec says what they are."""
+    if matrix_specs is not None:
+        return
+    flat = jax.tree.leaves_with_path(params)
+    many = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in flat
+        if leaf.ndim > 2
+    }
+    if many:
+        warnings.warn(
+            "without matrix_specs these parameters count as vectors, and all of two axes as "
+            f"matrices, stacked norms and biases too:\n{describe(many)}\nGive matrix_specs, a "
+            "MatrixSpec for each parameter or None for a vector; describe(params, matrix_specs) "
+            "shows what they say.",
+            stacklevel=1,
+        )

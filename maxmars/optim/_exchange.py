@@ -9,8 +9,6 @@ all-to-all over all axes that cut the matrices, and back in another.
 `on_mesh` runs a function of each device's parts, which calls it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float
+
+from maxmars.optim._matrices import MatrixSpec
 
 Axes = tuple[str, ...]
 """Mesh axes."""
@@ -42,90 +42,144 @@ class Layout:
 
     name: str
     """Its key path, for people."""
+    array_shape: tuple[int, ...]
     shape: tuple[int, ...]
+    """Of its view, as `MatrixSpec.unfold` has it; so are the others."""
     cuts: tuple[Axes, ...]
-    """For each of its axes, the mesh axes of more than one device that cut it."""
+    """For each axis, the mesh axes of more than one device that cut it."""
     local_shape: tuple[int, ...]
     """Of the part on one device."""
+    unfold: tuple[tuple[int, int], ...]
 
     @property
     def partition(self) -> PartitionSpec:
-        """Without mesh axes of one device."""
-        return partition_of(self.cuts)
+        """Of the array, without mesh axes of one device."""
+        return partition_of(self.cuts, self.unfold)
 
 
-def partition_of(cuts: Iterable[Axes]) -> PartitionSpec:
-    """The PartitionSpec of these cuts, one for each axis of an array."""
-    return PartitionSpec(*(names or None for names in cuts))
+def partition_of(cuts: Sequence[Axes], unfold: tuple[tuple[int, int], ...] = ()) -> PartitionSpec:
+    """The PartitionSpec of an array whose view these mesh axes cut."""
+    inside = {axis + 1 for axis, _ in unfold}  # blocks are whole
+    return PartitionSpec(*(names or None for i, names in enumerate(cuts) if i not in inside))
 
 
-def layout_of(
-    path: Any,
-    array: Any,
-    ndim: int,
-    partition: PartitionSpec | None,
-    mesh: AnyMesh | None,
-    owned: Axes,
-) -> Layout:
-    """The layout of an array that holds matrices.
+def layouts_of(leaves: Iterable[tuple[Any, Any, MatrixSpec]], mesh: AnyMesh | None) -> list[Layout]:
+    """The layouts of arrays that hold matrices.
 
     Args:
-      path: its key path.
-      array: an array, a tracer or a `jax.ShapeDtypeStruct`.
-      ndim: its number of axes.
-      partition: how it lies on the mesh; None asks its sharding.
+      leaves: key path, array (or tracer, or `jax.ShapeDtypeStruct`) and matrices of each; without a
+        partition there, the array's sharding is asked.
       mesh: the mesh, or None for one device.
-      owned: the mesh axes that may cut it.
 
     Raises:
-      ValueError: the partition is unknown, names another axis, or does not divide the array.
+      ValueError: a partition is unknown, names another axis, or does not divide its array.
     """
-    name, shape = jax.tree_util.keystr(path, simple=True, separator="."), tuple(array.shape)
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="."), array, spec)
+        for path, array, spec in leaves
+    ]
+    all_cuts = [_cuts(name, array, spec, mesh) for name, array, spec in named]
+    known = () if mesh is None else mesh.axis_names
+    absent = {
+        axis: name
+        for (name, *_), cuts in zip(named, all_cuts, strict=True)
+        for axis in itertools.chain(*cuts)
+        if axis not in known
+    }
+    if absent:
+        raise ValueError(
+            f"the partition of {', '.join(dict.fromkeys(absent.values()))} names "
+            f"{', '.join(map(repr, absent))}, which the mesh does not have; it has "
+            f"{', '.join(map(str, known))}."
+        )
+    return [_layout(*leaf, cuts, mesh) for leaf, cuts in zip(named, all_cuts, strict=True)]
+
+
+def viewed(x: jax.Array, spec: MatrixSpec) -> jax.Array:
+    """The array with its axes unfolded, also over Explicit axes, where each part of it has whole
+    blocks then."""
+    if not spec.unfold:
+        return x
+    mesh = mesh_of([x])
     if mesh is None:
-        return Layout(name=name, shape=shape, cuts=((),) * ndim, local_shape=shape)
-    partition = known_partition(array) if partition is None else partition
+        return x.reshape(spec.view(x.shape))
+    layout = _layout("", x, spec, entries_of(jax.typeof(x).sharding.spec, spec), mesh)
+    sharding = NamedSharding(mesh, partition_of(layout.cuts))
+    return jax.lax.reshape(x, layout.shape, out_sharding=sharding)
+
+
+def folded(y: jax.Array, x: jax.Array) -> jax.Array:
+    """The inverse of `viewed(x, spec)`."""
+    if y.shape == x.shape:
+        return y
+    explicit = mesh_of([x]) is not None
+    return jax.lax.reshape(y, x.shape, out_sharding=jax.typeof(x).sharding if explicit else None)
+
+
+def _cuts(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None) -> list[Axes]:
+    """What the partition names for each axis of the view."""
+    if mesh is None:
+        return [()] * (spec.ndim + len(spec.unfold))
+    partition = known_partition(array) if spec.partition is None else spec.partition
     if partition is None:
         raise ValueError(
             f"{name} is a matrix on a mesh without a known partition; give its "
             "MatrixSpec(partition=...), PartitionSpec() for a copy on every device."
         )
-    cuts = entries_of(partition, ndim)
-    for axis in itertools.chain(*cuts):
-        if axis not in mesh.shape:
-            raise ValueError(
-                f"the partition {partition} of {name} names {axis!r}, which the mesh does not "
-                f"have; it has {', '.join(map(str, mesh.shape))}."
-            )
-        if axis not in owned and mesh.shape[axis] > 1:
-            raise ValueError(
-                f"the partition {partition} of {name} names {axis!r}, which is not an ownership "
-                f"axis; give ownership_axes={(*owned, axis)}."
-            )
-    cuts = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in cuts)
+    return entries_of(partition, spec)
+
+
+def _layout(
+    name: str, array: Any, spec: MatrixSpec, cuts: list[Axes], mesh: AnyMesh | None
+) -> Layout:
+    shape = spec.view(array.shape)
+    cuts = [tuple(axis for axis in names if num_devices((axis,), mesh) > 1) for names in cuts]
+    for axis, _ in spec.unfold:
+        if shape[axis] % num_devices(cuts[axis], mesh):
+            cuts[axis] = ()  # blocks are whole on a device: it gets all of them
     parts = tuple(num_devices(names, mesh) for names in cuts)
     if any(size % count for size, count in zip(shape, parts, strict=True)):
         raise ValueError(
             f"{name} of shape {shape} is partitioned into {parts} parts, which do not "
             "divide it; take a mesh or a partition that does."
         )
-    local_shape = tuple(size // count for size, count in zip(shape, parts, strict=True))
-    return Layout(name=name, shape=shape, cuts=cuts, local_shape=local_shape)
+    return Layout(
+        name=name,
+        array_shape=tuple(array.shape),
+        shape=shape,
+        cuts=tuple(cuts),
+        local_shape=tuple(size // count for size, count in zip(shape, parts, strict=True)),
+        unfold=spec.unfold,
+    )
 
 
 def known_partition(array: Any) -> PartitionSpec | None:
     """That of an array's sharding, if it has one that is known."""
+    sharding = _sharding(array)
+    return None if sharding is None else sharding.spec
+
+
+def mesh_of(arrays: Iterable[Any]) -> AnyMesh | None:
+    """The mesh of arrays on Explicit axes, as their types have it; else None."""
+    meshes = (sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)
+    return next((m for m in meshes if _is_explicit(m) and m.size > 1), None)
+
+
+def _sharding(array: Any) -> NamedSharding | None:
     traced = isinstance(array, jax.core.Tracer)
     sharding = getattr(jax.typeof(array) if traced else array, "sharding", None)
     # The type of a traced array knows its partition over Explicit axes only.
     if not isinstance(sharding, NamedSharding) or (traced and not _is_explicit(sharding.mesh)):
         return None
-    return sharding.spec
+    return sharding
 
 
-def entries_of(partition: PartitionSpec, ndim: int) -> tuple[Axes, ...]:
-    """The mesh axes of each axis of an array."""
-    entries = [*partition, *[None] * (ndim - len(partition))]
-    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+def entries_of(partition: PartitionSpec, spec: MatrixSpec) -> list[Axes]:
+    """The mesh axes of each axis of an array's view; blocks are whole."""
+    entries = [*partition, *[None] * (spec.ndim - len(partition))]
+    for axis, _ in spec.unfold:
+        entries.insert(axis + 1, None)
+    return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
 
 
 def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:

@@ -6,7 +6,8 @@ MARS is a correction of the gradient, a clip of each matrix, and any preconditio
     c_t = c_t / max(1, ‖c_t‖_F)                             `clip_by_matrix_norm`
     u_t = update of c_t                                     any optax transformation
 
-`mars_over` is the three in a chain. `mars` has the paper's updates of c_t:
+`mars_over` is the three in a chain, and `scale_by_mars` those of the variant adamw. `mars` has the
+paper's updates of c_t:
 
     m_t = β₁ m_{t−1} + (1 − β₁) c_t
     adamw     v_t = β₂ v_{t−1} + (1 − β₂) c_t²,   u_t = (m_t / (1 − β₁ᵗ)) / (√v_t / √(1 − β₂ᵗ) + ε)
@@ -27,8 +28,6 @@ Where this follows the official code rather than the papers' text: last_1 is 0 (
 c_1 = g_1, see `first_step`), v_t averages the square of the clipped c_t, and MARS-M clips too.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -36,7 +35,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._describe import warn_without_specs
+from maxmars.optim._exchange import folded, viewed
+from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
 from maxmars.optim._rules import (
@@ -93,13 +94,14 @@ def correct_gradient(
       last_grad_dtype: dtype of the stored gradient; None keeps the parameter's.
 
     Raises:
-      ValueError: an argument is out of range; in `update`, `prev_grads` is missing or is not a tree
-        like the gradients.
+      ValueError: an argument is out of range; in `update`, `prev_grads` is missing, is not a tree
+        like the gradients, or is given although `exact` is not.
     """
     check_fraction("b1", b1)
     check_choice("first_step", first_step, FIRST_STEPS)
     if isinstance(gamma, int | float) and gamma == 0:
-        return optax.with_extra_args_support(optax.identity())
+        identity = optax.with_extra_args_support(optax.identity())
+        return identity if exact else _without_prev_grads(identity)
 
     def init_fn(params: Tree) -> CorrectGradientState:
         last = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=last_grad_dtype), params)
@@ -135,7 +137,31 @@ def correct_gradient(
         count = jnp.asarray(optax.safe_increment(state.count))
         return cast_like(corrected, updates), CorrectGradientState(count, kept)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    correction = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return correction if exact else _without_prev_grads(correction)
+
+
+def _without_prev_grads(
+    inner: optax.GradientTransformation, *, refused: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, which does not get `prev_grads`; they are refused, or another's."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        prev_grads: Tree = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, Any]:
+        if prev_grads is not None and refused:
+            raise ValueError(
+                "prev_grads is given, but only exact MARS uses it: say exact=True, or leave it out."
+            )
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def _checked_prev_grads(prev_grads: Tree, updates: Tree) -> Tree:
@@ -171,6 +197,7 @@ def clip_by_matrix_norm(
 
     def init_fn(params: Tree) -> ClipByMatrixNormState:
         resolve_specs(matrix_specs, params)  # raises here rather than in the first step
+        warn_without_specs(matrix_specs, params)
         return ClipByMatrixNormState(jnp.zeros([], jnp.float32))
 
     def update_fn(
@@ -180,13 +207,15 @@ def clip_by_matrix_norm(
 
         def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
             axes = spec.inner if c.ndim else ()
-            return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
+            return jnp.sqrt(jnp.sum(jnp.square(viewed(c, spec)), axis=axes, keepdims=True))
+
+        def clip(c: jax.Array, n: jax.Array, spec: MatrixSpec) -> jax.Array:
+            return folded(viewed(c, spec) * (threshold / jnp.maximum(n, threshold)), c)
 
         wide = widened(updates)  # the square of 300 is infinite in float16
-        norms = jax.tree.map(norm, wide, resolve_specs(matrix_specs, updates))
-        clipped = jax.tree.map(
-            lambda c, n: c * (threshold / jnp.maximum(n, threshold)), wide, norms
-        )
+        specs = resolve_specs(matrix_specs, updates)
+        norms = jax.tree.map(norm, wide, specs)
+        clipped = jax.tree.map(clip, wide, norms, specs)
         leaves = jax.tree.leaves(norms)
         longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))
         share = longer / max(1, sum(n.size for n in leaves))
@@ -204,7 +233,7 @@ class CorrectedEmaState(NamedTuple):
 
 def corrected_ema(
     b1: Scalar, gamma: Scalar, *, accumulator_dtype: Any = None
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """m = β₁ m + (1 − β₁) c of the corrected, unclipped c, with one buffer in place of m and last:
 
         b = β₁ b + ((1 − γ)(1 − β₁) / β₁) g,   m = γ g + β₁ b
@@ -217,7 +246,7 @@ def corrected_ema(
       accumulator_dtype: dtype of the buffer; None keeps the parameter's.
 
     Raises:
-      ValueError: b1 is out of range.
+      ValueError: b1 is out of range; in `update`, `prev_grads` is given, which it cannot use.
     """
     check_open_fraction("b1", b1)
 
@@ -232,7 +261,7 @@ def corrected_ema(
         m = jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, wide)
         return cast_like(m, updates), CorrectedEmaState(cast_like(ema, state.ema))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return _without_prev_grads(optax.GradientTransformation(init_fn, update_fn))
 
 
 class ScaleByAmsgradState(NamedTuple):
@@ -342,8 +371,67 @@ def mars_over(
             *_corrected(
                 b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
             ),
-            inner,
+            _without_prev_grads(inner, refused=False),
         )
+    )
+
+
+def scale_by_mars(
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-8,
+    gamma: ScalarOrSchedule = 0.025,
+    clip_threshold: Scalar | None = 1.0,
+    mu_dtype: Any = None,
+    *,
+    amsgrad: bool = False,
+    exact: bool = False,
+    first_step: str = "zero_last",
+    last_grad_dtype: Any = None,
+    matrix_specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction u of MARS-AdamW for every parameter, vectors too: Adam of the corrected and
+    clipped gradient.
+
+    Followed by the decay and the rate it is `mars(..., optimize_vectors=True)`:
+
+    ```python
+    optax.chain(
+        scale_by_mars(), optax.add_decayed_weights(0.01), optax.scale_by_learning_rate(3e-3)
+    )
+    ```
+
+    Its state is that of the chain, a tuple of `CorrectGradientState` (without it where gamma is the
+    number 0: `optax.EmptyState`), `ClipByMatrixNormState` (absent without a clip) and
+    `optax.ScaleByAdamState` (`ScaleByAmsgradState` with amsgrad).
+
+    Args:
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to the root of the second moment.
+      gamma: strength of the variance reduction, a float or a schedule; 0 turns it off.
+      clip_threshold: bound on the norm of each corrected gradient; None does not clip.
+      mu_dtype: dtype of the first moment; None keeps the parameter's.
+      amsgrad: divide by the running maximum of the second moment.
+      exact: see `correct_gradient`.
+      first_step: see `correct_gradient`.
+      last_grad_dtype: see `correct_gradient`.
+      matrix_specs: `MatrixSpec`s of the clip, see `resolve_specs`.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    check_fraction("b2", b2)
+    adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
+    return mars_over(
+        adam,
+        b1=b1,
+        gamma=gamma,
+        clip_threshold=clip_threshold,
+        exact=exact,
+        first_step=first_step,
+        last_grad_dtype=last_grad_dtype,
+        matrix_specs=matrix_specs,
     )
 
 
@@ -453,6 +541,7 @@ def mars(
     for name, value in {"b2": b2, "vector_b1": vector_b1, "vector_b2": vector_b2}.items():
         check_fraction(name, value)
     orthogonalizes = variant in ("shampoo", "m")
+    specs = default_specs if matrix_specs is None else matrix_specs
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
     if orthogonality_every is not None and not orthogonalizes:
@@ -460,9 +549,7 @@ def mars(
             f"orthogonality_every={orthogonality_every} needs variant='shampoo' or 'm', which "
             f"orthogonalise, but it is {variant!r}."
         )
-    corrected = _corrected(
-        b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
-    )
+    corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, specs)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     if memory_efficient:
         _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)
@@ -482,7 +569,7 @@ def mars(
             if ns_scale == "default":
                 ns_scale = "spectral" if variant == "shampoo" else "rms"
             orthogonalization = scale_by_orthogonalization(
-                matrix_specs,
+                specs,
                 steps=ns_steps,
                 coefficients=ns_coefficients,
                 # NS(m / (1 - b1)) with eps beside the norm is NS(m) with eps * (1 - b1).

@@ -1,7 +1,7 @@
 """What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors."""
 
-from __future__ import annotations
-
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ class MatrixSpec:
     `split` cuts each matrix into blocks that are orthogonalised by themselves, while every other
     rule still sees the whole matrix. For the fused projection above: `()` keeps it whole, `(2,)`
     makes three blocks (queries, keys, values), `(2, 3)` makes three for each head.
+
+    `unfold` takes an axis of the parameter for two, where blocks lie one after another in it. The
+    kernel of a convolution in g groups, [height, width, in / g, out], is g matrices; each has n =
+    out / g entries of the last axis: `unfold=((3, n),), batch=(3,), rows=(0, 1, 2), cols=(4,)`.
     """
 
     batch: tuple[int, ...] = ()
@@ -42,6 +46,10 @@ class MatrixSpec:
     padding: int = 0
     """How many entries at the end of the output axis are padding, such as tokens that fill up a
     vocabulary. The factor of an orthogonalised matrix's shape leaves them out."""
+    unfold: tuple[tuple[int, int], ...] = ()
+    """Pairs (axis, size), rising: at `axis` are two in place of one, the blocks of `size` entries
+    and the entries of a block. All numbers of axes here are those after it; `partition` has an
+    entry for each axis of the parameter itself."""
 
     def __post_init__(self) -> None:
         """Reject axes that stand twice, are missing or cannot be split."""
@@ -63,9 +71,18 @@ class MatrixSpec:
                 f"split={self.split} of {self} leaves no rows or no cols in a block; keep at least "
                 "one axis of each out of split."
             )
-        if self.padding and (len(self.cols) > 1 or self.split):
+        places = [axis for axis, _ in self.unfold]
+        inside = all(0 <= axis < len(axes) - 1 for axis in places)
+        if not inside or places != sorted(set(places)) or any(size < 1 for _, size in self.unfold):
             raise ValueError(
-                f"padding={self.padding} of {self} needs a single axis in cols and no split."
+                f"unfold={self.unfold} of {self} must have pairs (axis, size) of rising axes, each "
+                f"with the next one among the {len(axes)} of batch, rows and cols, and a positive "
+                "size."
+            )
+        if self.padding and (len(self.cols) > 1 or self.split or self.unfold):
+            raise ValueError(
+                f"padding={self.padding} of {self} needs a single axis in cols, no split and no "
+                "unfold."
             )
         if self.partition is not None and len(self.partition) > self.ndim:
             raise ValueError(
@@ -101,7 +118,18 @@ class MatrixSpec:
     @property
     def ndim(self) -> int:
         """Number of axes of the parameter."""
-        return len(self.batch) + len(self.inner)
+        return len(self.batch) + len(self.inner) - len(self.unfold)
+
+    def view(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the parameter, or of a part in whole blocks, with its axes unfolded."""
+        return unfolded(shape, self.unfold)
+
+
+def unfolded(shape: tuple[int, ...], unfold: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """See `MatrixSpec.unfold`."""
+    for axis, size in unfold:
+        shape = (*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
+    return tuple(shape)
 
 
 def default_spec(ndim: int) -> MatrixSpec:
@@ -109,6 +137,11 @@ def default_spec(ndim: int) -> MatrixSpec:
     if ndim == 2:
         return MatrixSpec(rows=(0,), cols=(1,))
     return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))
+
+
+def default_specs(params: Any) -> Any:
+    """The `default_spec` of each parameter."""
+    return jax.tree.map(lambda p: default_spec(p.ndim), params)
 
 
 def resolve_specs(specs: Any, params: Any) -> Any:
@@ -123,7 +156,7 @@ def resolve_specs(specs: Any, params: Any) -> Any:
       A pytree like `params` of `MatrixSpec`s.
 
     Raises:
-      ValueError: a spec has another number of axes than its parameter, or a parameter is complex.
+      ValueError: a parameter has no spec, or one of another number of axes, or is complex.
     """
     _refuse_complex(params)
     if not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
@@ -131,15 +164,50 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     if is_function(specs):
         specs = specs(params)
     if specs is None:
-        return jax.tree.map(lambda p: default_spec(p.ndim), params)
+        return default_specs(params)
 
     def is_leaf(x: Any) -> bool:
         return x is None or isinstance(x, MatrixSpec)
+
+    check_prefix("matrix_specs", specs, params, is_leaf)
 
     def resolve(spec: MatrixSpec | None, subtree: Any) -> Any:
         return jax.tree.map(lambda p: _checked(spec, p), subtree)
 
     return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
+
+
+def check_prefix(
+    name: str, prefix: Any, params: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> None:
+    """Raise ValueError unless a tree has a leaf for each parameter, or for a tree of them."""
+    try:
+        jax.tree.map(lambda *_: None, prefix, params, is_leaf=is_leaf)
+    except ValueError as error:
+        given, wanted = _paths(prefix, is_leaf), _paths(params)
+        missing = [path for path in wanted if not any(path[: len(p)] == p for p in given)]
+        unknown = [path for path in given if not any(p[: len(path)] == path for p in wanted)]
+        if missing:
+            problem = f"has nothing for {_listed(missing)}"
+        elif unknown:
+            problem = f"names {_listed(unknown)}, which the parameters do not have"
+        else:
+            problem = " ".join(str(error).split())
+        raise ValueError(
+            f"{name} {problem}; it must be a tree like the parameters, or a prefix of one."
+        ) from None
+
+
+def _paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, ...]]:
+    """The names of the keys on the way to each leaf."""
+    return [
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    ]
+
+
+def _listed(paths: list[tuple[str, ...]]) -> str:
+    return ", ".join(map(".".join, paths))
 
 
 def is_function(x: Any) -> bool:
@@ -171,5 +239,10 @@ def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
         raise ValueError(
             f"{spec} describes {spec.ndim} axes, but its parameter has shape {param.shape}; "
             "name each of its axes in batch, rows or cols."
+        )
+    if math.prod(spec.view(param.shape)) != math.prod(param.shape):
+        raise ValueError(
+            f"unfold={spec.unfold} of {spec} has blocks that do not divide their axis of a "
+            f"parameter of shape {param.shape}."
         )
     return spec

@@ -10,8 +10,6 @@ Sources: Muon (kellerjordan.github.io/posts/muon), Polar Express (arXiv 2505.169
 (arXiv 2506.10935).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

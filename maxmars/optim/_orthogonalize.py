@@ -12,8 +12,6 @@ nothing is exchanged over it), or it holds copies (each copy then takes its shar
 the results are gathered over it).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +24,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
@@ -34,7 +33,8 @@ from maxmars.optim._exchange import (
     check_is_mesh,
     entries_of,
     known_partition,
-    layout_of,
+    layouts_of,
+    mesh_of,
     num_devices,
     on_mesh,
     pad_axis,
@@ -79,7 +79,7 @@ class MatrixLeaf:
         return (self.spec.stack, cols, rows) if self.transposed else (self.spec.stack, rows, cols)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Number, rows and columns of the matrices in a part of this shape."""
+        """Number, rows and columns of the matrices in a part whose view has this shape."""
         return tuple(math.prod(shape[axis] for axis in axes) for axes in self.axes)
 
     @property
@@ -95,22 +95,24 @@ class MatrixLeaf:
             return math.sqrt(max(1.0, outputs / inputs))
         return 1.0 if scale is None else 0.2 * math.sqrt(max(inputs, outputs))
 
-    def to_stack(self, x: Float[Array, ...]) -> Float[Array, "stack rows cols"]:
+    def to_stack(self, x: Float[Array, "..."]) -> Float[Array, "stack rows cols"]:
         """The (pieces of) matrices of (a part of) the leaf, turned over."""
+        x = x.reshape(self.spec.view(x.shape))
         stack, rows, cols = self.axes
         return x.transpose(*stack, *rows, *cols).reshape(self.sizes(x.shape))
 
-    def from_stack(self, y: Float[Array, "stack rows cols"]) -> Float[Array, ...]:
-        """The inverse of `to_stack`, of a device's part."""
-        order = [axis for axes in self.axes for axis in axes]
-        y = y.reshape([self.layout.local_shape[axis] for axis in order])
-        return y.transpose(np.argsort(order))
+    def from_stack(
+        self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]
+    ) -> Float[Array, "..."]:
+        """The inverse of `to_stack`; `shape` is that of the part."""
+        view, order = self.spec.view(shape), [axis for axes in self.axes for axis in axes]
+        y = y.reshape([view[axis] for axis in order])
+        return y.transpose(np.argsort(order)).reshape(shape)
 
 
 def _matrix_leaf(
-    index: int, path: Any, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, owned: Axes
+    index: int, array: Any, spec: MatrixSpec, layout: Layout, mesh: AnyMesh | None, owned: Axes
 ) -> MatrixLeaf:
-    layout = layout_of(path, array, spec.ndim, spec.partition, mesh, owned)
     rows, cols = spec.block_rows, spec.block_cols
     height, width = (math.prod(layout.shape[axis] for axis in axes) for axes in (rows, cols))
     transposed = height > width or (height == width and _turn_square(spec, array))
@@ -135,7 +137,7 @@ def _turn_square(spec: MatrixSpec, array: Any) -> bool:
     It does not depend on the mesh, which therefore changes no rounding.
     """
     partition = known_partition(array) if spec.partition is None else spec.partition
-    entries = entries_of(partition or PartitionSpec(), spec.ndim)
+    entries = entries_of(partition or PartitionSpec(), spec)
     rows, cols = (
         sorted(name for axis in axes for name in entries[axis])
         for axes in (spec.block_rows, spec.block_cols)
@@ -287,7 +289,8 @@ def plan_orthogonalization(
       params: arrays, tracers or `jax.ShapeDtypeStruct`s; only shapes matter, and the shardings of
         leaves whose spec has no `partition`.
       matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
-      mesh: the mesh that the parameters lie on; None for one device.
+      mesh: the mesh that the parameters lie on; None for one device, or for parameters on Explicit
+        axes, whose types know the mesh: axes that cut matrices are ownership axes then, too.
       ownership_axes: mesh axes over which matrices are distributed; default: those of "fsdp" and
         "tensor" that the mesh has. Along any other axis every slice repeats the work, which is
         right over a slow network; add "data" where gathering the updates over it takes less time
@@ -301,19 +304,29 @@ def plan_orthogonalization(
     """
     if max_batch_bytes <= 0:
         raise ValueError(f"max_batch_bytes={max_batch_bytes} must be positive.")
-    owned = _ownership_axes(mesh, ownership_axes)
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    flat = jax.tree.leaves_with_path(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    leaves = tuple(
-        _matrix_leaf(index, path, leaf, spec, mesh, owned)
-        for index, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True))
+    matrices = {
+        index: (path, leaf, spec)
+        for index, ((path, leaf), spec) in enumerate(zip(flat, specs, strict=True))
         if spec.is_matrix and math.prod(leaf.shape)
+    }
+    found = mesh_of(jax.tree.leaves(params)) if mesh is None else None
+    mesh = found if mesh is None else mesh
+    layouts = layouts_of(matrices.values(), mesh)
+    if found is not None and ownership_axes is None:
+        usual = {*DEFAULT_OWNERSHIP_AXES, *_cutting(layouts)}
+        ownership_axes = [axis for axis in found.axis_names if axis in usual]
+    owned = _ownership_axes(mesh, ownership_axes, layouts)
+    leaves = tuple(
+        _matrix_leaf(index, leaf, spec, layout, mesh, owned)
+        for (index, (_, leaf, spec)), layout in zip(matrices.items(), layouts, strict=True)
     )
     # Filling free slots splits leaves, so it must save some.
     assignments = [_assign(leaves, mesh, fill=fill) for fill in (False, True)]
     groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
     return OrthogonalizationPlan(
-        num_leaves=len(paths),
+        num_leaves=len(flat),
         leaves=leaves,
         groups=groups,
         mesh=mesh,
@@ -321,17 +334,30 @@ def plan_orthogonalization(
     )
 
 
-def _ownership_axes(mesh: AnyMesh | None, axes: Sequence[str] | None) -> Axes:
+def _ownership_axes(
+    mesh: AnyMesh | None, axes: Sequence[str] | None, layouts: Sequence[Layout]
+) -> Axes:
     names = () if mesh is None else mesh.axis_names
-    for axis in axes or ():
-        if axis not in names:
-            raise ValueError(
-                f"ownership_axes={tuple(axes or ())} names {axis!r}, which the mesh does not have; "
-                f"it has {', '.join(map(str, names)) or 'no axes'}."
-            )
-    return tuple(
-        axis for axis in names if axis in (DEFAULT_OWNERSHIP_AXES if axes is None else axes)
-    )
+    absent = [axis for axis in axes or () if axis not in names]
+    if absent:
+        raise ValueError(
+            f"ownership_axes={tuple(axes or ())} names {', '.join(map(repr, absent))}, which the "
+            f"mesh does not have; it has {', '.join(map(str, names)) or 'no axes'}."
+        )
+    owned = [axis for axis in names if axis in (DEFAULT_OWNERSHIP_AXES if axes is None else axes)]
+    if others := [axis for axis in names if axis in _cutting(layouts) - {*owned}]:
+        cut = ", ".join(layout.name for layout in layouts if _cutting([layout]) & {*others})
+        are = "is not an ownership axis" if len(others) == 1 else "are no ownership axes"
+        raise ValueError(
+            f"the partition of {cut} names {', '.join(map(repr, others))}, which {are}; give "
+            f"ownership_axes={tuple(axis for axis in names if axis in {*owned, *others})}."
+        )
+    return tuple(owned)
+
+
+def _cutting(layouts: Sequence[Layout]) -> set[str]:
+    """The mesh axes that cut one of the leaves."""
+    return {axis for layout in layouts for names in layout.cuts for axis in names}
 
 
 def _assign(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, *, fill: bool) -> tuple[Group, ...]:
@@ -435,6 +461,7 @@ def scale_by_orthogonalization(
 
     def init_fn(params: Tree) -> Any:
         resolve_specs(matrix_specs, params)  # raises here rather than in the first step
+        warn_without_specs(matrix_specs, params)
         if measure_every is None:
             return optax.EmptyState()
         return ScaleByOrthogonalizationState(jnp.zeros([], jnp.int32), jnp.zeros([]))
@@ -570,10 +597,10 @@ def _check_leaves(leaves: Sequence[Any], plan: OrthogonalizationPlan) -> None:
         )
     for leaf in plan.leaves:
         layout, shape = leaf.layout, leaves[leaf.index].shape
-        if shape != layout.shape:
+        if shape != layout.array_shape:
             raise ValueError(
-                f"the plan is for {layout.name} of shape {layout.shape}, but its update has shape "
-                f"{shape}; plan for this tree."
+                f"the plan is for {layout.name} of shape {layout.array_shape}, but its update has "
+                f"shape {shape}; plan for this tree."
             )
 
 
@@ -583,7 +610,8 @@ def _on_one_device(
     # The cast comes first here too, so that a mesh changes no rounding.
     return [
         leaf.from_stack(
-            _iterate(leaf.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype)
+            _iterate(leaf.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype),
+            x.shape,
         )
         for x, leaf in zip(matrices, plan.leaves, strict=True)
     ]
@@ -606,8 +634,10 @@ def _on_mesh(
                 width = stacks[member.leaf].shape[2]
                 done[member.leaf].append(y[start : start + member.count, :, :width])
                 start += member.count
-        pairs = zip(done, plan.leaves, strict=True)
-        return [leaf.from_stack(jnp.concatenate(parts)) for parts, leaf in pairs]
+        return [
+            leaf.from_stack(jnp.concatenate(parts), block.shape)
+            for parts, leaf, block in zip(done, plan.leaves, blocks, strict=True)
+        ]
 
     assert plan.mesh is not None
     return on_mesh(local, plan.mesh, [leaf.layout.partition for leaf in plan.leaves], matrices)

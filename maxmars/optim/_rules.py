@@ -1,7 +1,5 @@
 """What the optimizers share: one rule for each kind of parameter, rates, checks and arithmetic."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -10,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._matrices import MatrixSpec, is_function, resolve_specs
+from maxmars.optim._describe import warn_without_specs
+from maxmars.optim._matrices import MatrixSpec, check_prefix, is_function, resolve_specs
 
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
@@ -25,7 +24,8 @@ def in_float32(
 
     Gradients, parameters and state come to `inner` widened. The state goes back in the dtypes that
     it had, which for float16 parameters are those of float32 ones, and updates in those of the
-    parameters, or of the gradients where none are given.
+    parameters, or of the gradients where none are given. Parameters may have anything where there
+    is no gradient: an Equinox module has functions.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -35,6 +35,10 @@ def in_float32(
     def update_fn(
         updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
+        if params is not None:
+            params = jax.tree.map(
+                lambda g, p: None if g is None else p, updates, params, is_leaf=lambda g: g is None
+            )
         wide = (widened(tree) for tree in (updates, state, params))
         new_updates, new_state = inner.update(*wide, **extra_args)
         like = updates if params is None else params
@@ -87,26 +91,28 @@ def stepped(
 
 
 def asks_whole_tree(make: Optimizer) -> Optimizer:
-    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters.
+    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters, and
+    init checks that the mask covers these.
 
     The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
     """
 
     @functools.wraps(make)
-    def made(
-        *args: Any, matrix_specs: Any = None, mask: Any = None, **options: Any
-    ) -> optax.GradientTransformationExtraArgs:
-        if not is_function(matrix_specs) and not is_function(mask):
-            return make(*args, matrix_specs=matrix_specs, mask=mask, **options)
+    def made(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        mask = options.get("mask")
+        trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
+        functions = {name: tree for name, tree in trees.items() if is_function(tree)}
+        # Raises here rather than in init.
+        plain = make(*args, **options | dict.fromkeys(functions))
 
         def of(tree: Tree) -> optax.GradientTransformationExtraArgs:
-            specs, decays = matrix_specs, mask
-            if jax.tree.leaves(tree):  # optax.tree.map_params: a tree of no leaves
-                specs = resolve_specs(specs, tree)
-                decays = decays(tree) if is_function(decays) else decays
-            return make(*args, matrix_specs=specs, mask=decays, **options)
+            if not functions or not jax.tree.leaves(tree):  # optax.tree.map_params has no leaves
+                return plain
+            return make(*args, **options | {name: f(tree) for name, f in functions.items()})
 
         def init_fn(params: Tree) -> Tree:
+            if mask is not None and jax.tree.leaves(params):
+                check_prefix("mask", mask(params) if "mask" in functions else mask, params)
             return of(params).init(params)
 
         def update_fn(
@@ -114,7 +120,6 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
         ) -> tuple[Tree, Tree]:
             return of(updates).update(updates, state, params, **extra_args)
 
-        make(*args, **options)  # raises here rather than in init
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
     return cast(Optimizer, made)
@@ -123,7 +128,8 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
 def by_kind(
     rules: Mapping[str, optax.GradientTransformation], matrix_specs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """One rule for each kind of parameter; kinds with the same rule share a state.
+    """One rule for each kind of parameter; kinds with the same rule share a state. Warns of missing
+    specs, so that the rules need not: theirs are `default_specs` then.
 
     Args:
       rules: the rule of each kind: "matrix", "vector" and, unless embeddings are matrices like any
@@ -142,7 +148,13 @@ def by_kind(
         return jax.tree.map(label, resolve_specs(matrix_specs, params))
 
     by_name: dict[Any, Any] = {name: rule for rule, name in names.items()}
-    return optax.partition(by_name, labels, mask_compatible_extra_args=True)
+    partition = optax.partition(by_name, labels, mask_compatible_extra_args=True)
+
+    def init_fn(params: Tree) -> Tree:
+        warn_without_specs(matrix_specs, params)
+        return partition.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, partition.update)
 
 
 def vector_rate(

@@ -43,8 +43,6 @@ The file goes from the optimizer to the step of a stack of matrices, where its s
 mesh, and the eigenvectors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,19 +55,22 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
     Exchange,
+    Layout,
     check_is_mesh,
-    layout_of,
+    layouts_of,
+    mesh_of,
     num_devices,
     on_mesh,
     pad_axis,
     partition_of,
     placed_zeros,
 )
-from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, unfolded
 from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
@@ -179,7 +180,8 @@ def scale_by_soap(
     def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
         if not spec.is_matrix or not x.size:
             return False, False
-        rows, cols = (math.prod(x.shape[i] for i in axes) for axes in (spec.rows, spec.cols))
+        shape = spec.view(x.shape)
+        rows, cols = (math.prod(shape[i] for i in axes) for axes in (spec.rows, spec.cols))
         return rows <= limit, cols <= limit
 
     def zeros(param: Any, homes: Homes | None) -> ScaleBySoapState:
@@ -189,12 +191,13 @@ def scale_by_soap(
         wide = wide_dtype(param.dtype)
         dtypes = [None, mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide]
         arrays = [
-            None if home is None else placed_zeros(home.shape, dtype, home.partition, mesh)
+            None if home is None else placed_zeros(home.shape, dtype, home.partition, homes.mesh)
             for home, dtype in zip(homes.state, dtypes, strict=True)
         ]
         return ScaleBySoapState(*arrays)
 
     def init_fn(params: Tree) -> ScaleBySoapState:
+        warn_without_specs(matrix_specs, params)
         leaves, treedef = jax.tree.flatten(params)
         homes = _homes_of(params, matrix_specs, mesh, sides)
         parts = [zeros(param, home) for param, home in zip(leaves, homes, strict=True)]
@@ -279,7 +282,7 @@ def soap(
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
         mu_dtype=mu_dtype,
-        matrix_specs=matrix_specs,
+        matrix_specs=default_specs if matrix_specs is None else matrix_specs,
         mesh=mesh,
     )
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
@@ -461,10 +464,12 @@ class Home:
     """Where an array lies between steps, and how its matrices get to their owners and back."""
 
     shape: tuple[int, ...]
+    unfold: tuple[tuple[int, int], ...] = ()
+    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
     cuts: tuple[Axes, ...]
-    """For each of its axes, the mesh axes that cut it."""
+    """For each axis, the mesh axes that cut it."""
     order: tuple[int, ...]
-    """Its axes: those that stack matrices, then the others."""
+    """The axes: those that stack matrices, then the others."""
     stacked: int
     """How many of them stack matrices."""
     exchange: Exchange
@@ -478,11 +483,11 @@ class Home:
     @property
     def partition(self) -> PartitionSpec:
         """How it lies on the mesh."""
-        return partition_of(self.cuts)
+        return partition_of(self.cuts, self.unfold)
 
     def to_owners(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
         """From a device's part of the array to the matrices that it owns."""
-        x = x.transpose(self.order)
+        x = x.reshape(unfolded(x.shape, self.unfold)).transpose(self.order)
         x = x.reshape(-1, *x.shape[self.stacked :])
         x = self.exchange.to_owners(pad_axis(x, 0, -(-len(x) // self.owners) * self.owners))
         if self.dealt is None:
@@ -492,10 +497,11 @@ class Home:
 
     def from_owners(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `to_owners`; `shape` is that of the device's part."""
-        shape = tuple(shape[axis] for axis in self.order)
-        stack, piece = math.prod(shape[: self.stacked]), shape[self.stacked :]
+        view = unfolded(shape, self.unfold)
+        ordered = tuple(view[axis] for axis in self.order)
+        stack, piece = math.prod(ordered[: self.stacked]), ordered[self.stacked :]
         y = self.exchange.from_owners(y.mT if self.dealt else y, piece).reshape(-1, *piece)
-        return y[:stack].reshape(shape).transpose(np.argsort(self.order))
+        return y[:stack].reshape(ordered).transpose(np.argsort(self.order)).reshape(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,20 +567,26 @@ def _homes_of(
     sides: Callable[[Any, MatrixSpec], tuple[bool, bool]],
 ) -> list[Homes | None]:
     """The homes of each parameter; None where no side is preconditioned."""
+    flat = jax.tree.leaves_with_path(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    homes = []
-    for (path, x), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True):
-        chosen = sides(x, spec)
-        homes.append(_homes(path, x, spec, chosen, mesh) if any(chosen) else None)
-    return homes
+    chosen = [sides(x, spec) for (_, x), spec in zip(flat, specs, strict=True)]
+    leaves = {
+        i: (*leaf, spec)
+        for i, (leaf, spec) in enumerate(zip(flat, specs, strict=True))
+        if any(chosen[i])
+    }
+    mesh = mesh_of(jax.tree.leaves(params)) if mesh is None else mesh
+    layouts = dict(zip(leaves, layouts_of(leaves.values(), mesh), strict=True))
+    return [
+        _homes(layouts[i], spec, chosen[i], mesh) if i in layouts else None
+        for i, spec in enumerate(specs)
+    ]
 
 
 def _homes(
-    path: Any, array: Any, spec: MatrixSpec, sides: tuple[bool, bool], mesh: AnyMesh | None
+    layout: Layout, spec: MatrixSpec, sides: tuple[bool, bool], mesh: AnyMesh | None
 ) -> Homes:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
-    every = () if mesh is None else tuple(mesh.axis_names)
-    layout = layout_of(path, array, spec.ndim, spec.partition, mesh, every)
     shape, cuts = layout.shape, layout.cuts
     # A lone matrix with one side: the other side's rows are independent.
     dealt = None if spec.batch or all(sides) else sides.index(False)
@@ -584,7 +596,8 @@ def _homes(
     owners = num_devices(axes, mesh)
     rows, cols = (math.prod(shape[axis] for axis in side) for side in (spec.rows, spec.cols))
     grads = Home(
-        shape=shape,
+        shape=layout.array_shape,
+        unfold=spec.unfold,
         cuts=cuts,
         order=(*stack, *inner),
         stacked=len(stack),
@@ -594,7 +607,12 @@ def _homes(
         dealt=dealt,
     )
     # Owners keep the state where they divide the stack, that is where its one axis can be cut.
-    kept = len(stack) == 1 and layout.local_shape[stack[0]] % owners == 0
+    within_blocks = {axis + 1 for axis, _ in spec.unfold}
+    kept = (
+        len(stack) == 1
+        and stack[0] not in within_blocks
+        and layout.local_shape[stack[0]] % owners == 0
+    )
     moment, batch = grads, [cuts[axis] for axis in spec.batch]
     none = Exchange(cuts=())
     if kept:

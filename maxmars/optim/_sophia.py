@@ -20,8 +20,6 @@ computes `sampled_grads` does that. It takes ĝ on the next step's batch, after 
 k − 1; those are the parameters that step k starts from, and that step's batch is the one at hand.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +31,7 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
+    asks_whole_tree,
     check_fraction,
     check_like_gradients,
     check_positive,
@@ -126,6 +125,7 @@ def scale_by_sophia(
     return in_float32(optax.GradientTransformationExtraArgs(init_fn, update_fn))
 
 
+@asks_whole_tree
 def sophia(
     learning_rate: ScalarOrSchedule,
     *,

@@ -1,27 +1,37 @@
 """What the parameters of a Flax NNX model are, from the layers that they belong to."""
 
-from __future__ import annotations
-
 import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxmars.optim._matrices import MatrixSpec
 
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
+_CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
 # Of a table [tokens, width] as of the head's map from width to tokens.
 _TABLE = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
 
 
-def matrix_specs_of(model: nnx.Module, wrt: Any = nnx.Param) -> Any:
+def matrix_specs_of(
+    model: Any,
+    wrt: Any = nnx.Param,
+    *,
+    overrides: Mapping[str, MatrixSpec | None] | None = None,
+    fallback: Callable[[str, Any], MatrixSpec | None] | None = None,
+) -> Any:
     """One `MatrixSpec` per parameter of a model, for the `matrix_specs` of the optimizers.
 
-    Known are Flax's linear, attention, convolution, embedding and norm layers. The default of the
-    optimizers (each 2-D leaf is a matrix) would take the kernels of attention [width, heads,
+    Known are Flax NNX's linear, attention, convolution, embedding and norm layers. The default of
+    the optimizers (each 2-D leaf is a matrix) would take the kernels of attention [width, heads,
     head_dim] and convolutions for vectors, and the biases of attention [heads, head_dim] for
-    matrices. A parameter of your own with more than one axis says what it is:
+    matrices. A convolution in groups is a matrix for each group, and a depthwise one is a vector. A
+    parameter of your own with more than one axis says what it is:
 
     ```python
     self.mix = nnx.Param(values, matrix_spec=MatrixSpec(rows=(0,), cols=(1,)))
@@ -31,45 +41,111 @@ def matrix_specs_of(model: nnx.Module, wrt: Any = nnx.Param) -> Any:
     and so may that of a layer (`nnx.Linear(..., kernel_metadata={"matrix_spec": ...})`). Leading
     axes beyond those of a layer or of such a spec stack layers, as `nnx.vmap` does.
 
+    Of other layers, and of trees of arrays such as those of Flax Linen or Equinox, you say it here
+    by path: `overrides` first of all, `fallback` last.
+
+    ```python
+    specs = matrix_specs_of(  # Equinox: a linear layer's weight is [out, in]
+        module,
+        overrides={"embedding.weight": MatrixSpec(rows=(1,), cols=(0,), embedding=True)},
+        fallback=lambda path, array: MatrixSpec(rows=(1,), cols=(0,)),
+    )
+    ```
+
     Args:
-      model: the model, or its abstract form from `nnx.eval_shape`.
-      wrt: which variables are optimized, as in `nnx.Optimizer`.
+      model: the model, or its abstract form from `nnx.eval_shape`; or any tree of arrays.
+      wrt: which variables of an NNX model are optimized, as in `nnx.Optimizer`.
+      overrides: a spec, or None for a vector, by path in the model ("layers.0.kernel"). `*` and the
+        other wildcards of `fnmatch` stand for any text; of several the first counts.
+      fallback: gives the spec, or None for a vector, of a path and its array (or variable) with
+        more than one axis that nothing else tells.
 
     Returns:
-      A tree like `nnx.state(model, wrt)`; `nnx.to_pure_dict` makes it one of plain dicts.
+      A tree like `nnx.state(model, wrt)`, which `nnx.to_pure_dict` makes one of plain dicts; for
+      another tree one like it, with None for what is no array of real numbers.
 
     Raises:
-      ValueError: a parameter of a layer that is not known here does not say what it is.
+      ValueError: nothing says what a parameter is, or an override is of none.
     """
-    flat = [
-        (path, _spec(model, path, variable))
-        for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
-    ]
-    return nnx.from_flat_state(flat)
+    overrides, used, names = overrides or {}, set(), []
+
+    def spec(name: str, leaf: Any, known: MatrixSpec | None, owner: str = "") -> MatrixSpec:
+        matching = [pattern for pattern in overrides if fnmatch.fnmatchcase(name, pattern)]
+        used.update(matching)
+        names.append(name)
+        if matching:
+            return _given(overrides[matching[0]], leaf.ndim)
+        if known is not None or leaf.ndim <= 1:
+            return known or _vector(1)
+        if fallback is not None:
+            return _given(fallback(name, leaf), leaf.ndim)
+        raise ValueError(
+            f"{name} has shape {leaf.shape}{owner}, so it is not known which of its axes form a "
+            f"matrix; say so by overrides={{{name!r}: MatrixSpec(...)}}, None for a vector, or by "
+            "a fallback, or in NNX by the variable's metadata, matrix_spec=MatrixSpec(...)."
+        )
+
+    def of_leaf(path: Any, leaf: Any) -> MatrixSpec | None:
+        if not hasattr(leaf, "ndim") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return None
+        return spec(jax.tree_util.keystr(path, simple=True, separator="."), leaf, None)
+
+    if isinstance(model, nnx.Pytree):
+        given = given_specs(model, wrt)
+        flat = []
+        for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
+            layer = _layer(model, path)
+            if path in given:
+                known = _given(given[path], variable.ndim)
+            else:
+                known = _of_layer(layer, path[-1], variable.ndim)
+            owner = f" and belongs to a {type(layer).__name__}"
+            flat.append((path, spec(".".join(map(str, path)), variable, known, owner)))
+        specs = nnx.from_flat_state(flat)
+    else:
+        specs = jax.tree.map_with_path(of_leaf, model)
+    if unused := [pattern for pattern in overrides if pattern not in used]:
+        raise ValueError(
+            f"overrides names {', '.join(unused)}, but the parameters are {', '.join(names)}."
+        )
+    return specs
 
 
-def _spec(model: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> MatrixSpec:
-    layer: Any = model
+def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], MatrixSpec | None]:
+    """What no names of axes could tell, by path: the metadata `matrix_spec` of parameters, and the
+    kernels of convolutions in groups. None is a vector."""
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
+        metadata, layer = variable.get_metadata(), _layer(model, path)
+        if "matrix_spec" in metadata:
+            found[path] = metadata["matrix_spec"]
+        elif path[-1] == "kernel" and isinstance(layer, _CONVOLUTIONS) and _groups(layer) > 1:
+            found[path] = _convolution(layer)
+    return found
+
+
+def _given(spec: MatrixSpec | None, ndim: int) -> MatrixSpec:
+    return _vector(max(ndim, 1)) if spec is None else stacked(spec, ndim)
+
+
+def _layer(model: Any, path: tuple[Any, ...]) -> Any:
+    """What a variable belongs to."""
+    layer = model
     for key in path[:-1]:
         layer = getattr(layer, key) if _has_attribute(layer, key) else layer[key]
-    ndim, metadata = variable.ndim, variable.get_metadata()
-    if "matrix_spec" in metadata:
-        spec = metadata["matrix_spec"]
-        return _vector(max(ndim, 1)) if spec is None else stacked(spec, ndim)
-    if path[-1] == "kernel" and (spec := _kernel(layer)) is not None:
-        return stacked(spec, ndim)
-    if path[-1] == "embedding" and isinstance(layer, nnx.Embed):
-        return stacked(_TABLE, ndim)
-    if path[-1] in ("bias", "scale") and (axes := _vector_axes(layer)) is not None:
-        return stacked(axes, ndim)
-    if ndim > 1:
-        name = ".".join(map(str, path))
-        raise ValueError(
-            f"{name} has shape {variable.shape} and belongs to a {type(layer).__name__}, so it is "
-            "not known which of its axes form a matrix; say so by the variable's metadata, "
-            "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
-        )
-    return _vector(1)
+    return layer
+
+
+def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
+    """The parameter of this name; None for an unknown layer."""
+    spec = None
+    if name == "kernel":
+        spec = _kernel(layer)
+    elif name == "embedding" and isinstance(layer, nnx.Embed):
+        spec = _TABLE
+    elif name in ("bias", "scale"):
+        spec = _vector_axes(layer)
+    return None if spec is None else stacked(spec, ndim)
 
 
 def _has_attribute(layer: Any, key: Any) -> bool:
@@ -84,19 +160,37 @@ def _kernel(layer: Any) -> MatrixSpec | None:
             return _matrix(0, 1, 1)
         case nnx.LinearGeneral():
             return _matrix(len(layer.batch_axis), len(layer.axis), len(layer.out_features))
-        case nnx.ConvTranspose() if layer.transpose_kernel:  # [*space, out, in]
-            *space, out, inputs = range(len(layer.kernel_size) + 2)
-            return MatrixSpec(rows=(*space, inputs), cols=(out,))
-        case nnx.Conv() | nnx.ConvTranspose():  # [*space, in, out]
-            return _matrix(0, len(layer.kernel_size) + 1, 1)
+        case nnx.Conv() | nnx.ConvTranspose():
+            return _convolution(layer)
     return None
+
+
+def _groups(layer: Any) -> int:
+    return getattr(layer, "feature_group_count", 1)  # Flax 0.12's ConvTranspose has none
+
+
+def _convolution(layer: Any) -> MatrixSpec:
+    """The kernel [*space, in / groups, out], or [*space, out / groups, in] where it is transposed;
+    the last axis has a block for each group."""
+    groups = _groups(layer)
+    transposed = getattr(layer, "transpose_kernel", False)
+    *space, inner, last = range(len(layer.kernel_size) + 2)
+    if groups == 1:
+        batch, unfold = (), ()
+    elif layer.in_features == groups:  # depthwise: a few numbers for each channel
+        return _vector(last + 1)
+    else:
+        size = (layer.in_features if transposed else layer.out_features) // groups
+        batch, unfold, last = (last,), ((last, size),), last + 1
+    rows, cols = (last, inner) if transposed else (inner, last)
+    return MatrixSpec(batch=batch, rows=(*space, rows), cols=(cols,), unfold=unfold)
 
 
 def _vector_axes(layer: Any) -> MatrixSpec | None:
     """The bias or scale of a layer that is not stacked; None for an unknown layer."""
     if isinstance(layer, nnx.LinearGeneral):
         return _matrix(len(layer.batch_axis), 0, len(layer.out_features))
-    if isinstance(layer, nnx.Linear | nnx.Conv | nnx.ConvTranspose | _NORMS):
+    if isinstance(layer, nnx.Linear | _CONVOLUTIONS | _NORMS):
         return _vector(1)
     return None
 
@@ -132,4 +226,5 @@ def stacked(spec: MatrixSpec, ndim: int) -> MatrixSpec:
         cols=shifted(spec.cols),
         split=shifted(spec.split),
         partition=partition,
+        unfold=tuple((axis + extra, size) for axis, size in spec.unfold),
     )

@@ -95,7 +95,8 @@ def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None =
     * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
 
     A parameter of the user's own may say it by its metadata `matrix_spec`, as for
-    `maxmars.optim.nnx.matrix_specs_of`.
+    `maxmars.optim.nnx.matrix_specs_of`; there and here a convolution in groups is a matrix for each
+    group, and a depthwise one a vector.
 
     Args:
       config: the model.

@@ -25,6 +25,7 @@ from maxmars.optim import (
     mars_over,
     moonlight,
     muon,
+    scale_by_mars,
     scale_by_orthogonalization,
     scale_by_soap,
     scale_by_sophia,
@@ -357,21 +358,43 @@ DIRECTIONS = {
     "one buffer": (corrected_ema, {"b1": 0.9, "gamma": 0.1}),
     "orthogonalization": (scale_by_orthogonalization, {}),
     "mars over lion": (mars_over, {"inner": optax.scale_by_lion()}),
+    "mars": (scale_by_mars, {}),
     "soap": (scale_by_soap, {}),
     "sophia": (scale_by_sophia, {"batch_tokens": 1.0}),
 }
 
+
+def takes(factory, name):
+    return name in inspect.signature(factory).parameters
+
+
+# One vector [2, 8, 4], said to be one: nothing is to be warned of.
+VECTOR = {"matrix_specs": MatrixSpec(rows=(), cols=(0, 1, 2))}
 
 every_direction = pytest.mark.parametrize(
     ("factory", "options"), DIRECTIONS.values(), ids=DIRECTIONS.keys()
 )
 
 
+EXPORTED = [getattr(maxmars.optim, name) for name in maxmars.optim.__all__]
+
+
+def test_annotations_are_types_as_optax_compares_them():
+    """Its test of schedules skips what is not annotated by `optax.ScalarOrSchedule` itself."""
+    signatures = [inspect.signature(x) for x in EXPORTED if callable(x)]
+    annotations = [p.annotation for s in signatures for p in s.parameters.values()]
+    assert not any(isinstance(annotation, str) for annotation in annotations)
+    rates = [
+        s.parameters[name] for s in signatures for name in s.parameters if name == "learning_rate"
+    ]
+    assert len(rates) >= 5
+    assert all(rate.annotation in (optax.ScalarOrSchedule, optax.Schedule) for rate in rates)
+
+
 def test_no_optimizer_is_missing_here():
-    exported = [getattr(maxmars.optim, name) for name in maxmars.optim.__all__]
     optimizers = {
         x
-        for x in exported
+        for x in EXPORTED
         if callable(x) and "GradientTransformation" in str(inspect.signature(x).return_annotation)
     }
     tested = {case.factory for case in CASES.values()} | {x for x, _ in DIRECTIONS.values()}
@@ -391,7 +414,7 @@ def test_a_direction_needs_no_parameters(factory, options):
 @every_direction
 def test_a_direction_keeps_types_and_shardings(factory, options):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    tx = factory(**options)
+    tx = factory(**options, **(VECTOR if takes(factory, "matrix_specs") else {}))
     with jax.set_mesh(mesh):
         params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
         extra = {"sampled_grads": params} if factory is scale_by_sophia else {}
@@ -631,7 +654,7 @@ def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
-        tx = case()
+        tx = case(**(VECTOR if takes(case.factory, "matrix_specs") else {}))
         state = tx.init(params)
         assert types(jax.jit(tx.init)(params)) == types(state)
         updates, new_state = tx.update(params, state, params, **case.extra(params))

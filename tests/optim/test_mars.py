@@ -19,6 +19,7 @@ from maxmars.optim import (
     mars_over,
     muon,
     newton_schulz,
+    scale_by_mars,
     soap,
 )
 
@@ -411,6 +412,19 @@ def test_mars_is_mars_over_its_parts(x64, exact):
     adam = optax.chain(optax.scale_by_adam(0.95, 0.99), optax.scale_by_learning_rate(0.01))
     parts = mars_over(adam, b1=0.95, exact=exact)
     assert_trees_close(run(parts, params, grads, prev), run(whole, params, grads, prev), 1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"gamma": 0.0, "mu_dtype": "bfloat16"}])
+def test_mars_of_all_parameters_is_scale_by_mars_decay_and_rate(options):
+    params, *grads = (random_tree(i) for i in range(5))
+    direction = scale_by_mars(0.9, 0.98, **options)
+    rest = optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.01)
+    whole = mars(0.01, b1=0.9, b2=0.98, weight_decay=0.2, optimize_vectors=True, **options)
+    ours = run(optax.chain(direction, *rest), params, grads)
+    assert_trees_close(ours, run(whole, params, grads), 0)
+    states = [type(state).__name__ for state in direction.init(params)]
+    for name in states:
+        assert name in scale_by_mars.__doc__
 
 
 @pytest.mark.parametrize(

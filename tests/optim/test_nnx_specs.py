@@ -125,6 +125,75 @@ def test_an_unknown_layer_must_say_what_it_is():
     assert found(einsum)["kernel"] == spec(rows=1)
 
 
+def test_overrides_and_a_fallback_by_path():
+    layers = {
+        "einsum": nnx.Einsum("ab,bc->ac", (3, 4), rngs=RNGS),
+        "table": nnx.Embed(5, 4, rngs=RNGS),
+    }
+    model = nnx.Dict(layers)
+    asked = []
+
+    def fallback(path, array):
+        asked.append((path, array.shape))
+        return spec(rows=1)
+
+    specs = matrix_specs_of(model, overrides={"table.*": None}, fallback=fallback)
+    assert asked == [("einsum.kernel", (3, 4))]
+    assert nnx.to_pure_dict(specs) == {
+        "einsum": {"kernel": spec(rows=1)},
+        "table": {"embedding": spec(cols=2)},
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"overrides names heads, but the parameters are einsum\.kernel, table\.emb",
+    ):
+        matrix_specs_of(model, overrides={"heads": None}, fallback=fallback)
+
+
+def test_a_tree_of_another_library():
+    """Arrays by path: of Flax Linen, of Equinox (whose leaves may be functions), of one's own."""
+    linen = pytest.importorskip("flax.linen")
+
+    class Tower(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            x = linen.Embed(11, 4)(tokens)
+            x = linen.MultiHeadDotProductAttention(2)(x, x)
+            return linen.LayerNorm()(x)
+
+    params = Tower().init(jax.random.key(0), jnp.ones((2, 3), int))["params"]
+    table = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
+    overrides = {
+        "Embed_0.embedding": table,
+        "*.out.kernel": spec(rows=2),
+        "*.kernel": spec(rows=1, cols=2),
+        "*.bias": None,
+    }
+    specs = matrix_specs_of(params, overrides=overrides)
+    attention = specs["MultiHeadDotProductAttention_0"]
+    assert attention["query"] == {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
+    assert attention["out"] == {"kernel": spec(rows=2), "bias": spec()}
+    assert specs["Embed_0"] == {"embedding": table}
+    mars(0.1, variant="shampoo", matrix_specs=specs).init(params)
+    with pytest.raises(
+        ValueError, match=r"Embed_0\.embedding has shape \(11, 4\), so it is not known"
+    ):
+        matrix_specs_of(params)
+    module = {
+        "weight": jnp.ones((3, 6, 4)),
+        "activation": jax.nn.relu,
+        "steps": 3,
+        "bias": jnp.ones(6),
+    }
+    specs = matrix_specs_of(module, fallback=lambda *_: MatrixSpec(rows=(1,), cols=(0,)))
+    assert specs == {
+        "weight": MatrixSpec(batch=(0,), rows=(2,), cols=(1,)),
+        "activation": None,
+        "steps": None,
+        "bias": spec(),
+    }
+
+
 def test_the_optimizer_takes_them_and_a_mask_made_of_them():
     """As a tree under `nnx.Optimizer`, and as plain dicts."""
     model = Network(nnx.Rngs(0))

@@ -414,6 +414,14 @@ def one_matrix(shape, partition):
     ("shape", "partition", "options", "message"),
     [
         ((8, 8), ("model",), {}, "w names 'model', which the mesh does not have; it has data, fs"),
+        ((8, 8), ("model", "expert"), {}, "names 'model', 'expert', which the mesh does not have"),
+        (
+            (8, 8),
+            ("data", "tensor"),
+            {"ownership_axes": ("fsdp",)},
+            r"'data', 'tensor', which are no .* ownership_axes=\('data', 'fsdp', 'tensor'\)",
+        ),
+        ((8, 8), (), {"ownership_axes": ("x", "y")}, "names 'x', 'y', which the mesh does not"),
         ((8, 8), ("data",), {}, r"'data', which is not an ownership axis; give ownership_axes=\("),
         ((6, 8), ("fsdp",), {}, r"\(4, 1\) parts, which do not divide it"),
         ((8, 8), (), {"ownership_axes": ("x",)}, "names 'x', which the mesh does not have"),

@@ -450,6 +450,18 @@ no_matrix = with_parameter((None, "mlp"))
 spec = MatrixSpec(rows=(0,), cols=(1,))
 given_matrix = with_parameter((None, "mlp"), matrix_spec=spec)
 given_stack = with_parameter(("layers", None, "mlp"), (2, 8, 8), matrix_spec=spec)
+
+def with_convolution(groups):
+    def make(*, rngs, vocab_size, max_seq_len):
+        model = Plain(rngs, vocab_size)
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), (None, None, "embed"))
+        options = {"use_bias": False, "kernel_init": init, "rngs": rngs}
+        model.extra = nnx.Conv(8, 8, (3,), feature_group_count=groups, **options)
+        return model
+    return make
+
+in_groups = with_convolution(2)
+depthwise = with_convolution(8)
 given_vector = with_parameter(("embed", "mlp"), matrix_spec=None)
 
 def dropout(*, rngs, vocab_size, max_seq_len):
@@ -564,6 +576,13 @@ def test_a_parameter_may_say_itself_what_it_is(plain):
     assert matrix_specs(plain("given_vector"))["extra"] == MatrixSpec(rows=(), cols=(0, 1))
     assert matrix_specs(plain("make"))["layers"][0]["mix"]["kernel"] == spec
     assert logical_axes(plain("make"))["table"] == ("vocab", "embed")
+
+
+def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vector(plain):
+    grouped = MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 4),))
+    assert matrix_specs(plain("in_groups"))["extra"]["kernel"] == grouped
+    vector = MatrixSpec(rows=(), cols=(0, 1, 2))
+    assert matrix_specs(plain("depthwise"))["extra"]["kernel"] == vector
 
 
 @pytest.mark.parametrize(
