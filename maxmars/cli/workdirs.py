@@ -7,6 +7,8 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
+from maxmars.distributed.files import naming
+
 
 @contextlib.contextmanager
 def naming_workdir(workdir: str | os.PathLike[str]) -> Generator[None]:
@@ -16,7 +18,8 @@ def naming_workdir(workdir: str | os.PathLike[str]) -> Generator[None]:
       OSError: it cannot be written.
     """
     try:
-        yield
+        with naming(workdir):  # where a library wrote, and the system does not know what
+            yield
     except OSError as error:
         if _is_refused(error, os.fspath(workdir)):
             raise OSError(
