@@ -221,6 +221,8 @@ def estimated_bytes(config: TrainConfig, mesh: Mesh) -> int:
     square //= mesh.shape["tensor"]
     keeps_all = model.remat is None
     kept = model.num_layers * (_VECTORS_KEPT[model.remat] * vector + keeps_all * square)
+    if model.residual_dtype is not None and itemsize < 4:  # each block's input is twice as wide
+        kept += model.num_layers * vector
     table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
     working = _VECTORS_AT_WORK * vector + 2 * square + table
     return sharding.bytes_on_chip(state) + gradients + kept + working
