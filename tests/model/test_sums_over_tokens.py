@@ -15,8 +15,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny import random_params
 
-from maxmars.config import GPT2Config, MeshConfig
+from maxmars.config import GPT2Config, MeshConfig, ModuleConfig
 from maxmars.distributed.sharding import batch_sharding, make_mesh
 from maxmars.model.language_model import init_params, make_model, mean_loss, param_shardings
 from maxmars.train.step import mean_loss_and_grads
@@ -31,32 +32,36 @@ BYTES = GPT2Config(
 )
 LARGE_VOCABULARY = dataclasses.replace(BYTES, max_seq_len=256, vocab_size=50304)
 NUM_TOKENS = 2**14
+ONE = (("data", 1), ("fsdp", 1), ("tensor", 1))
+ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def tokens_of(model):
+def tokens_of(vocab_size, max_seq_len):
     """Rows of real text, of which token 0 is the most frequent, then 1, and so on."""
     text = "".join(Path(module.__file__).read_text() for module in (argparse, inspect, typing))
-    words = list(text) if model is BYTES else re.findall(r"\w+|\s+|.", text)
+    words = list(text) if vocab_size == 256 else re.findall(r"\w+|\s+|.", text)
     rank = {word: i for i, (word, _) in enumerate(Counter(words).most_common())}
-    length = model.max_seq_len + 1
-    rows = np.array([rank[word] for word in words[: NUM_TOKENS // model.max_seq_len * length]])
+    length = max_seq_len + 1
+    rows = np.array([rank[word] for word in words[: NUM_TOKENS // max_seq_len * length]])
     return rows.reshape(-1, length).astype(np.int32)
 
 
 @functools.cache
-def gradients(model, dtype, mesh, microbatches):
+def gradients(model, mesh, microbatches):
     mesh = make_mesh(MeshConfig(**dict(mesh)), jax.devices()[: np.prod([n for _, n in mesh])])
-    tokens = tokens_of(model).reshape(microbatches, -1, model.max_seq_len + 1)
-    model = dataclasses.replace(model, compute_dtype=dtype)
+    tokens = tokens_of(model.vocab_size, model.max_seq_len)
+    tokens = tokens.reshape(microbatches, -1, model.max_seq_len + 1)
     shardings = param_shardings(model, mesh)
 
     def grads(params, tokens):
         loss = lambda params, tokens: mean_loss(make_model(model, params), tokens)  # noqa: E731
-        return mean_loss_and_grads(loss, params, tokens, shardings, rows_apart=True)[1]
+        rows_apart = isinstance(model, GPT2Config)
+        return mean_loss_and_grads(loss, params, tokens, shardings, rows_apart=rows_apart)[1]
 
     with jax.set_mesh(mesh):
-        params = jax.jit(lambda: init_params(model, 0), out_shardings=shardings)()
+        params = init_params(model, 0) if isinstance(model, GPT2Config) else random_params(model)
+        params = jax.device_put(params, shardings)
         found = jax.jit(grads)(params, jax.device_put(tokens, batch_sharding(mesh)))
     return jax.device_get(found)
 
@@ -69,10 +74,9 @@ def gradients(model, dtype, mesh, microbatches):
     ids=["bytes", "words"],
 )
 def test_frequent_tokens_and_biases_keep_their_gradients(model, mesh, microbatches):
-    one = (("data", 1), ("fsdp", 1), ("tensor", 1))
     shape = tuple((axis, mesh.get(axis, 1)) for axis in ("data", "fsdp", "tensor"))
-    exact = gradients(model, "float32", one, 1)
-    found = gradients(model, "bfloat16", shape, microbatches)
+    exact = gradients(dataclasses.replace(model, compute_dtype="float32"), ONE, 1)
+    found = gradients(model, shape, microbatches)
     pairs = {f"token {i}": [g["wte"]["embedding"][i] for g in (found, exact)] for i in range(5)}
     pairs["positions"] = [g["wpe"]["embedding"] for g in (found, exact)]
     for name in ("c_attn", "c_proj"):
@@ -81,5 +85,27 @@ def test_frequent_tokens_and_biases_keep_their_gradients(model, mesh, microbatch
         pairs[f"mlp.{name}.bias"] = [g["h"]["mlp"][name]["bias"] for g in (found, exact)]
     # The loss does not depend on the bias of keys; that of values is the one that sums most.
     pairs["values"] = [g["h"]["attn"]["c_attn"]["bias"][:, 2] for g in (found, exact)]
+    shares = {name: np.vdot(ours, all) / np.vdot(all, all) for name, (ours, all) in pairs.items()}
+    assert min(shares.values()) >= 0.99, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["tools/examples/own_model.py", "configs/models/track3.py"])
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_the_models_to_copy_from_keep_theirs(file, fsdp):
+    options = {"num_layers": 2, "num_heads": 2, "embed_dim": 64}
+
+    def gradients_in(dtype, mesh):
+        make = f"{ROOT / file}:make"
+        options["dtype"] = dtype
+        model = ModuleConfig(make=make, options=dict(options), vocab_size=256, max_seq_len=64)
+        return gradients(model, mesh, 1)
+
+    exact = gradients_in("float32", ONE)
+    found = gradients_in("bfloat16", (("data", 1), ("fsdp", fsdp), ("tensor", 1)))
+    pairs = {f"token {i}": [g["embedding"][i] for g in (found, exact)] for i in range(5)}
+    for name in exact["blocks"]:
+        if name.endswith(("bias", "gain", "norm")) and name != "k_bias":
+            pairs[name] = [g["blocks"][name] for g in (found, exact)]
     shares = {name: np.vdot(ours, all) / np.vdot(all, all) for name, (ours, all) in pairs.items()}
     assert min(shares.values()) >= 0.99, shares
