@@ -100,7 +100,9 @@ def test_incomplete_specs_are_named(make, specs, message):
 
 
 @pytest.mark.parametrize(
-    "make", [mars, muon, soap, functools.partial(sophia, batch_tokens=1.0)], ids=str
+    "make",
+    [mars, muon, soap, functools.partial(sophia, batch_tokens=1.0)],
+    ids=["mars", "muon", "soap", "sophia"],
 )
 def test_an_incomplete_mask_is_named(make):
     mask = {"layers": {"kernel": True}, "query": True}
@@ -169,7 +171,7 @@ def filtered(module):
 @pytest.mark.parametrize(
     "make",
     [mars, muon, soap, functools.partial(mars_over, optax.adamw(0.1)), scale_by_mars, optax.adamw],
-    ids=str,
+    ids=["mars", "muon", "soap", "mars over adamw", "scale by mars", "adamw"],
 )
 def test_update_takes_a_module_with_functions_where_there_is_no_gradient(make):
     tx = make() if make is scale_by_mars or isinstance(make, functools.partial) else make(0.1)
@@ -213,7 +215,7 @@ def test_a_real_equinox_module():
         functools.partial(mars, variant="shampoo"),
         *(pytest.param(make, marks=pytest.mark.slow) for make in (muon, soap)),
     ],
-    ids=str,
+    ids=["shampoo", "muon", "soap"],
 )
 @pytest.mark.parametrize("in_context", [True, False])
 def test_explicit_axes_say_the_mesh(make, in_context):
