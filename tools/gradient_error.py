@@ -79,7 +79,8 @@ def make_estimator(
         return correct.init(params), clip.init(params), average.init(params)
 
     def update(grads: Tree, state: Any, prev_grads: Tree) -> tuple[Estimates, Any]:
-        corrected, first = correct.update(grads, state[0], prev_grads=prev_grads)
+        given = {"prev_grads": prev_grads} if exact else {}
+        corrected, first = correct.update(grads, state[0], **given)
         clipped, second = clip.update(corrected, state[1])
         momentum, third = average.update(clipped, state[2])
         return Estimates(clipped, momentum), (first, second, third)

@@ -67,7 +67,16 @@ def gradients(model, mesh, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}, {"fsdp": 4}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 1},
+        {"fsdp": 4},
+        pytest.param({"data": 4}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "model",
     [BYTES, pytest.param(LARGE_VOCABULARY, marks=pytest.mark.slow)],

@@ -226,14 +226,13 @@ def test_collectives_of_the_train_step():
     assert total_bytes(c for c in gathers if c.count == 1) == tables
 
     # Gradients of kernels and small parameters are summed over fsdp, which is a reduce-scatter on
-    # other chips than CPUs; those of the token table go to their shards, from lookup and head.
+    # other chips than CPUs; those of the tables go to their shards, from look-up and head.
     in_layers = kernels + (4 * d + 2 * d + 3 * d // 2 + 4 * d // 2) * 4  # norms, biases
-    outside = (2 * d + MODEL.max_seq_len * d + 1) * 4  # norm, positions, loss
+    outside = (2 * d + 1) * 4  # norm, loss
     of_model = functools.partial(total_bytes, model)
     sums = repeats * in_layers + config.num_microbatches * outside
     assert of_model(op="all-reduce", axes=("fsdp",)) == sums
-    table = MODEL.padded_vocab_size // 2 * d * 4
-    assert of_model(op="all-to-all", axes=("fsdp",)) == config.num_microbatches * table
+    assert of_model(op="all-to-all", axes=("fsdp",)) == config.num_microbatches * tables
     activations = rows * MODEL.max_seq_len * d * 4
     # Two in a block forward, two backward; one each at the token table and its output head.
     large = [c for c in model if c.axes == ("tensor",) and c.bytes // c.count == activations]

@@ -152,6 +152,7 @@ def digest_of(workdir):
     return read(workdir / "checkpoints").digest
 
 
+@pytest.mark.slow
 def test_in_less_memory_another_policy_is_chosen_and_replayed(tmp_path, capsys):
     config, run = in_bfloat16(tmp_path), tmp_path / "run"
     assert train_two_lives(config, run, PLENTY, LITTLE) == "full"
