@@ -6,14 +6,18 @@ is built, as every subclass of `CheckedConfig` does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+
+from maxmars.config.errors import about
 
 T = TypeVar("T")
 
@@ -114,6 +118,43 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, kinds) and not isinstance(value, bool)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """What JSON holds as a type: its objects as dataclasses or dicts, its lists as tuples.
+
+    The values of a dataclass are checked by the class, if that is a `CheckedConfig`.
+
+    Raises:
+      ValueError: it is not of that type; notes name the fields around it.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):  # `X | None`
+        return None if value is None else read_as(parts[0], value)
+    if origin is Annotated:
+        return read_as(parts[0], value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(read_as(parts[0], item) for item in value)
+    is_record = dataclasses.is_dataclass(kind)
+    if origin is tuple or ((is_record or origin is dict) and not isinstance(value, dict)):
+        wanted = "a list" if origin is tuple else "an object"
+        raise ValueError(f"{json.dumps(value)[:60]} must be {wanted}")
+    if not is_record and origin is not dict:
+        if kind is not Any and not _fits(value, kind):
+            raise ValueError(f"{json.dumps(value)[:60]} must be {expected(kind)}")
+        return value
+    kinds = _hints(kind) if is_record else dict.fromkeys(value, parts[1])
+    if is_record:
+        fields = dataclasses.fields(kind)
+        required = {f.name for f in fields if f.default is f.default_factory is MISSING}
+        if wrong := (value.keys() - kinds.keys()) or (required - value.keys()):
+            verb = "has the unknown field" if wrong <= value.keys() else "lacks the field"
+            raise ValueError(f"it {verb} {', '.join(sorted(wrong))}")
+    found = {}
+    for name, item in value.items():
+        with about(name):
+            found[name] = read_as(kinds[name], item)
+    return kind(**found) if is_record else found
 
 
 def expected(hint: Any) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
 from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
@@ -298,7 +299,7 @@ class Preparation:
 
             try:
                 work_through(todo, self.run_task, workers=workers, progress=progress)
-            except (ValueError, OSError, ImportError):
+            except EXTERNAL_ERRORS:
                 if share == (0, 1) and not self._done():
                     self._discard()
                 raise

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
 from maxmars.checkpoint.receipts import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
+from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import split_source
 from maxmars.data.tokenizer import (
@@ -416,8 +417,8 @@ def export_model(
 
         try:
             tokenizer = open_tokenizer()
-        except (OSError, ValueError, ImportError) as error:
-            notes.append(f"Tokenizer files were not written: {error}")
+        except EXTERNAL_ERRORS as error:
+            notes.append(f"Tokenizer files were not written: {in_words(error)}")
         files = huggingface.write_model(
             directory,
             config,

@@ -148,7 +148,7 @@ ERRORS = [
     (2, "data prepare EMPTY.txt out --workers=-1", "--workers -1 must not be negative"),
     (1, "data prepare EMPTY.txt gs://b/out --format tfds", "written to disks only"),
     (1, "data prepare EMPTY.txt s3://b/out", "must be a path on a disk, or gs://BUCKET"),
-    (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1 is nested too deeply"),
+    (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1: it is nested too deeply"),
     (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
     (1, "data prepare EMPTY.txt /proc/out", "/proc/out"),
     (1, "train quickstart --workdir NOT-\udcff-UTF-8", "not-\\xff-utf-8 is not utf-8"),
@@ -224,9 +224,9 @@ def test_errors_of_libraries_are_one_line_and_bugs_are_not(raised, told, tmp_pat
 
 
 def test_an_error_is_told_behind_what_it_is_about():
-    with pytest.raises(ValueError) as raised, about("runs/a"), about("meta.json"):
-        int("three")
-    assert in_words(raised.value) == f"runs/a: meta.json: {raised.value}"
+    with pytest.raises(KeyError) as raised, about("runs/a"), about("meta.json"):
+        {}["splits"]
+    assert in_words(raised.value) == "runs/a: meta.json: there is no 'splits'"
 
 
 @pytest.mark.parametrize(
