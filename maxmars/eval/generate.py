@@ -352,6 +352,9 @@ class _Batch:
 
     def draw(self) -> Iterator[Int[np.ndarray, "rows some"]]:
         """Draw tokens until all rows have ended; the caller adds them to the rows."""
+        # A cache has as many slots as the answer can need at most, so that one program serves all
+        # of it. Where the context is full, it is cut to half of the longest and read again into a
+        # new cache; `prompt_slots` then keeps that program's shape at each such cut.
         longest = self.model.config.max_seq_len
         num_prompt = max(len(row.context) for row in self.rows)
         prompt_slots, num_slots = 0, bucket_length(num_prompt + self.max_new_tokens, longest)
@@ -393,7 +396,9 @@ class _Batch:
                 config=model.config,
                 num_slots=num_slots,
             )
-        # Processes of one mesh must all draw the same number.
+        # A call of the program draws up to `_CHUNK` tokens: many, where nobody watches; as many as
+        # `every_s` allows, by the clock of the last call, where somebody reads along. Processes of
+        # one mesh must all draw the same number, and have different clocks.
         size = _CHUNK if self.every_s == float("inf") or model.mesh.is_multi_process else 1
         start, end = num_drawn, min(self.max_new_tokens, last)
         while start < end and not self._has_ended():
