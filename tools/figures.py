@@ -5,23 +5,19 @@
 
 Each directory with a `compare.json` is a comparison, and a directory of several is one over sizes.
 A Markdown file shows FIGURE.png of the report on `.github/results/A/B` as
-`.github/figures/A-B-FIGURE.png`, such as `tiny-0.3M-loss_tokens.png` or `tiny-speed_up.png`. The
-figures of `continuum_report.py` and `gradient_report.py` lie beside their results. This writes all
-that are shown, and ends with 1 where one is shown of which there is neither a result nor a file.
+`.github/figures/A-B-FIGURE.png`, such as `tiny-0.3M-loss_tokens.png` or `tiny-speed_up.png`. This
+writes all that are shown, and ends with 1 where one is shown of which there is neither a result
+nor a file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-
-import continuum_report
-import gradient_report
 
 from maxmars.compare.cells import COMPARISON
 from maxmars.compare.report import write_report
@@ -37,10 +33,6 @@ def main() -> int:
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--root", type=Path, default=here, help="the repository, by default this")
     root = parser.parse_args().root
-    for name in shown(root, RESULTS):
-        if name in BESIDE_RESULTS:
-            BESIDE_RESULTS[name](root / RESULTS / name)
-            print(name)
     missing = 0
     with tempfile.TemporaryDirectory(prefix="maxmars-figures-") as scratch:
         if (root / RESULTS).is_dir():
@@ -71,21 +63,6 @@ def shown(root: Path, directory: Path) -> list[str]:
     pages = [*root.glob("*.md"), *root.glob("[!.]*/**/*.md")]
     found = (re.findall(rf"{directory.as_posix()}/([\w./-]+\.png)", p.read_text()) for p in pages)
     return sorted({name for names in found for name in names})
-
-
-def draw_continuum(path: Path) -> None:
-    continuum_report.draw(continuum_report.read(path.parent), path)
-
-
-def draw_variance(path: Path) -> None:
-    found = json.loads(path.with_suffix(".json").read_text())
-    gradient_report.draw(gradient_report.Result(found), path)
-
-
-BESIDE_RESULTS = {
-    "continuum/continuum.png": draw_continuum,
-    "variance/gradient_variance.png": draw_variance,
-}
 
 
 def source(name: str, results: Path) -> tuple[Path | None, str]:
