@@ -23,7 +23,6 @@ import maxmars
 from maxmars.cli.output import standard_streams
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
-_USER_ERRORS = (ValueError, OSError, ImportError)
 _RESUMABLE = (["train"], ["compare"], ["data", "prepare"])
 
 
@@ -87,7 +86,10 @@ def _run(argv: list[str]) -> int:
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get("MAXMARS_TRACEBACK") != "1" and _is_users(error):
+        from maxmars.config.errors import EXTERNAL_ERRORS
+
+        is_external = isinstance(error, EXTERNAL_ERRORS) or _is_out_of_memory(error)
+        if is_external and os.environ.get("MAXMARS_TRACEBACK") != "1":
             code = _report(error)
         elif _is_one_of_several():
             traceback.print_exc()
@@ -149,35 +151,28 @@ def _keep_libtpu_quiet() -> None:
 
 def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
-    from maxmars.config.command_line import UsageError
+    from maxmars.config.checks import UsageError
+    from maxmars.config.errors import in_words
     from maxmars.config.secrets import hide
 
-    message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
-        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    message = in_words(error)
     if _is_out_of_memory(error):
         message = (
             f"out of memory ({message.splitlines()[0]}): take smaller batches, a smaller model, or "
             "more devices; `maxmars plan` says what fits."
         )
+    elif not _is_raised_here(error):
+        message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
     _print_error(hide(message))  # schedulers keep what a job printed
     return 2 if isinstance(error, UsageError) else 1
 
 
-def _is_users(error: BaseException) -> bool:
-    """Whether an error is reported on purpose by maxmars, rather than a bug of maxmars."""
-    if _is_out_of_memory(error):
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether maxmars raised it itself, or the operating system refused a file that it names."""
+    if isinstance(error, OSError) and error.filename:
         return True
-    if not isinstance(error, _USER_ERRORS):
-        return False
-    if isinstance(error, OSError) and error.errno is not None:
-        return True  # the operating system refused, whichever library asked
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "maxmars":
-        return False
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and _PACKAGE in Path(frame.tb_frame.f_code.co_filename).parents
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _PACKAGE in Path(frames[-1].filename).parents
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 import maxmars
 from maxmars import cli
+from maxmars.config.errors import about, in_words
 from maxmars.data.sources import read_metadata
 
 pytestmark = pytest.mark.smoke
@@ -199,12 +200,33 @@ def get_config():
 """
 
 
-@pytest.mark.parametrize("error", ["TypeError('a bug')", "KeyError('name')"])
-def test_a_bug_keeps_its_traceback(error, tmp_path):
-    (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    raise {error}\n")
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("raise KeyError('name')", "'name'"),
+        ("raise RuntimeError", None),
+        ("raise TypeError('a bug')", None),
+        ("import json; json.loads('{')", "line 1 column 2"),
+        ("import no_such_module", "no_such_module"),
+        ("import os; os.listdir('/nowhere/at/all')", "/nowhere/at/all"),
+    ],
+)
+def test_errors_of_libraries_are_one_line_and_bugs_are_not(raised, told, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    {raised}\n")
     (tmp_path / "config.py").write_text(OWN_DATA)
-    with pytest.raises((TypeError, KeyError)):
-        cli.main(["train", str(tmp_path / "config.py"), "--num-processes", "1"])
+    words = ["train", str(tmp_path / "config.py"), "--num-processes", "1"]
+    if told is None:
+        with pytest.raises((TypeError, RuntimeError)):
+            cli.main(words)
+        return
+    assert exit_code(*words) == 1
+    assert re.fullmatch(rf"maxmars: error: .*{told}.*\n", capsys.readouterr().err)
+
+
+def test_an_error_is_told_behind_what_it_is_about():
+    with pytest.raises(ValueError) as raised, about("runs/a"), about("meta.json"):
+        int("three")
+    assert in_words(raised.value) == f"runs/a: meta.json: {raised.value}"
 
 
 @pytest.mark.parametrize(
