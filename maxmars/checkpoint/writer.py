@@ -75,6 +75,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._on_disk: dict[int, str] = {}  # step -> digest of the state that is known to be there
         self._retention = Retention(config.checkpoint)
         self._timer = SaveTimer(config.checkpoint.every_minutes)
+        self._is_due = False
         self._lock = acquire(self._directory)
         try:
             if processes.is_primary():
@@ -104,11 +105,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._lock.check()
 
     def is_due(self, step: int) -> bool:
-        """Whether `config.checkpoint.every_minutes` have passed since the last save.
+        """Whether `config.checkpoint` wants one since the last save: by its steps or its minutes.
 
-        Every process must ask at each step, and all get the same answer.
+        Every process must ask after each step, and all get the same answer.
         """
-        return self._timer.is_due(step)
+        every = self._config.checkpoint.every
+        self._is_due |= self._timer.is_due(step) or (every is not None and step % every == 0)
+        return self._is_due
 
     def save(
         self,
@@ -146,6 +149,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           ValueError: some parameters are not finite.
         """
         started = time.perf_counter()
+        self._is_due = False
         self._finish()
         digests, finite = digest_and_finite(state)
         wrong = [path for path in finite if path.startswith("params/") and not finite[path]]

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from maxmars.distributed.files import (
     read_json_lines,
     write_text,
 )
+from maxmars.train.clock import Clock
 from maxmars.train.trackers import Trackers
 
 
@@ -172,29 +172,19 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: spent / total for name, spent in seconds.items()}
 
 
-class Goodput(contextlib.AbstractContextManager["Goodput"]):
-    """What this process spends its time on; always exactly one activity, at first `start`.
+class Sessions(contextlib.AbstractContextManager["Sessions"]):
+    """The sessions of a run, the last of which is this one and spends its time as `clock` says.
 
     It keeps books in every process, and a file in the primary one once `record` was called.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-        *,
-        command: str | None = None,
-    ) -> None:
-        self._clock = clock
-        self._start, self._began = now(), clock()
-        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
-        self._activity, self._since = "start", clock()
+    def __init__(self, clock: Clock, *, command: str | None = None) -> None:
+        self._clock, self._command = clock, command
         self._earlier: list[Session] = []
         self._first_step = self._last_step = 0
         self._done = False
-        self._command = command
         self._lines: LineFile | None = None
-        self._written = clock()
+        self._written_s = 0.0
 
     def record(
         self, workdir: Workdir, step: int, may_write: Callable[[], None] = lambda: None
@@ -214,51 +204,27 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
         self._lines = LineFile(path, may_write)
         self._write()
 
-    @property
-    def start(self) -> float:
-        """When this session began, seconds since 1970."""
-        return self._start
-
-    def begin(self, activity: str) -> None:
-        """What was done before is over, and this begins."""
-        now = self._clock()
-        self._seconds[self._activity] += now - self._since
-        self._activity, self._since = activity, now
-
-    @contextlib.contextmanager
-    def during(self, activity: str) -> Iterator[None]:
-        """Time spent here is this activity's; afterwards the one of before goes on."""
-        before = self._activity
-        self.begin(activity)
-        yield
-        self.begin(before)
-
-    def waited(self, seconds: float) -> None:
-        """So many seconds of the steps were spent waiting for data."""
-        self._seconds["steps"] -= seconds
-        self._seconds["data_wait"] += seconds
-
     def reached(self, step: int, *, done: bool = False, write: bool = False) -> None:
         """The run has come to this step, and perhaps to its end; written now and then."""
         self._last_step, self._done = step, done
-        now = self._clock()
-        every_s = min(max(0.01 * (now - self._began), 5.0), 60.0)
-        if write or now - self._written > every_s:
+        so_far_s = sum(self._clock.seconds.values())
+        every_s = min(max(0.01 * so_far_s, 5.0), 60.0)
+        if write or so_far_s - self._written_s > every_s:
             self._write()
 
-    def share(self) -> float:
+    def goodput(self) -> float:
         """Share of the run's time so far that went into steps that count."""
-        return shares(run_seconds(self.sessions()))["steps"]
+        return shares(run_seconds(self.all()))["steps"]
 
-    def sessions(self) -> list[Session]:
+    def all(self) -> list[Session]:
         """All of the run, this one as it stands."""
-        self.begin(self._activity)
+        seconds = dict.fromkeys(ACTIVITIES, 0.0) | self._clock.seconds
         now = Session(
-            start=self._start,
-            end=self._start + sum(self._seconds.values()),
+            start=self._clock.start,
+            end=self._clock.start + sum(seconds.values()),
             first_step=self._first_step,
             last_step=self._last_step,
-            seconds=dict(self._seconds),
+            seconds=seconds,
             done=self._done,
             command=self._command,
         )
@@ -270,9 +236,10 @@ class Goodput(contextlib.AbstractContextManager["Goodput"]):
             self._lines.close()
 
     def _write(self) -> None:
-        self._written = self._clock()
+        session = self.all()[-1]
+        self._written_s = sum(session.seconds.values())
         if self._lines is not None:
-            self._lines.write(_line(self.sessions()[-1]))
+            self._lines.write(_line(session))
 
 
 def read_sessions(workdir: Workdir, *, repair: bool = False) -> list[Session]:

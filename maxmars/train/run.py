@@ -45,6 +45,7 @@ from maxmars.train.auto import (
     slow_network_warning,
 )
 from maxmars.train.bookkeeping import OPTIMIZER_SOURCE, clear
+from maxmars.train.clock import Clock
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
@@ -54,7 +55,7 @@ from maxmars.train.init_from import (
     rebuild_origin,
     record_origin,
 )
-from maxmars.train.metrics import Goodput, MetricsWriter
+from maxmars.train.metrics import MetricsWriter, Sessions
 from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
 from maxmars.train.receipts import Receipts
 from maxmars.train.resume import (
@@ -74,7 +75,6 @@ from maxmars.train.step import (
     make_train_step,
 )
 from maxmars.train.trackers import check_trackers, open_trackers
-from maxmars.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,11 @@ class Run:
     checkpointer: Checkpointer
     data_digest: str
     verification: Verification
-    watchdog: Watchdog
+    clock: Clock
     receipts: Receipts
     writer: MetricsWriter
     progress: Progress
-    goodput: Goodput
+    sessions: Sessions
     tokens: Callable[[int], int]
     """From a step to the tokens that the run has trained on after it."""
     state: TrainState
@@ -154,8 +154,8 @@ def open_run(
     *,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    watchdog: Watchdog,
-    goodput: Goodput,
+    clock: Clock,
+    sessions: Sessions,
     stack: contextlib.ExitStack,
     memory_bytes: int | None = None,
     quiet: bool = False,
@@ -166,10 +166,10 @@ def open_run(
     """
     progress = stack.enter_context(Progress(quiet=quiet))
     checked = check(
-        config, workdir, init_from, resume_overrides, watchdog, progress.message, memory_bytes
+        config, workdir, init_from, resume_overrides, clock, progress.message, memory_bytes
     )
     checkpointer = lock(checked, workdir, progress, stack)
-    start = restore(checked, workdir, checkpointer, watchdog, progress.message)
+    start = restore(checked, workdir, checkpointer, clock, progress.message)
     config, owner = checked.config, checkpointer.check_owner
     if checked.saved is not None:
         record_changes(workdir, start.step, checked.saved.run_config(), config)
@@ -192,7 +192,7 @@ def open_run(
         position=start.position,
         previous=start.receipt,
         about={
-            "session": goodput.start,
+            "session": clock.start,
             "batch_size": config.global_batch_size,
             "rounding": rounding_of(config, checked.mesh.devices.flat[0].platform),
             "data": checked.data_digest,
@@ -222,11 +222,11 @@ def open_run(
         checkpointer=checkpointer,
         data_digest=checked.data_digest,
         verification=stack.enter_context(verification),
-        watchdog=watchdog,
+        clock=clock,
         receipts=receipts,
         writer=stack.enter_context(writer),
         progress=progress,
-        goodput=goodput,
+        sessions=sessions,
         tokens=tokens,
         state=start.state,
         step=start.step,
@@ -238,7 +238,7 @@ def check(
     workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
     memory_bytes: int | None,
 ) -> Checked:
@@ -295,7 +295,7 @@ def check(
         messages.append("data.verify is off: files are not compared with their checksums")
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     programs.keep_beside(workdir, mesh.devices.flat[0].platform)
-    with watchdog.watching("choosing model.remat"):
+    with clock("start", "choosing model.remat"):
         config = choose_remat(
             config,
             mesh,
@@ -308,11 +308,11 @@ def check(
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, mesh)):
         messages.append(change)
-    evaluations = list(make_evaluations(config, mesh, tokens, watchdog, log))
+    evaluations = list(make_evaluations(config, mesh, tokens, clock, log))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
-        with watchdog.watching("reading the weights to start from"):
+        with clock("start", "reading the weights to start from"):
             initial = load_initial(config, mesh, init_from)
     return Checked(
         config=config,
@@ -373,7 +373,7 @@ def restore(
     checked: Checked,
     workdir: Workdir,
     checkpointer: Checkpointer,
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
 ) -> Start:
     """Build the train step, and read the state from the newest sound checkpoint or make a new one.
@@ -384,7 +384,7 @@ def restore(
     config, mesh, initial = checked.config, checked.mesh, checked.initial
     train_step = make_train_step(config, mesh, checked.tokens.types)
     step, position, tokens, receipt, found = 0, 0, 0, {}, None
-    with watchdog.watching("reading the checkpoint"):
+    with clock("start", "reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
             step = restored.checkpoint.step
@@ -422,7 +422,7 @@ def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
     tokens: SplitTokens,
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
     """The evaluations that the config asks for: validation loss, HellaSwag.
@@ -456,7 +456,7 @@ def make_evaluations(
         def measure_loss(
             params: Any, before_batch: Callable[[], None]
         ) -> tuple[dict[str, float], str]:
-            watched = watchdog.over(batches, "batch of the evaluation")
+            watched = clock.over(batches, "evaluation", "batch of the evaluation")
             loss = validation_loss(eval_step, mesh, params, watched, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 

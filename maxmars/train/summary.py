@@ -64,7 +64,7 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         for key, value in row.items():
             values.setdefault(key, []).append(float(value))
             steps.setdefault(key, []).append(row["step"])
-    sessions = run.goodput.sessions()
+    sessions = run.sessions.all()
     seconds = run_seconds(sessions)
     found: dict[str, Any] = {
         "name": run.config.name,

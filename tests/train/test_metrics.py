@@ -9,11 +9,12 @@ from tiny import short_config
 from maxmars.config import CheckpointConfig, GPT2Config
 from maxmars.model.language_model import flops_per_token
 from maxmars.train import train
+from maxmars.train.clock import Clock
 from maxmars.train.metrics import (
     ACTIVITIES,
-    Goodput,
     MetricsWriter,
     Session,
+    Sessions,
     read_metrics,
     read_sessions,
     run_seconds,
@@ -94,18 +95,19 @@ def seconds_of(**spent):
 
 def session_of(clock, directory, first_step, last_step, *, kill=False):
     """10 s to start, 5 s to compile, 1 s a step, a tenth of that waiting, and 3 s a checkpoint."""
-    book = Goodput(clock, clock)
+    watch = Clock(now=clock)
+    watch.start = clock.now
+    book = Sessions(watch)
     book.record(directory, first_step)
     clock.now += 10
-    book.begin("compile")
-    clock.now += 5
-    book.begin("steps")
-    for step in range(first_step + 1, last_step + 1):
-        clock.now += 1
-        book.waited(0.1)
+    for step in range(first_step, last_step + 1):
+        with watch("data_wait"):
+            clock.now += 0.1 * (step > first_step)
+        with watch("steps", kind="step"):
+            clock.now += 5 if step == first_step else 0.9
         book.reached(step)
-        if step % 100 == 0:
-            with book.during("checkpoint"):
+        if step % 100 == 0 and step > first_step:
+            with watch("checkpoint"):
                 book.reached(step, write=True)
                 clock.now += 3
     written = (directory / "sessions.jsonl").read_bytes()
@@ -131,7 +133,7 @@ def test_all_time_is_accounted_for_over_a_kill_and_a_later_extension(tmp_path, c
         (100, 200, True),
         (200, 240, True),
     ]
-    found = run_seconds(book.sessions())
+    found = run_seconds(book.all())
     assert sum(found.values()) == pytest.approx(clock.now - began - 1e6)
     assert found == pytest.approx(
         seconds_of(
@@ -182,7 +184,7 @@ def test_a_line_of_a_session_cut_short_by_a_kill_is_left_out(tmp_path, clock):
     with (tmp_path / "sessions.jsonl").open("a") as file:
         file.write('{"start": 5.0, "en')
     book = session_of(clock, tmp_path, 10, 20)
-    assert len(book.sessions()) == len(read_sessions(tmp_path)) == 2
+    assert len(book.all()) == len(read_sessions(tmp_path)) == 2
     for line in (tmp_path / "sessions.jsonl").read_text().splitlines():
         json.loads(line)
 
