@@ -46,7 +46,6 @@ COMMANDS = {
     "audit": Command("audit", "run", "check that a run is one trajectory, by its receipts"),
     "compare": Command("compare", "run", "tune optimizers and compare them, fairly"),
     "report": Command("compare", "run_report", "draw the curves of runs and comparisons"),
-    "track": Command("track", "run", "repeat results by their receipts, and rank them"),
     "plan": Command("plan", "run", "memory, traffic and time of a run, before you pay"),
     "launch": Command("launch", "run", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("data", "run", "prepare text for training, and look at the result"),

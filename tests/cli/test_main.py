@@ -323,7 +323,7 @@ HELPS = [
     *("train", "train quickstart", "verify-resume", "compare", "plan", "plan gpt2:optimizer=muon"),
     *("eval", "generate", "export", "import", "audit", "report", "data prepare", "data inspect"),
     *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
-    *("track verify", "track board"),
+    "compare verify",
 ]
 
 

@@ -8,13 +8,12 @@ import pytest
 
 from maxmars import cli
 from maxmars.cli.audit import AuditArguments
-from maxmars.cli.compare import CompareArguments, ReportArguments
+from maxmars.cli.compare import CompareArguments, ReportArguments, VerifyArguments
 from maxmars.cli.convert import ExportArguments, ImportArguments
 from maxmars.cli.data import InspectArguments, PrepareArguments
 from maxmars.cli.eval import EvalArguments
 from maxmars.cli.generate import GenerateArguments
 from maxmars.cli.plan import PlanArguments
-from maxmars.cli.track import BoardArguments, VerifyArguments
 from maxmars.cli.train import TrainArguments, VerifyResumeArguments
 from maxmars.config.command_line import (
     UsageError,
@@ -46,8 +45,7 @@ PLAIN = {
     "report x": ReportArguments,
     "data prepare x y": PrepareArguments,
     "data inspect x": InspectArguments,
-    "track verify x": VerifyArguments,
-    "track board x": BoardArguments,
+    "compare verify x": VerifyArguments,
     f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8": TpuOptions,
     "launch tpu-vm status --name a --zone us-east5-a": TpuVm,
     f"launch gke quickstart {RUN} --topology v6e:4x4": GkeOptions,
@@ -175,6 +173,6 @@ def test_numbers_out_of_range_name_the_option(command):
             if command in WITH_CONFIG:
                 error = refusal(parse_arguments, WITH_CONFIG[command], given[1:], prog="maxmars")
             else:
-                del given[: len(command.split()[: 1 + (words[0] in ("data", "launch", "track"))])]
+                del given[: len(command.split()[: 1 + (words[0] in ("data", "launch", "compare"))])]
                 error = refusal(parse_options, PLAIN[command], given, prog="maxmars")
             assert re.fullmatch(rf"({option.flag} {value} must .*)?", error)

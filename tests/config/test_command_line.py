@@ -152,7 +152,7 @@ def test_a_value_that_the_config_rejects_is_shown_with_its_line(write):
         ("quickstrat", "there is no config 'quickstrat' (did you mean `quickstart`?)"),
         (
             "gtp2:size=xl",
-            "choose one of ablations, compare_tiny, gpt2, quickstart, track3, or give",
+            "choose one of ablations, compare_tiny, gpt2, quickstart, or give",
         ),
         ("gpt2.yaml", "there is no config 'gpt2.yaml' (did you mean `gpt2`?)"),
         ("", "there is no config ''"),

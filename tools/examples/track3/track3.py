@@ -1,13 +1,13 @@
 """Track 3 of modded-nanogpt: fewest steps to a validation loss of 3.28, for one GPU.
 
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B
-    maxmars compare track3 --optimizers muon,mars --workdir runs/track3
-    maxmars plan track3:optimizer=mars --topology h200:1
+    maxmars compare tools/examples/track3/track3.py --optimizers muon,mars --workdir runs/track3
+    maxmars plan tools/examples/track3/track3.py:optimizer=mars --topology h200:1
 
 The benchmark (https://github.com/KellerJordan/modded-nanogpt, records/track_3_optimization) fixes
 model, data and batch, and leaves optimizer, schedule and number of steps open:
 
-* the model of `models/track3.py`, 162,354,816 parameters;
+* the model of `model.py`, 162,354,816 parameters;
 * 512 sequences of 1,024 tokens of FineWeb a step, in the order of the files; 3,250 steps are 1.70B
   tokens, so 18 of the 103 files (0.2 GB each) are enough;
 * validation on the first 10,485,760 tokens of the held-out file;
@@ -68,7 +68,7 @@ def get_config(optimizer: Optimizer = "muon") -> TrainConfig:
         num_microbatches=16,
         gradient_clip_norm=None,
         model=ModuleConfig(
-            make="models/track3.py:make",
+            make="model.py:make",
             options={"num_layers": 12, "num_heads": 6, "embed_dim": 768, "dtype": "bfloat16"},
             vocab_size=50304,
             max_seq_len=1024,
