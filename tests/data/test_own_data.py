@@ -297,13 +297,6 @@ def test_a_source_that_returns_something_else_is_refused(tmp_path, case):
     assert "\n" not in str(e.value)
 
 
-def test_a_refusal_of_the_source_itself_is_one_line(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text("def f(*, split, length):\n    raise ValueError('there are no books')\n")
-    with pytest.raises(ValueError, match=r"^own\.py:2: there are no books$"):
-        open_data(GrainConfig(source=f"{path}:f"), "train", model=MODEL)
-
-
 def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path):
     path = tmp_path / "own.py"
     element = "np.full(length + 1, 300 if i == 20 else i)"

@@ -211,7 +211,7 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
         ("own.py:not_a_function", {}, "has no function 'not_a_function'"),
         ("none.py:adamw", {}, "there is no file"),
         ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
-        ("own.py:refusing", {"b1": 2}, r"^own\.py:\d+: b1=2 must be below 1"),
+        ("own.py:refusing", {"b1": 2}, "b1=2 must be below 1"),
         ("own.py:number", {}, "returned a int; it must return an optax"),
         ("own.py:sums", {}, "updates of another structure or shape"),
         ("own.py:searching", {}, r"needs more than gradients, .* missing 3 required .*'value_fn'"),
