@@ -62,7 +62,7 @@ def write_tfds(
 ):
     """A dataset by a real builder; `splits` maps names to lists of records. Its directory.
 
-    With a tokenizer it gets a description like that of our own writer, with `fields`.
+    With a tokenizer it gets a description like that of maxmars until 0.2, with `fields`.
     """
     import tensorflow_datasets as tfds
 

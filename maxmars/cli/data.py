@@ -22,7 +22,6 @@ from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
     METADATA,
-    TFDS_FORMAT,
     DocumentStarts,
     Metadata,
     NoSuchSplitError,
@@ -97,12 +96,8 @@ class PrepareArguments(CheckedConfig):
     by N. Whoever does the last task completes OUT; the result is the same."""
     task_bytes: Positive[int] | None = None
     """Bytes of text of a task, about; None takes 8 to 256 MB, by the size of the text."""
-    format: Literal["shards", "tfds"] = "shards"
-    """`shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source."""
     shard_tokens: Positive[int] = 100_000_000
     """Tokens a file at most."""
-    record_tokens: Positive[int] = 1024
-    """Tokens a record with --format tfds."""
     pack: Literal["none", "best_fit"] = "none"
     """`best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT is
     complete, only that is done."""
@@ -133,8 +128,6 @@ def _prepare(arguments: PrepareArguments) -> int:
     from maxmars.data.prepare import Preparation
 
     source, tokenizer, pack = arguments.source, arguments.tokenizer, arguments.pack
-    if pack != "none" and arguments.format != "shards":
-        raise UsageError(f"--pack {pack} needs --format shards.")
     validation_fraction = arguments.validation_fraction
     if validation_fraction is None:
         validation_fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
@@ -144,11 +137,8 @@ def _prepare(arguments: PrepareArguments) -> int:
         "--text-field": arguments.text_field,
         "--data-dir": arguments.data_dir,
         "--eot-token": arguments.eot_token if tokenizer.endswith(".json") else None,
-        "--format": arguments.format,
     }
-    optional = ["shard_tokens", "task_bytes"]
-    optional += ["record_tokens"] if arguments.format == "tfds" else []
-    for name in optional:
+    for name in ("shard_tokens", "task_bytes"):
         if getattr(arguments, name) != getattr(PrepareArguments, name):
             options[f"--{name.replace('_', '-')}"] = getattr(arguments, name)
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
@@ -162,7 +152,6 @@ def _prepare(arguments: PrepareArguments) -> int:
         validation_fraction=validation_fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
-        record_tokens=arguments.record_tokens if arguments.format == "tfds" else None,
         command=shlex.join(
             hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
         ),
@@ -378,7 +367,7 @@ def _format(metadata: Metadata | None) -> str:
         return "files of another program, without source and counts of documents"
     if metadata.record_tokens is None:
         return f"token shards ({FORMAT}, {metadata.dtype})"
-    return f"TFDS dataset ({TFDS_FORMAT}, {metadata.dtype}, records of {metadata.record_tokens:,})"
+    return f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
 
 
 def _matching_tokenizer(directory: Workdir, stream: TokenStream) -> Tokenizer:

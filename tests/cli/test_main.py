@@ -146,7 +146,6 @@ ERRORS = [
     (2, "data prepare EMPTY.txt out --tasks=2/2", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --tasks=-1/2", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --workers=-1", "--workers -1 must not be negative"),
-    (1, "data prepare EMPTY.txt gs://b/out --format tfds", "written to disks only"),
     (1, "data prepare EMPTY.txt s3://b/out", "must be a path on a disk, or gs://BUCKET"),
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1: it is nested too deeply"),
     (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
@@ -312,7 +311,7 @@ def test_data_prepare_and_inspect(tmp_path, capsys):
     cli.main(["data", "inspect", shared, "--compare", str(tmp_path / "whole")])
     assert "hold the same tokens" in capsys.readouterr().out
     command = read_metadata(shared).command
-    said = "--tokenizer byte --validation-fraction 0.1 --text-field body --format shards"
+    said = "--tokenizer byte --validation-fraction 0.1 --text-field body"
     assert command == f"maxmars data prepare '{source}' {shared} {said} --task-bytes 700"
     other = str(tmp_path / "other")
     options = ["--text-field", "body", "--workers", "0", "--validation-fraction", "0.5"]

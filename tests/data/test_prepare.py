@@ -231,10 +231,9 @@ class Failing(ByteTokenizer):
         return super().encode(text)
 
 
-@pytest.mark.parametrize("record_tokens", [None, 64])
-def test_an_interrupted_run_is_continued(tmp_path, capfd, record_tokens):
+def test_an_interrupted_run_is_continued(tmp_path, capfd):
     docs, out = documents(250), tmp_path / "out"
-    options = {"task_bytes": 500, "record_tokens": record_tokens}
+    options = {"task_bytes": 500}
     run(docs, tmp_path / "whole", **options)
     for stop in (0, 40, 249):
         with pytest.raises(KeyboardInterrupt):
@@ -262,7 +261,6 @@ def begin(out, **options):
         ({"shard_tokens": 77}, "shard_tokens was 100000000, now 77"),
         ({"validation_fraction": 0.2}, r"validation_fraction was 0\.1, now 0\.2"),
         ({"source": "another"}, "source was 'a test', now 'another'"),
-        ({"record_tokens": 9}, "record_tokens was None, now 9"),
         ({"task_bytes": 1000}, "task_bytes was 500, now 1000"),
     ],
 )
@@ -454,7 +452,6 @@ def test_starts_of_documents(tmp_path, split, count):
         ({"validation_fraction": -0.1}, r"must lie in \[0, 1\)"),
         ({"shard_tokens": 0}, "shard_tokens=0 must be greater than zero"),
         ({"task_bytes": 0}, "task_bytes=0 must be greater than zero"),
-        ({"record_tokens": 0}, "record_tokens=0 must be greater than zero"),
         ({"workers": -1}, "workers=-1 must not be negative"),
     ],
 )
