@@ -79,8 +79,7 @@ from maxmars.optim._rules import (
     bias_correction,
     by_kind,
     cast_like,
-    check_fraction,
-    check_positive,
+    check_numbers,
     in_float32,
     stepped,
     vector_rate,
@@ -155,12 +154,9 @@ def scale_by_soap(
       ValueError: an argument is out of range, or a partition does not fit the mesh.
     """
     shampoo_beta = b2 if shampoo_beta is None else shampoo_beta
-    check_fraction("b1", b1)
-    check_fraction("b2", b2)
-    check_fraction("shampoo_beta", shampoo_beta)
-    check_positive("eps", eps)
-    check_positive("precondition_frequency", precondition_frequency)
-    check_positive("max_precondition_dim", max_precondition_dim)
+    check_numbers("lie in [0, 1)", b1=b1, b2=b2, shampoo_beta=shampoo_beta)
+    check_numbers("be positive", eps=eps, precondition_frequency=precondition_frequency)
+    check_numbers("be positive", max_precondition_dim=max_precondition_dim)
     check_is_mesh(mesh)
     if isinstance(max_precondition_dim, jax.Array):
         raise ValueError(
@@ -272,8 +268,7 @@ def soap(
       ValueError: an argument is out of range, the vectors' learning rate is given twice or as a
         constant beside a schedule, or a partition does not fit the mesh.
     """
-    check_fraction("vector_b1", vector_b1)
-    check_fraction("vector_b2", vector_b2)
+    check_numbers("lie in [0, 1)", vector_b1=vector_b1, vector_b2=vector_b2)
     direction = scale_by_soap(
         b1=b1,
         b2=b2,

@@ -55,7 +55,9 @@ def gradients(model, mesh, microbatches):
     shardings = param_shardings(model, mesh)
 
     def grads(params, tokens):
-        loss = lambda params, tokens: mean_loss(make_model(model, params), tokens)  # noqa: E731
+        def loss(params, tokens):
+            return mean_loss(make_model(model, params), tokens)
+
         rows_apart = isinstance(model, GPT2Config)
         return mean_loss_and_grads(loss, params, tokens, shardings, rows_apart=rows_apart)[1]
 
