@@ -28,12 +28,18 @@ def about(what: object) -> Iterator[None]:
 
 def in_words(error: BaseException) -> str:
     """What an error says, behind the notes of `about`, the outermost first."""
-    if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
-        words = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    elif isinstance(error, KeyError) and len(error.args) == 1:
-        words = f"there is no {error.args[0]!r}"
-    else:
-        words = str(error) or type(error).__name__
     # JAX's own note, on the traceback that it shortened, has several lines.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    return ": ".join([*reversed(notes), words])
+    words = [*reversed(notes), str(error) or type(error).__name__]
+    if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
+        words[-1:] = [str(error.filename)] * bool(error.filename) + [error.strerror]
+    elif isinstance(error, KeyError) and len(error.args) == 1:
+        words[-1] = f"there is no {error.args[0]!r}"
+    return ": ".join(dict.fromkeys(words))
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Say in an ImportError which extra of maxmars installs the library that is imported within."""
+    with about(f"this needs `pip install 'maxmars[{extra}]'`"):
+        yield
