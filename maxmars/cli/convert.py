@@ -67,6 +67,8 @@ class ImportArguments(CheckedConfig):
     several such files and their index), and tokenizer files."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to make."""
+    eot_token: str | None = None
+    """The token of its vocabulary that ends a document; by default the one that its files name."""
 
 
 def run_export(argv: list[str]) -> int:
@@ -183,7 +185,7 @@ def run_import(argv: list[str]) -> int:
     from maxmars.eval.trained_model import import_model  # loads JAX
     from maxmars.model.language_model import num_parameters
 
-    model = import_model(arguments.source, arguments.out)
+    model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
     count = num_parameters(model.config) / 1e6
     print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")

@@ -29,7 +29,7 @@ from maxmars.data.sources import (
     read_metadata,
 )
 from maxmars.data.token_files import TokenStream
-from maxmars.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_tokens
+from maxmars.data.tokenizer import load, tokenizer_of_tokens
 from maxmars.distributed.files import Workdir, is_remote, require_access, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
@@ -86,8 +86,9 @@ class PrepareArguments(CheckedConfig):
     """Where the text is in a line or row; None is `text`, or what the dataset above has."""
     data_dir: str | None = None
     """Where TFDS keeps its datasets, for tfds:NAME."""
-    eot_token: str = "<|endoftext|>"
-    """The token of a tokenizer.json that ends a document."""
+    eot_token: str | None = None
+    """The token of a tokenizer.json that ends a document; by default the one that the files beside
+    it name, or else <|endoftext|>."""
     workers: NotNegative[int] | None = None
     """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
@@ -136,7 +137,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         "--validation-fraction": validation_fraction,
         "--text-field": arguments.text_field,
         "--data-dir": arguments.data_dir,
-        "--eot-token": arguments.eot_token if tokenizer.endswith(".json") else None,
+        "--eot-token": arguments.eot_token,
     }
     for name in ("shard_tokens", "task_bytes"):
         if getattr(arguments, name) != getattr(PrepareArguments, name):
@@ -147,7 +148,7 @@ def _prepare(arguments: PrepareArguments) -> int:
     preparation = Preparation(
         corpus=open_corpus(source, text_field=arguments.text_field, data_dir=arguments.data_dir),
         out=out,
-        tokenizer=load_tokenizer(tokenizer, eot_token=arguments.eot_token),
+        tokenizer=load(tokenizer, eot_token=arguments.eot_token),
         source=hide(source),
         validation_fraction=validation_fraction,
         shard_tokens=arguments.shard_tokens,
@@ -331,7 +332,7 @@ def _print_summary(
         if value is not None:
             console.print(f"  {name:<10}", value, markup=False)
     try:
-        tokenizer = _matching_tokenizer(directory, first)
+        tokenizer = tokenizer_of_tokens(first)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"no sample: {error}", markup=False)
         tokenizer = None
@@ -368,17 +369,6 @@ def _format(metadata: Metadata | None) -> str:
     if metadata.record_tokens is None:
         return f"token shards ({FORMAT}, {metadata.dtype})"
     return f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
-
-
-def _matching_tokenizer(directory: Workdir, stream: TokenStream) -> Tokenizer:
-    """The tokenizer of a directory of tokens, if it can be loaded and has the digest there."""
-    tokenizer = tokenizer_of_tokens(directory, stream.tokenizer)
-    if stream.tokenizer_digest not in (None, tokenizer.digest):
-        raise ValueError(
-            f"the tokenizer {stream.tokenizer!r} here has digest {tokenizer.digest}, but "
-            f"{directory} was prepared with {stream.tokenizer_digest}; its text would be garbled."
-        )
-    return tokenizer
 
 
 _USAGE = """\

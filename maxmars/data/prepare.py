@@ -61,7 +61,7 @@ from maxmars.data.tasks import (
     token_dtype,
     write_task,
 )
-from maxmars.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, Tokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     Workdir,
@@ -365,10 +365,7 @@ class Preparation:
             splits = {split: self._join(split, records) for split in SPLITS}
             splits = {split: found for split, found in splits.items() if found.num_tokens}
             self._check_splits(splits)
-            eot_token = None
-            if isinstance(self.tokenizer, JsonTokenizer):
-                eot_token = self.tokenizer.eot_token
-                write_bytes(self.out / JsonTokenizer.name, self.tokenizer.content)
+            save(self.tokenizer, self.out)
             metadata = Metadata(
                 tokenizer=self.tokenizer.name,
                 tokenizer_digest=self.tokenizer.digest,
@@ -377,7 +374,6 @@ class Preparation:
                 splits=splits,
                 source=self.source,
                 command=self.command,
-                eot_token=eot_token,
             )
             self._remove_unlisted(metadata)
             write_metadata(self.out, metadata)

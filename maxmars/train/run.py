@@ -337,8 +337,7 @@ def lock(
     stack.enter_context(checkpointer)
     if processes.is_primary():
         clear(workdir)
-        stream = tokens.first
-        copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
+        copy_tokenizer(tokens.first, workdir / "tokenizer")
         write_json(workdir / "config.json", to_dict(config))
         write_json(workdir / "environment.json", environment(mesh))
         write_json(workdir / "data.json", {"parts": tokens.describe()})

@@ -418,7 +418,7 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path):
     assert "continuing from step 4" in found.stdout + found.stderr
     assert losses(whole).items() <= losses(parts).items()  # exactly; step 4 was scored once more
     assert found.stdout.splitlines()[-1] == f"next: maxmars report {parts}"  # it has no text
-    with pytest.raises(ValueError, match="train with GrainConfig\\(tokenizer='byte'\\)"):
+    with pytest.raises(FileNotFoundError, match="GrainConfig\\(tokenizer='byte'\\)"):
         load(parts)
     assert (parts / "sources" / "own_data.py").read_text() == EXAMPLES.read_text()
     source.write_text(EXAMPLES.read_text().replace("0, 100, 2", "0, 99, 2"))

@@ -18,7 +18,7 @@ from maxmars.data.corpus import Corpus, Document, PythonSources, TextFiles, Text
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.sources import read_metadata
 from maxmars.data.token_files import TokenShards
-from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_of_tokens
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
 
@@ -206,17 +206,16 @@ def test_json_tokenizer(tmp_path):
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
-    ours = load_tokenizer(tmp_path / "words.json", eot_token="</s>")
+    ours = load(tmp_path / "words.json", eot_token="</s>")
     for workers in (0, 1):
         out = tmp_path / f"out{workers}"
         docs = [("x", "a b c " * 10), ("y", "  ")]
         metadata = run(docs, out, tokenizer=ours, workers=workers)
         assert read(out, "train").tolist() == [2, 3, 0] * 9 + [1]
         assert metadata.splits["train"].num_documents == 1  # a text without tokens is left out
-        assert (metadata.tokenizer, metadata.eot_token) == ("tokenizer.json", "</s>")
+        assert metadata.tokenizer == "tokenizer.json"
         assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
-        found = tokenizer_of_tokens(out, metadata.tokenizer)
-        assert found.digest == metadata.tokenizer_digest
+        assert (load(out).eot_token, load(out).digest) == ("</s>", metadata.tokenizer_digest)
 
 
 class Failing(ByteTokenizer):
@@ -305,7 +304,7 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
         run(
             TextFiles([str(tmp_path / "text.jsonl")]),
             tmp_path / "out",
-            tokenizer=load_tokenizer(str(tmp_path / "own.json")),
+            tokenizer=load(str(tmp_path / "own.json")),
         )
 
 
@@ -512,7 +511,8 @@ def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     metadata = read_metadata(path)
     splits = metadata.splits.values()
     files = {file.file for split in splits for file in (*split.shards, split.documents)}
-    assert {p.name for p in path.iterdir()} == {"meta.json", *files}
+    files |= {"meta.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in path.iterdir()} == files
     before = path.stat().st_mtime_ns
     assert prepare_python_sources() == path
     assert path.stat().st_mtime_ns == before  # it is not made again

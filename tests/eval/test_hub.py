@@ -15,7 +15,7 @@ from running import finish, free_port, start_python
 from tiny import MODEL, short_config
 
 from maxmars import cli
-from maxmars.data.tokenizer import ByteTokenizer, write_hf_tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model
@@ -47,7 +47,7 @@ def run(tmp_path_factory):
 
 def model_files(folder, seed=0, **fields):
     write_hf(folder, hf_fields(BYTES) | fields, hf_arrays(BYTES, seed))
-    write_hf_tokenizer(folder, ByteTokenizer(), BYTES.max_seq_len)
+    save(ByteTokenizer(), folder)
     return folder
 
 

@@ -61,7 +61,7 @@ def test_no_damage_of_bookkeeping_stops_a_run_or_changes_it(stopped, tmp_path, c
     assert first_difference(sound, run) is None
     assert read_metrics(run)[0]["step"] == read_metrics(sound)[0]["step"]
     names = ("config.json", "environment.json", "data.json", "parameters.txt")
-    for name in (*names, "tokenizer/description.json"):
+    for name in (*names, "tokenizer/tokenizer_config.json"):
         assert (run / name).read_bytes() == (sound / name).read_bytes()
     origin = json.loads((run / "init_from.json").read_text())
     assert origin == json.loads((sound / "init_from.json").read_text())
