@@ -26,15 +26,14 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from maxmars.config import MarsConfig, TrainConfig, to_dict  # noqa: E402
-from maxmars.config.checks import Fraction, Group, Positive  # noqa: E402
-from maxmars.config.command_line import (  # noqa: E402
+from maxmars.cli.parse import (  # noqa: E402
     ConfigArguments,
-    UsageError,
+    asks_for_help,
     parse_arguments,
     split_positionals,
 )
-from maxmars.config.help import asks_for_help  # noqa: E402
+from maxmars.config import MarsConfig, TrainConfig, to_dict  # noqa: E402
+from maxmars.config.checks import Fraction, Positive, UsageError  # noqa: E402
 
 PROG = "gradient_variance.py"
 DEFAULT_CONFIG = "compare_tiny:optimizer=mars"
@@ -61,7 +60,6 @@ class Arguments(ConfigArguments):
         "python tools/gradient_variance.py --optimizer.learning-rate 4e-3",
         "python tools/gradient_variance.py compare_tiny:optimizer=muon --seeds 3 --held 512",
     )
-    GROUP: ClassVar[Group] = Group("measurement", "Where along the run, and against what.")
     FIRST: ClassVar[tuple[str, ...]] = (
         "points",
         "window",

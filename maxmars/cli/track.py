@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from maxmars.config.checks import CheckedConfig, Positive
-from maxmars.config.command_line import UsageError, parse_options
-from maxmars.config.options import HELP
+from maxmars.cli.parse import HELP, parse_options
+from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

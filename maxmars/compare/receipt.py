@@ -34,7 +34,7 @@ from maxmars.compare.grids import with_values
 from maxmars.compare.search import results_at
 from maxmars.compare.summary import Outcome, Summary
 from maxmars.config import GPT2Config, TrainConfig, from_dict, to_dict
-from maxmars.config.command_line import named_configs
+from maxmars.config.load import named_configs
 from maxmars.config.user_code import sources_in, split_source, with_sources
 from maxmars.distributed.files import json_number, read_json_object, write_json
 from maxmars.model.language_model import num_parameters

@@ -17,7 +17,7 @@ from maxmars.compare.cells import (
 )
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import Grid
-from maxmars.config.command_line import load_config
+from maxmars.config import load_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SPREAD = (0.0, 0.02, -0.01)  # by seed

@@ -15,6 +15,7 @@ import pytest
 from tiny import MODEL, batch_of, short_config
 from xla_flags import xla_flags
 
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -23,7 +24,6 @@ from maxmars.config import (
     OptaxConfig,
     ScheduleConfig,
 )
-from maxmars.config.command_line import parse_config
 from maxmars.config.user_code import load_function
 from maxmars.distributed import sharding
 from maxmars.optim import MatrixSpec
@@ -201,7 +201,9 @@ def test_its_state_lies_as_the_parameters_do(tmp_path, source):
 
 def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     arguments = ["--optimizer.options.b1", "0.9", "--optimizer.learning-rate", "1e-3"]
-    config = parse_config(str(EXAMPLE), arguments, "maxmars train")
+    config = parse_arguments(
+        ConfigArguments, [str(EXAMPLE), *arguments], prog="maxmars train"
+    ).config
     assert config.optimizer == OptaxConfig(
         make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
     )
@@ -214,12 +216,18 @@ def test_the_examples_of_mars_over_others_make_optimizers(inner):
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     for name in (inner, f"mars_{inner}"):
         spec = f"{EXAMPLE.parent / 'mars_over_others.py'}:optimizer={name}"
-        check_optimizer(parse_config(spec, [], "maxmars train").optimizer, MODEL, mesh)
+        check_optimizer(
+            parse_arguments(ConfigArguments, [spec], prog="maxmars train").config.optimizer,
+            MODEL,
+            mesh,
+        )
 
 
 @pytest.mark.parametrize("choice", ["0", "0.025-c2-clip", "nesterov-g2", "0.1-c2"])
 def test_the_continuum_is_what_its_text_says(choice):
-    config = parse_config(f"{CONTINUUM}:optimizer={choice}", [], "maxmars train").optimizer
+    config = parse_arguments(
+        ConfigArguments, [f"{CONTINUUM}:optimizer={choice}"], prog="maxmars train"
+    ).config.optimizer
     options = config.options
     b1, b2 = options["b1"], options["b2"]
     gamma = 1 - b1 if options["gamma"] == "nesterov" else options["gamma"]
@@ -249,7 +257,9 @@ def test_every_choice_of_the_continuum_makes_an_optimizer():
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     choices = "0,0.025-c2,0.025-g2,nesterov-c2,nesterov-g2,0.1-c2,0.1-g2,0-clip,0.025-c2-clip"
     for choice in [*choices.split(","), "nesterov-c2-clip", "0.025-exact", "0.1-exact", "1-exact"]:
-        config = parse_config(f"{CONTINUUM}:optimizer={choice}", [], "maxmars train").optimizer
+        config = parse_arguments(
+            ConfigArguments, [f"{CONTINUUM}:optimizer={choice}"], prog="maxmars train"
+        ).config.optimizer
         check_optimizer(config, MODEL, mesh)
         assert isinstance(config, MarsConfig) == choice.endswith("exact")
 

@@ -28,8 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.config import MarsConfig, OptaxConfig, OptimizerConfig, TrainConfig
-from maxmars.config.command_line import load_config
+from maxmars.config import MarsConfig, OptaxConfig, OptimizerConfig, TrainConfig, load_config
 from maxmars.optim import clip_by_matrix_norm, correct_gradient
 
 Optimizer = Literal[

@@ -15,8 +15,7 @@ import jax
 import optax
 import optax.contrib
 
-from maxmars.config import OptaxConfig, TrainConfig
-from maxmars.config.command_line import load_config
+from maxmars.config import OptaxConfig, TrainConfig, load_config
 from maxmars.optim import mars_over, scale_by_soap
 
 Optimizer = Literal[
