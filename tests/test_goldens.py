@@ -13,8 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxmars.config import to_dict
-from maxmars.config.command_line import load_config
+from maxmars.config import load_config, to_dict
 from maxmars.distributed.sharding import AXES, RULES
 from maxmars.model.language_model import graph_and_abstract_params, logical_axes, num_parameters
 from maxmars.train.optimizer import make_schedule, parameter_groups

@@ -12,9 +12,9 @@ import pytest
 from markdown_pages import anchors_of, blocks_of, is_run, links_of
 
 from maxmars.cli import COMMANDS, main
+from maxmars.cli.parse import parse_arguments, split_positionals
 from maxmars.cli.train import TrainArguments
 from maxmars.config import GPT2Config
-from maxmars.config.command_line import parse_arguments, split_positionals
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = sorted((ROOT / "maxmars").glob("*/README.md"))

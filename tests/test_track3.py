@@ -10,7 +10,7 @@ import pytest
 from token_directories import write_llm_c
 
 from maxmars import cli
-from maxmars.config.command_line import load_config
+from maxmars.config import load_config
 from maxmars.model import cross_entropy
 from maxmars.model.language_model import (
     flops_per_token,

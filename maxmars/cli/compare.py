@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from maxmars.cli.workdirs import naming_workdir
-from maxmars.config import TrainConfig
-from maxmars.config.checks import CheckedConfig, Group, Positive
-from maxmars.config.command_line import (
+from maxmars.cli.parse import (
     ConfigArguments,
-    UsageError,
+    asks_for_help,
     parse_arguments,
     parse_options,
     split_positionals,
 )
-from maxmars.config.help import asks_for_help
+from maxmars.config import TrainConfig
+from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Comparison, Contender
@@ -56,7 +54,6 @@ class CompareArguments(ConfigArguments):
         "maxmars compare compare_tiny --optimizers adamw,mars --budget 20 --seeds 5 \\",
         "  --tune learning_rate,weight_decay,b1,b2 --workdir runs/tuned",
     )
-    GROUP: ClassVar[Group] = Group("comparison", "What is compared, and how.")
     FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
         "optimizers",
@@ -152,9 +149,8 @@ def run(argv: list[str]) -> int:
         for name, (_, comparison, workdir) in planned.items():
             if name:
                 print(f"size {name}", flush=True)
-            with naming_workdir(workdir):
-                if not compare(comparison, workdir, part):
-                    return EXIT_CODE
+            if not compare(comparison, workdir, part):
+                return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
         found = summary_json(summaries[names[0]])

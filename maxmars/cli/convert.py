@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from maxmars.config.checks import CheckedConfig
-from maxmars.config.command_line import UsageError, parse_options
+from maxmars.cli.parse import parse_options
+from maxmars.config.checks import CheckedConfig, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

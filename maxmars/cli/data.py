@@ -14,9 +14,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive
-from maxmars.config.command_line import UsageError, parse_options
-from maxmars.config.options import HELP
+from maxmars.cli.parse import HELP, parse_options
+from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
 from maxmars.config.secrets import hide, hide_words
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (

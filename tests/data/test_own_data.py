@@ -429,8 +429,8 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path):
 
 
 def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):
+    from maxmars.cli.parse import ConfigArguments, parse_arguments
     from maxmars.config import from_dict, to_dict
-    from maxmars.config.command_line import parse_config
 
     config = tmp_path / "config.py"
     config.write_text(
@@ -442,7 +442,9 @@ def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, coun
         "    options = {'count': 30, 'first': 0}\n"
         "    return tiny_config(data=GrainConfig(source='counting.py:windows', options=options))\n"
     )
-    found = parse_config(str(config), ["--data.options.first", "5"], "maxmars train")
+    found = parse_arguments(
+        ConfigArguments, [str(config), "--data.options.first", "5"], prog="maxmars train"
+    ).config
     assert found.data == GrainConfig(source=counting, options={"count": 30, "first": 5})
     assert from_dict(json.loads(json.dumps(to_dict(found)))) == found
     listed = GrainConfig(source="a.py:f", options={"paths": ["a", "b"], "deep": {"x": [1]}})

@@ -13,6 +13,7 @@ import pytest
 from tiny import MODEL, batch_of, short_config
 from xla_flags import xla_flags
 
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -20,7 +21,6 @@ from maxmars.config import (
     OptaxConfig,
     ScheduleConfig,
 )
-from maxmars.config.command_line import parse_config
 from maxmars.config.user_code import load_function
 from maxmars.distributed import sharding
 from maxmars.plan.compile import optimizer_state_bytes
@@ -196,7 +196,9 @@ def test_its_state_lies_as_the_parameters_do(tmp_path, source):
 
 def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     arguments = ["--optimizer.options.b1", "0.9", "--optimizer.learning-rate", "1e-3"]
-    config = parse_config(str(EXAMPLE), arguments, "maxmars train")
+    config = parse_arguments(
+        ConfigArguments, [str(EXAMPLE), *arguments], prog="maxmars train"
+    ).config
     assert config.optimizer == OptaxConfig(
         make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
     )
