@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import MODEL, batch_of, short_config
+from tiny import MODEL, batch_of, first_difference, series, short_config
 from xla_flags import xla_flags
 
 from maxmars.config import (
@@ -31,7 +31,6 @@ from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import abstract_train_state, init_train_state, make_train_step
-from maxmars.train.verify_resume import first_difference, series
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 CONTINUUM = EXAMPLE.parent / "continuum.py"
