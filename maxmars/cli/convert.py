@@ -21,7 +21,7 @@ class ExportArguments(CheckedConfig):
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
     Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
-    scores, hardware and receipts; loss_curve.png is drawn with the extra `report`. Read the card
+    scores, hardware and digests; loss_curve.png is drawn with the extra `report`. Read the card
     before you publish it.
 
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are

@@ -12,15 +12,17 @@ import pytest
 from fake_model_hub import ENDPOINT, FakeHub, serving
 from hf_models import BYTES, TOKENS, hf_arrays, hf_fields, make_run, random_params, write_hf
 from running import finish, free_port, start_python
-from tiny import MODEL, short_config
+from tiny import MODEL, begin_from, short_config
 
 from maxmars import cli
+from maxmars.checkpoint.journal import read_journal
 from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model
 from maxmars.train import InitFrom, train
-from maxmars.train.init_from import fetch_source, load_initial, record_origin
+from maxmars.train.init_from import fetch_source, load_initial
+from maxmars.train.journal import began_in
 
 TOKEN = "hf_aSecretThatNobodyMaySee"
 # What httpx says of the way in which huggingface_hub 2.4 uploads; Python shows it to nobody.
@@ -326,7 +328,7 @@ def config(tmp_path):
 
 
 def start_of(workdir):
-    return json.loads((workdir / "init_from.json").read_text())
+    return began_in(read_journal(workdir))[-1]["init_from"]
 
 
 @pytest.mark.slow
@@ -339,7 +341,7 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     source = InitFrom(path="hf:me/start")
     mesh = sharding.make_mesh(config.mesh)
     # A run that is killed here has saved nothing yet.
-    record_origin(workdir, load_initial(config, mesh, fetch_source(workdir, source)))
+    begin_from(workdir, load_initial(config, mesh, fetch_source(workdir, source)).origin)
     second = add(2)
     train(config, workdir, init_from=source)
     assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out
