@@ -320,7 +320,7 @@ class Result:
         from maxmars.checkpoint import read
 
         names = ("config.json", "environment.json", "data.json", "parameters.txt")
-        names += ("tokenizer/description.json", "tokenizer/tokenizer.json")
+        names += ("tokenizer/tokenizer_config.json", "tokenizer/tokenizer.json")
         rebuilt: dict[str, Any] = {name: content(run / name) for name in names}
         with contextlib.suppress(ValueError, OSError):
             summary = json.loads((run / "summary.json").read_text())

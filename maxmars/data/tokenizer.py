@@ -454,18 +454,15 @@ def _read(directory: Workdir, file: str = _TOKENIZER) -> _Files:
         added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
         for token, i in fields("added_tokens.json").items():
             added.setdefault(i, {"content": token})
-        if content is not None and added:
-            with about(directory):
-                content = _with_added(content, added, str(settings))
         ids = fields(_GENERATION).get("eos_token_id")
         if ids is None and file == _TOKENIZER:
             ids = fields("config.json").get("eos_token_id")
-    return _Files(
-        place=directory,
-        content=content,
-        end=end["content"] if isinstance(end, dict) else end,
-        ends=ids if isinstance(ids, list) else [] if ids is None else [ids],
-    )
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        end = end["content"] if isinstance(end, dict) else end
+        if content is not None and added:
+            with about(directory):
+                content = _with_added(content, added, {end, *ids}, str(settings))
+    return _Files(place=directory, content=content, end=end, ends=ids)
 
 
 def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
@@ -535,29 +532,38 @@ def _from_vocabulary(directory: Workdir, *, is_prefixed: Any) -> bytes:
         return theirs.to_str().encode()
 
 
-def _with_added(content: bytes, added: dict[int, dict[str, Any]], settings: str) -> bytes:
+def _with_added(
+    content: bytes, added: dict[int, dict[str, Any]], ends: set[Any], settings: str
+) -> bytes:
     """A `tokenizer.json` with the tokens that other files add to it.
+
+    Special ones that end nothing, such as a `[PAD]` that the model does not know, no text becomes;
+    those after the last of the others are left out.
+
+    Args:
+      content: the file.
+      added: each token by its id, `content` and perhaps flags.
+      ends: names and ids of the tokens that end a text.
+      settings: which, where the flags do not say so, tell whether a token is special.
 
     Raises:
       ValueError: the library, which counts on from the last id, would give one another id.
     """
-    if (
-        _vocabulary(json.loads(content)).items()
-        >= {t["content"]: i for i, t in added.items()}.items()
-    ):
+    specials = {i: t.get("special", repr(t["content"]) in settings) for i, t in added.items()}
+    needed = [i for i in added if not specials[i] or ends & {i, added[i]["content"]}]
+    wanted = {added[i]["content"]: i for i in sorted(added) if i <= max(needed, default=-1)}
+    if wanted.items() <= _vocabulary(json.loads(content)).items():
         return content
     with _library() as tokenizers:
         theirs = tokenizers.Tokenizer.from_str(content.decode())
-        for number, flags in sorted(added.items()):
-            # Where no flags are said, a token is special if the settings name it as one.
-            special = flags.get("special", repr(flags["content"]) in settings)
-            flags = {"normalized": not special, **flags, "special": special}
-            add = theirs.add_special_tokens if special else theirs.add_tokens
-            add([tokenizers.AddedToken(**flags)])
-            if theirs.token_to_id(flags["content"]) != number:
+        for token, number in wanted.items():
+            flags = {"normalized": not specials[number], **added[number]}
+            add = theirs.add_special_tokens if specials[number] else theirs.add_tokens
+            add([tokenizers.AddedToken(**flags | {"special": specials[number]})])
+            if theirs.token_to_id(token) != number:
                 raise ValueError(
-                    f"the added token {flags['content']!r} has the id {number}, where the library "
-                    f"tokenizers gives it {theirs.token_to_id(flags['content'])}"
+                    f"the added token {token!r} has the id {number}, where the library tokenizers "
+                    f"gives it {theirs.token_to_id(token)}"
                 )
         return theirs.to_str().encode()
 

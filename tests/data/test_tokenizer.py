@@ -384,6 +384,11 @@ ENDS = {
         },
         [4, 2],
     ),
+    "a pad": (
+        BYTE_LEVEL
+        | {"added_tokens.json": {"<pad>": 3}, "special_tokens_map.json": {"pad_token": "<pad>"}},
+        [2],
+    ),
     "added in the settings": (
         {
             "tokenizer.json": UNIGRAM.replace("<turn>", "turn"),
@@ -403,6 +408,8 @@ def test_every_end_that_the_files_name(tmp_path, case):
     save(found, tmp_path / "saved")
     again = load(tmp_path / "saved")
     assert (again.eot, list(again.ends), again.vocab_size) == (ends[0], ends, found.vocab_size)
+    if case == "a pad":  # which a model without it could not use
+        assert found.vocab_size == 3
     if case.startswith("added"):  # text that spells it out is text
         assert found.vocab_size - 1 not in found.encode("a<turn>b")
 
