@@ -19,7 +19,6 @@ import glob
 import importlib.util
 import json
 import logging
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -30,8 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Processes that are spawned import this file, and others measure the memory that JAX takes: so JAX
-# and what imports it is imported in functions.
+# A process that measures memory counts from before JAX is there, so functions import what loads it.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -208,13 +206,17 @@ DOCUMENT_CHARACTERS = 4000
 
 
 def bench_prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """MB a second and process: `data prepare` with GPT-2's vocabulary, and bare tiktoken.
+    """MB a second of one process: `data prepare` with GPT-2's vocabulary, and bare tiktoken.
 
-    The texts are cut into documents and repeated to the size wanted. Both sides spawn their
-    processes, load the vocabulary and tokenise the same documents. Prepare's start counts in full,
-    and it reads and writes files; the bare processes have their documents in memory already, and
-    write nothing.
+    The texts are cut into documents and repeated to the size wanted. Prepare reads one JSON-lines
+    file and writes shards with checksums; tiktoken has the documents in memory and writes nothing.
     """
+    import tiktoken
+
+    from maxmars.data.corpus import TextFiles
+    from maxmars.data.prepare import prepare
+    from maxmars.data.tokenizer import GPT2Tokenizer
+
     text = "".join(Path(path).read_text() for path in sorted(glob.glob(args.prepare)))
     if not text:
         raise SystemExit(f"no text matches {args.prepare!r}")
@@ -222,63 +224,25 @@ def bench_prepare(args: argparse.Namespace) -> dict[str, Any]:
     documents = [text[start : start + DOCUMENT_CHARACTERS] for start in starts]
     documents *= max(round(args.megabytes * 1e6 / len(text)), 1)
     megabytes = sum(len(document.encode()) for document in documents) / 1e6
+    encoding, tokenizer = tiktoken.get_encoding("gpt2"), GPT2Tokenizer()
     with tempfile.TemporaryDirectory() as scratch:
         lines = Path(scratch, "documents.jsonl")
         lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
 
-        def rate(run: Callable[[], float]) -> Callable[[], float]:
-            return lambda: megabytes / run() / args.workers
+        def ours() -> None:
+            with tempfile.TemporaryDirectory(dir=scratch) as out:
+                corpus, target = TextFiles([str(lines)]), Path(out, "tokens")
+                prepare(corpus, target, tokenizer=tokenizer, source="a bench", workers=0)
 
-        sides = {
-            "bare tiktoken": rate(lambda: bare_seconds(lines, args.workers)),
-            "prepare": rate(lambda: prepare_seconds(lines, args.workers)),
-        }
+        def bare() -> None:
+            for document in documents:
+                encoding.encode_to_numpy(document, disallowed_special=())
+
+        runs = {"bare tiktoken": bare, "prepare": ours}
+        sides = {name: lambda run=run: megabytes / seconds(run) for name, run in runs.items()}
         rates = alternate(sides, args.rounds)
-    print(f"{megabytes:.0f} MB, {args.workers} processes, load {os.getloadavg()[0]:.1f}")
-    print_rates(rates, "MB/s a process", ".1f", "bare tiktoken")
+    print_rates(rates, f"MB/s, {megabytes:.0f} MB", ".1f", "bare tiktoken")
     return rates
-
-
-def bare_seconds(path: Path, workers: int) -> float:
-    """Loading the documents does not count, loading tiktoken does."""
-    context = multiprocessing.get_context("spawn")
-    ready, go = context.Semaphore(0), context.Event()
-    processes = [
-        context.Process(target=tokenise, args=(path, i, workers, ready, go)) for i in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    for _ in processes:
-        ready.acquire()
-    started = time.perf_counter()
-    go.set()
-    for process in processes:
-        process.join()
-    return time.perf_counter() - started
-
-
-def tokenise(path: Path, first: int, stride: int, ready: Any, go: Any) -> None:
-    documents = [json.loads(line)["text"] for line in path.read_text().splitlines()[first::stride]]
-    ready.release()
-    go.wait()
-    import tiktoken
-
-    encoding = tiktoken.get_encoding("gpt2")
-    for text in documents:
-        encoding.encode_to_numpy(text, disallowed_special=())
-
-
-def prepare_seconds(path: Path, workers: int) -> float:
-    from maxmars.data.corpus import TextFiles
-    from maxmars.data.prepare import prepare
-    from maxmars.data.tokenizer import GPT2Tokenizer
-
-    corpus, tokenizer = TextFiles([str(path)]), GPT2Tokenizer()
-    with tempfile.TemporaryDirectory(dir=path.parent) as name:
-        out = Path(name, "out")
-        return seconds(
-            lambda: prepare(corpus, out, tokenizer=tokenizer, source="a bench", workers=workers)
-        )
 
 
 # --- checkpoint -----------------------------------------------------------------------------------
@@ -610,8 +574,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data.add_argument(
         "--prepare", metavar="GLOB", help="time `data prepare` on these texts instead"
     )
-    data.add_argument("--megabytes", type=float, default=400, help="of text for --prepare")
-    data.add_argument("--workers", type=int, default=2, help="processes for --prepare")
+    data.add_argument("--megabytes", type=float, default=50, help="of text for --prepare")
     checkpoint = command(bench_checkpoint, 5)
     checkpoint.add_argument("--directory", help="where to write (the temporary directory)")
     checkpoint.add_argument("--size", default="small", choices=("small", "medium", "large", "xl"))
