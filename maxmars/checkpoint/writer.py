@@ -120,7 +120,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         *,
         data_position: int,
         metrics: dict[str, Any] | None = None,
-        receipt: Callable[[int, str, int], dict[str, Any]] = lambda *_: {},
+        tokens: int = 0,
+        journal: Callable[[int, str, int, int], str | None] = lambda *_: None,
         wait: bool = False,
     ) -> float | None:
         """Write a checkpoint in the background.
@@ -135,8 +136,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           data_position: number of training examples consumed.
           metrics: numbers that are stored beside the state, and that decide which checkpoints are
             the best.
-          receipt: from step, digest and position to what is stored as the checkpoint's receipt;
-            called before the checkpoint is written.
+          tokens: trained on so far.
+          journal: from step, digest, position and tokens to the hash of the line that the run's
+            journal now has of this save; called before the checkpoint is written.
           wait: return only when the checkpoint is complete.
 
         Returns:
@@ -172,7 +174,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         known = self._on_disk.get(step) == meta["digest"]
         if known and step in steps_of_run(self._directory):
             return None
-        meta = _sealed(meta | {"receipt": receipt(step, meta["digest"], data_position)})
+        line = journal(step, meta["digest"], data_position, tokens)
+        meta = _sealed(meta | {"tokens": tokens, "journal": line})
         self._retention.record(step, meta["metrics"])
         self._retention.outdated.discard(step)
         with self._reporting(), _orbax_context(state):

@@ -43,7 +43,7 @@ COMMANDS = {
     "verify-resume": Command(
         "train", "run_verify_resume", "prove that a killed run goes on bit by bit"
     ),
-    "audit": Command("audit", "run", "check that a run is one trajectory, by its receipts"),
+    "audit": Command("audit", "run", "check that a run is one trajectory, by its journal"),
     "compare": Command("compare", "run", "tune optimizers and compare them, fairly"),
     "report": Command("compare", "run_report", "draw the curves of runs and comparisons"),
     "plan": Command("plan", "run", "memory, traffic and time of a run, before you pay"),

@@ -13,6 +13,7 @@ import tyro
 
 from maxmars.cli.parse import parse_options
 from maxmars.config.checks import CheckedConfig, UsageError
+from maxmars.config.errors import about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class ExportArguments(CheckedConfig):
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
     Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
-    scores, hardware and receipts; loss_curve.png is drawn with the extra `report`. Read the card
+    scores, hardware and digests; loss_curve.png is drawn with the extra `report`. Read the card
     before you publish it.
 
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
@@ -155,11 +156,8 @@ def _push(directory: str, repository: str, *, private: bool) -> int:
     again = _push_command(directory, repository, private=private)
     still_here = f"{directory} is whole; push it again by `{again}`"
     pushed = None
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            pushed = hub.push(Path(directory).expanduser(), repository, private=private)
-        except (ValueError, OSError) as error:
-            raise OSError(f"{error} {still_here}.") from error
+    with contextlib.suppress(KeyboardInterrupt), about(still_here):
+        pushed = hub.push(Path(directory).expanduser(), repository, private=private)
     if pushed is None:
         print(f"\ninterrupted; {still_here}", file=sys.stderr)
         return 130

@@ -66,7 +66,6 @@ class PrepareArguments(CheckedConfig):
         "validation-fraction",
         "workers",
         "tasks",
-        "format",
         "pack",
         "pack-length",
     )

@@ -155,9 +155,9 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
 class VerifyResumeArguments(ConfigArguments):
     """Prove on this hardware that a killed and continued run equals an undisturbed one.
 
-    Trains the config for a few steps: undisturbed, once more as a control, and a third time, killed
-    with SIGKILL and then continued. Says whether all losses and the last state agree bit by bit,
-    writes receipt.json and receipt.txt, and exits with 1 if they do not.
+    Trains the config for a few steps, kills the run with SIGKILL, continues it, and computes all
+    steps again undisturbed. Says whether the last states agree bit by bit, writes receipt.json and
+    receipt.txt, and exits with 1 if they do not.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -179,11 +179,11 @@ class VerifyResumeArguments(ConfigArguments):
     steps: Annotated[
         int, Rule(lambda steps: steps > 1, "must be at least 2"), tyro.conf.arg(metavar="N")
     ] = 20
-    """Steps of each run."""
+    """Steps of the run."""
     checkpoint_step: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Kill the third run after the checkpoint of this step; None takes half of the steps."""
+    """Kill the run after the checkpoint of this step; None takes half of the steps."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory to make, for the runs and the receipt; None is runs/NAME-verify-resume."""
+    """Directory to make, for the run and the receipt; None is runs/NAME-verify-resume."""
 
 
 def run_verify_resume(argv: list[str]) -> int:

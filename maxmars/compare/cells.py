@@ -440,7 +440,7 @@ def _curve_from_json(fields: Any) -> Curve:
 def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
     """The results of all finished cells of the contenders of these names, whatever their settings
     and seeds."""
-    rows = read_json_lines(workdir / _PACKED, lambda row: _result(row) is not None)
+    rows = read_json_lines(workdir / _PACKED)
     for name in names:
         paths = (workdir / "cells" / name).glob(f"*/{_RESULT}")
         rows += [read_json(path) for path in paths]

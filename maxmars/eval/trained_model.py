@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -24,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
-from maxmars.checkpoint.receipts import recorded_code
+from maxmars.checkpoint.journal import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
@@ -45,6 +44,7 @@ from maxmars.distributed.files import (
     write_text,
 )
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
 from maxmars.model import hub, huggingface
 from maxmars.model.language_model import (
     LanguageModel,
@@ -53,8 +53,6 @@ from maxmars.model.language_model import (
     param_shardings,
 )
 
-CHECKPOINTS, TOKENIZER, IMPORTED_FROM = "checkpoints", "tokenizer", "imported_from.json"
-MODEL_SOURCE = "sources/model"
 """Where a working directory keeps the file of a `ModuleConfig`."""
 
 _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
@@ -232,11 +230,8 @@ def keep_source(source: Path, folder: Workdir) -> None:
 
 def kept_sha256(kept: Workdir) -> str | None:
     """The SHA-256, in hex, that a kept file must have; None where none is recorded."""
-    try:
-        words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
-    except (ValueError, IsADirectoryError):
-        return None
-    return words[0] if words and re.fullmatch("[0-9a-f]{64}", words[0]) else None
+    words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
+    return words[0] if words else None
 
 
 def check_code(kept: Workdir, source: str, workdir: Workdir) -> None:

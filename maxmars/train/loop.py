@@ -15,7 +15,6 @@ from maxmars.distributed.files import Workdir, resolve
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
-from maxmars.train.metrics import Sessions, read_metrics
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
 from maxmars.train.summary import write_summary
@@ -56,23 +55,22 @@ def train(
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `sessions.jsonl`,
-    `receipts.jsonl`, `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a
+    `distributed/workdir.py` names the files that it writes into `workdir`. Every process of a
     distributed run calls this.
 
     Args:
       config: what to train.
       workdir: directory of the run, on a disk or `gs://`.
-      init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
+      init_from: weights that a new run starts from, which the journal records; None draws them
         at random. A run that continues takes None, or what it started from.
       resume_overrides: dotted names of fields that change on purpose when the run continues (see
-        `resume`); `config_changes.jsonl` records the changes.
+        `resume`); the journal records the changes.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
       trace_tables: makes tables of what took the time in these steps.
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
-      command: the command line, which `sessions.jsonl` records.
+      command: the command line, which the journal records.
       memory_bytes: memory of a device that a step may count on, for what the run chooses by it;
         None asks the device.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
@@ -99,7 +97,7 @@ def train(
             init_from=init_from,
             resume_overrides=resume_overrides,
             clock=clock,
-            sessions=Sessions(clock, command=command),
+            command=command,
             stack=stack,
             memory_bytes=memory_bytes,
             quiet=quiet,
@@ -161,11 +159,10 @@ def train(
         done = run.step >= num_steps
         if done:
             done = _evaluate(run, _missing_evaluations(run), stops) is not None
-        run.writer.sync()  # the summary and the result read the metrics
-        run.receipts.end()
-        run.sessions.reached(run.step, done=done)
+        run.writer.sync()  # the summary reads the metrics
+        told = run.journal.ended(run.step, done=done)
         run.progress.close()
-        run.progress.message(write_summary(run, done=done))
+        run.progress.message(write_summary(run, done=done, journal=told))
         return _result(run, done=done)
 
 
@@ -173,9 +170,8 @@ def _begin(
     run: Run, stack: contextlib.ExitStack, life: Life, starting: Starting | None
 ) -> StopRequests:
     """Record that a session begins; from here on the run can be asked to stop."""
-    run.receipts.begin(read_metrics(run.workdir) if processes.is_primary() else ())
-    run.sessions.record(run.workdir, run.step, run.checkpointer.check_owner)
-    stack.enter_context(run.sessions)
+    run.journal.begin(run.writer.kept)
+    run.writer.kept.clear()
     stops = stack.enter_context(StopRequests(before_leaving=life.leave))
     if starting is not None:
         starting.done()
@@ -190,12 +186,12 @@ def _evaluations_at(run: Run, step: int) -> list[Evaluation]:
 def _missing_evaluations(run: Run) -> list[Evaluation]:
     """The evaluations of the step where the run stands that its metrics do not have."""
     primary = processes.is_primary()  # only this process has the metrics
-    rows = read_metrics(run.workdir) if primary else []
-    made = {key for row in rows if row["step"] == run.step for key in row}
     return [
         evaluation
         for evaluation in _evaluations_at(run, run.step)
-        if not processes.all_processes(not primary or evaluation.metric in made)
+        if not processes.all_processes(
+            not primary or run.writer.last.get(evaluation.metric, (None, 0))[0] == run.step
+        )
     ]
 
 
@@ -220,14 +216,14 @@ def _evaluate(
 def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
     """Save the step where the run stands, with the validation loss if `evaluated` has it."""
     with run.clock("checkpoint", f"writing the checkpoint of step {run.step}"):
-        run.sessions.reached(run.step, write=True)
         run.writer.sync()  # a resume from this checkpoint finds the metrics of its steps
         blocked_s = run.checkpointer.save(
             run.step,
             run.state,
             data_position=run.batches.position,
             metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
-            receipt=run.receipts.save,
+            tokens=run.tokens(run.step),
+            journal=run.journal.saved,
             wait=wait,
         )
     if blocked_s is not None:
@@ -235,9 +231,7 @@ def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
 
 
 def _result(run: Run, *, done: bool) -> TrainResult:
-    losses: dict[str, float] = {}
-    for row in read_metrics(run.workdir) if processes.is_primary() else []:
-        losses |= {key: float(row[key]) for key in ("train/loss", "eval/loss") if key in row}
+    losses = {key: float(value) for key, (_, value) in run.writer.last.items() if "loss" in key}
     return TrainResult(
         done=done,
         step=run.step,

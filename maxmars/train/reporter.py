@@ -19,7 +19,9 @@ from maxmars.config.numbers import short
 from maxmars.data.tokenizer import Tokenizer, load
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
+from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
 from maxmars.model.language_model import flops_per_token
+from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
 
@@ -90,8 +92,7 @@ class StepReporter:
         if consecutive_skips:
             reason = "a spike of the loss" if finite.item() else "not finite"
             self._skipped(step, values, consecutive_skips, reason)
-        values |= self._rates()
-        run.sessions.reached(step)
+        values |= self._rates(step)
         run.writer.write(step, values)
         line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"
         if "perf/tokens_per_sec" in values:
@@ -115,7 +116,7 @@ class StepReporter:
             self._clipped.clear()
         return values if norms is None else values | named_norms(norms)
 
-    def _rates(self) -> dict[str, float]:
+    def _rates(self, step: int) -> dict[str, float]:
         """Of the steps since the last line, and their waits for data: nothing else counts."""
         if self._before is None or self._steps < 1:
             return {}
@@ -129,7 +130,7 @@ class StepReporter:
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/step_time": stepped + waited,
             "perf/data_wait": waited,
-            "perf/goodput": self._run.sessions.goodput(),
+            "perf/goodput": shares(run_seconds(self._run.journal.sessions(step)))["steps"],
         }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
@@ -146,7 +147,7 @@ class StepReporter:
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        path = run.workdir / "skipped_steps" / f"{step}.json"
+        path = run.workdir / SKIPPED_STEPS / f"{step}.json"
         where = f"its examples are in {path}"
         if processes.is_primary():
             try:
@@ -207,7 +208,7 @@ class StepReporter:
     @functools.cached_property  # also where there is none: the attempt may take a while
     def _tokenizer(self) -> Tokenizer | None:
         try:
-            return load(self._run.workdir / "tokenizer")
+            return load(self._run.workdir / TOKENIZER)
         except (ValueError, ImportError, OSError):
             return None
 

@@ -29,8 +29,21 @@ from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, programs, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
+from maxmars.distributed.workdir import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    MODEL_SOURCE,
+    OPTIMIZER_SOURCE,
+    PARAMETERS,
+    SOURCES,
+    TOKENIZER,
+    VERIFIED,
+    of_process,
+)
 from maxmars.eval.hellaswag import HellaSwagInLoop
-from maxmars.eval.trained_model import MODEL_SOURCE, keep_source
+from maxmars.eval.trained_model import keep_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
@@ -44,7 +57,6 @@ from maxmars.train.auto import (
     memory_bytes_of,
     slow_network_warning,
 )
-from maxmars.train.bookkeeping import OPTIMIZER_SOURCE, clear
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import (
     InitFrom,
@@ -52,19 +64,15 @@ from maxmars.train.init_from import (
     check_origin,
     fetch_source,
     load_initial,
-    rebuild_origin,
-    record_origin,
 )
-from maxmars.train.metrics import MetricsWriter, Sessions
+from maxmars.train.journal import Journal
+from maxmars.train.metrics import MetricsWriter
 from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
-from maxmars.train.receipts import Receipts
 from maxmars.train.resume import (
     check_data,
     continued_config,
     is_same_place,
-    record_changes,
     rounding_change,
-    rounding_of,
     saved_run,
 )
 from maxmars.train.step import (
@@ -104,10 +112,9 @@ class Run:
     data_digest: str
     verification: Verification
     clock: Clock
-    receipts: Receipts
+    journal: Journal
     writer: MetricsWriter
     progress: Progress
-    sessions: Sessions
     tokens: Callable[[int], int]
     """From a step to the tokens that the run has trained on after it."""
     state: TrainState
@@ -144,8 +151,8 @@ class Start:
     """Trained on so far; in earlier sessions a step may have had more or fewer."""
     digest: str
     """Of the state."""
-    receipt: dict[str, Any]
-    """In the checkpoint that was restored; empty where there is none."""
+    checkpoint: Checkpoint | None
+    """What was restored; None for a new run."""
 
 
 def open_run(
@@ -155,7 +162,7 @@ def open_run(
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
     clock: Clock,
-    sessions: Sessions,
+    command: str | None,
     stack: contextlib.ExitStack,
     memory_bytes: int | None = None,
     quiet: bool = False,
@@ -171,13 +178,11 @@ def open_run(
     checkpointer = lock(checked, workdir, progress, stack)
     start = restore(checked, workdir, checkpointer, clock, progress.message)
     config, owner = checked.config, checkpointer.check_owner
-    if checked.saved is not None:
-        record_changes(workdir, start.step, checked.saved.run_config(), config)
     batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
     stack.callback(batches.close)
     verification = Verification(
         own_share(checked.tokens.files) if config.data.verify else (),
-        workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
+        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
         may_write=owner,
     )
 
@@ -185,32 +190,28 @@ def open_run(
         return start.tokens + (step - start.step) * config.tokens_per_step
 
     trackers = open_trackers(config, workdir, start.step, log=progress.message)
-    receipts = Receipts(
-        workdir,
-        step=start.step,
-        digest=start.digest,
-        position=start.position,
-        previous=start.receipt,
-        about={
-            "session": clock.start,
-            "batch_size": config.global_batch_size,
-            "rounding": rounding_of(config, checked.mesh.devices.flat[0].platform),
-            "data": checked.data_digest,
-            "own_code": text_digests(config),
-            "environment": environment(checked.mesh),
-            "init_from": None if checked.initial is None else checked.initial.origin,
-        },
-        tokens=tokens,
-        may_write=owner,
-    )
-    stack.callback(receipts.close)
+    told = None if start.checkpoint is None else start.checkpoint.journal
+    began = {
+        "step": start.step,
+        "digest": start.digest,
+        "position": start.position,
+        "command": command,
+        "config": to_dict(config),
+        "data": checked.data_digest,
+        "own_code": text_digests(config),
+        "environment": environment(checked.mesh),
+        "earlier": start.checkpoint is not None and told is None,
+    }
+    if start.checkpoint is None:  # a run that goes on has the origin of its first session
+        began["init_from"] = None if checked.initial is None else checked.initial.origin
+    journal = Journal(workdir, clock, began, checkpoint=told, may_write=owner)
     writer = MetricsWriter(
         workdir,
         start.step,
         tokens=tokens,
         may_write=owner,
         trackers=trackers,
-        on_write=receipts.add,
+        on_write=journal.add,
     )
     return Run(
         config=config,
@@ -223,10 +224,9 @@ def open_run(
         data_digest=checked.data_digest,
         verification=stack.enter_context(verification),
         clock=clock,
-        receipts=receipts,
+        journal=stack.enter_context(journal),
         writer=stack.enter_context(writer),
         progress=progress,
-        sessions=sessions,
         tokens=tokens,
         state=start.state,
         step=start.step,
@@ -250,7 +250,7 @@ def check(
     mesh = sharding.training_mesh(config)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
-    saved = saved_run(workdir / "checkpoints", resume_overrides)
+    saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
     if saved is not None:
         config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
     messages: list[str] = []
@@ -261,7 +261,10 @@ def check(
             f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
-    kept = saved.run_config() if saved is not None and is_same_place(saved, config, mesh) else None
+    kept = None
+    if saved is not None and is_same_place(saved.environment, mesh):
+        kept = saved.run_config()
+        kept = kept if kept.global_batch_size == config.global_batch_size else None
     config = choose_precision(config, mesh, messages.append)
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
@@ -283,7 +286,7 @@ def check(
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:
             messages.append(f"attention is plain and slower: {attention.reason}")
-    check_origin(workdir, init_from, saved)
+    check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
@@ -332,19 +335,16 @@ def lock(
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
     checkpointer = Checkpointer(
-        workdir / "checkpoints", config, mesh=mesh, data_digest=checked.data_digest
+        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
     )
     stack.enter_context(checkpointer)
     if processes.is_primary():
-        clear(workdir)
-        copy_tokenizer(tokens.first, workdir / "tokenizer")
-        write_json(workdir / "config.json", to_dict(config))
-        write_json(workdir / "environment.json", environment(mesh))
-        write_json(workdir / "data.json", {"parts": tokens.describe()})
+        copy_tokenizer(tokens.first, workdir / TOKENIZER)
+        write_json(workdir / CONFIG, to_dict(config))
+        write_json(workdir / ENVIRONMENT, environment(mesh))
+        write_json(workdir / DATA, {"parts": tokens.describe()})
         table = describe_parameters(config.optimizer, config.model)
-        write_bytes(workdir / "parameters.txt", f"{table}\n".encode())
-        if checked.saved is not None:
-            rebuild_origin(workdir, checked.saved)
+        write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
             keep_source(path, workdir / MODEL_SOURCE)
@@ -352,7 +352,7 @@ def lock(
             path, _ = split_source(config.optimizer.make)
             keep_source(path, workdir / OPTIMIZER_SOURCE)
         for path in tokens.sources:
-            write_bytes(workdir / "sources" / path.name, path.read_bytes())
+            write_bytes(workdir / SOURCES / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -382,21 +382,16 @@ def restore(
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
     train_step = make_train_step(config, mesh, checked.tokens.types)
-    step, position, tokens, receipt, found = 0, 0, 0, {}, None
+    step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
-            step = restored.checkpoint.step
-            position, receipt = restored.checkpoint.data_position, restored.checkpoint.receipt
-            # Receipts of before do not tell the tokens, but then all examples had one length.
-            length = restored.checkpoint.run_config().model.max_seq_len
-            tokens = receipt.get("tokens", position * length)
-            found = restored.checkpoint.digest
+            saved = restored.checkpoint
+            step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
             hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
             state = dataclasses.replace(restored.state, hyperparams=hyperparams)
         elif initial is not None:
-            record_origin(workdir, initial)
             taken = (
                 "weights and optimizer state" if initial.origin["optimizer_state"] else "weights"
             )
@@ -404,8 +399,7 @@ def restore(
             state = initial.state
         else:
             state = init_train_state(config, mesh)
-        if found is None:
-            found = combine(digest(state))
+        found = combine(digest(state)) if saved is None else saved.digest
     return Start(
         train_step=train_step,
         state=state,
@@ -413,7 +407,7 @@ def restore(
         position=position,
         tokens=tokens,
         digest=found,
-        receipt=receipt,
+        checkpoint=saved,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from maxmars.distributed.files import Workdir, is_remote
+from maxmars.distributed.workdir import PROFILE, of_process
 
 TraceTables = Callable[[Path, str, int], str]
 """Makes tables of the operations that took the time, from the trace's directory, the text of the
@@ -47,7 +48,7 @@ class StepTracer:
 
     @property
     def _directory(self) -> Path:
-        return Path(self._workdir) / "profile" / f"host_{jax.process_index():03d}"
+        return Path(self._workdir) / of_process(PROFILE, jax.process_index())
 
     def before(self, step: int, state: Any) -> None:
         """Start the trace if `step`, which comes next, is the first to trace.

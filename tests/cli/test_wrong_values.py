@@ -126,7 +126,6 @@ OUT_OF_RANGE = [
     "audit x --replay 0",
     "data prepare x y --workers -1",
     "data prepare x y --validation-fraction 1.0",
-    "track verify x --cells 0",
     f"launch slurm quickstart {RUN} --nodes 0",
     f"launch gke quickstart {RUN} --topology v6e:4x4 --max-restarts -1",
     "verify-resume quickstart --steps 1",

@@ -17,6 +17,8 @@ import pytest
 from refusals import refused
 
 from maxmars import cli
+from maxmars.checkpoint import read
+from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.cells import (
     Cell,
     CellResult,
@@ -33,6 +35,7 @@ from maxmars.compare.sizes import speed_up
 from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
+from maxmars.train.journal import began_in
 
 LION = Cell(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
 
@@ -128,8 +131,7 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     result = by_cell(compared, comparison)[LION]
     assert result.loss == series(ours, "eval/loss")[4]
     assert dict(result.train_losses) == series(ours, "train/loss")
-    ended = json.loads((tmp_path / "receipts.jsonl").read_text().splitlines()[-1])
-    assert result.final_state == ended["digest"]
+    assert result.final_state == read(tmp_path / "checkpoints").digest
     assert result.environment["jax"] == jax.__version__
 
 
@@ -567,8 +569,7 @@ def test_a_killed_comparison_continues_its_cell(tmp_path):
     process.wait()
     assert not (cell.directory(killed) / "result.json").exists()
     subprocess.run([*command, str(killed)], check=True)
-    sessions = (cell.directory(killed) / "sessions.jsonl").read_text().splitlines()
-    first_steps = {json.loads(line)["first_step"] for line in sessions}
-    assert len(first_steps) == 2  # the second session did not begin at step 0
+    began = began_in(read_journal(cell.directory(killed)))
+    assert len({line["step"] for line in began}) == 2  # the second did not begin at step 0
     for key in ("train/loss", "eval/loss"):
         assert series(cell.directory(killed), key) == series(cell.directory(undisturbed), key)

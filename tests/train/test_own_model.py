@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from hellaswag_questions import write_questions_file
 from plain_scores import plain_scorer
-from tiny import ADAMW, MODEL, batch_of, short_config
+from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config
 
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -54,7 +54,6 @@ from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import matrix_specs, parameter_groups
 from maxmars.train.step import init_train_state, make_train_step
-from maxmars.train.verify_resume import first_difference, series
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tools" / "examples" / "own_model.py"
@@ -185,7 +184,7 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
     assert "it ran" in capsys.readouterr().out
     main([*commands[-1], "--trust-code"])
     assert "one trajectory" in capsys.readouterr().out
-    (copy / "receipts.jsonl").unlink()  # as in a run of before, which recorded nothing
+    (copy / "journal.jsonl").unlink()  # as in a run of before, which recorded nothing
     assert load(copy).config == load(copy, trust_code=True).config
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL, batch_of, short_config
+from tiny import MODEL, batch_of, first_difference, series, short_config
 from xla_flags import xla_flags
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -27,7 +27,6 @@ from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import abstract_train_state, init_train_state, make_train_step
-from maxmars.train.verify_resume import first_difference, series
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 SOURCE = """
