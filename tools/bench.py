@@ -295,10 +295,9 @@ def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Save or restore in this process."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
-    from maxmars.config.command_line import load_config
 
     from maxmars.checkpoint import Checkpointer
-    from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig
+    from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig, load_config
     from maxmars.distributed.sharding import make_mesh
     from maxmars.model.language_model import graph_and_abstract_params
 

@@ -52,10 +52,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from maxmars.config.command_line import load_config  # noqa: E402
-
 from maxmars.checkpoint import list_steps, load, read  # noqa: E402
-from maxmars.config import MeshConfig, from_dict, to_dict  # noqa: E402
+from maxmars.config import (  # noqa: E402
+    MeshConfig,
+    from_dict,
+    load_config,
+    to_dict,
+)
 from maxmars.train.metrics import read_metrics  # noqa: E402
 
 CONFIG = '''\
