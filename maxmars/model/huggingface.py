@@ -278,7 +278,7 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
                 "output head is the token embedding only."
             )
     if not config.use_bias:
-        for name in biases & weights.keys():
+        for name in sorted(biases & weights.keys()):
             bias = weights.pop(name)
             if bias.read().any():
                 raise ValueError(

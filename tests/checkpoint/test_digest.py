@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 
 from maxmars.checkpoint.digest import (
     combine,
@@ -180,11 +181,11 @@ def test_leaf_types():
 
 
 def test_rejects_what_it_cannot_name_or_digest():
-    with pytest.raises(ValueError, match="leaf path 'a/1' is not unique"):
+    with refused(ValueError, "'a/1'"):
         digest({"a": {"1": 0}, "a/1": 0})
-    with pytest.raises(ValueError, match=r"leaf 'k' has type key<fry>.*jax.random.key_data"):
+    with refused(ValueError, "'k'", "key<fry>", "jax.random.key_data"):
         digest({"k": jax.random.key(0)})
-    with pytest.raises(ValueError, match="leaf 'c' has type complex64"):
+    with refused(ValueError, "'c'", "complex64"):
         digest({"c": 1j * jnp.ones(2)})
 
 

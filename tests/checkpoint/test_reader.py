@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 from states import (
     ADAMW,
     MESH,
@@ -113,7 +113,7 @@ def test_one_array_after_the_other_from_the_newest_sound_checkpoint(saved, copy)
 
     (step, parts), ((skipped, why),) = newest_sound(copy, use)
     assert (step, skipped) == (1, 2)
-    assert "state cannot be read" in why
+    assert "state" in why
     assert_same(parts, saved[1][1]["params"])
 
 
@@ -134,24 +134,21 @@ def change_data_position(path):
 
 
 DAMAGE = {
-    "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "there is no meta in it"),
-    "truncated data": (lambda p: truncate(data_files(p)[0]), "state cannot be read"),
-    "missing data": (lambda p: data_files(p)[0].unlink(), "state cannot be read"),
-    "missing _METADATA": (lambda p: (p / "state/_METADATA").unlink(), "state cannot be read"),
-    "missing state": (lambda p: shutil.rmtree(p / "state"), "state cannot be read"),
-    "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state cannot be read"),
-    "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta cannot be read"),
-    "changed meta": (change_data_position, "meta does not agree with its checksum"),
-    "swapped layers": (
-        swap_layers,
-        "1 of .* arrays differ from their digest, first params/h/kernel",
-    ),
+    "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "meta"),
+    "truncated data": (lambda p: truncate(data_files(p)[0]), "state"),
+    "missing data": (lambda p: data_files(p)[0].unlink(), "state"),
+    "missing _METADATA": (lambda p: (p / "state/_METADATA").unlink(), "state"),
+    "missing state": (lambda p: shutil.rmtree(p / "state"), "state"),
+    "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state"),
+    "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta"),
+    "changed meta": (change_data_position, "meta"),
+    "swapped layers": (swap_layers, "params/h/kernel"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
-    damage, reason = DAMAGE[kind]
+    damage, named = DAMAGE[kind]
     damage(copy / "2")
     before = sorted(p.name for p in copy.iterdir())
     with caplog.at_level(logging.WARNING):
@@ -160,7 +157,7 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
     assert_same(got.state, saved[1][1])
     ((step, why),) = got.skipped
     assert step == 2
-    assert re.search(reason, why)
+    assert named in why
     assert f"{copy / '2'} skipped: {why}" in caplog.text
     assert sorted(p.name for p in copy.iterdir()) == before  # readers rename nothing
     gc.collect()
@@ -188,38 +185,23 @@ def test_errors(saved, copy, tmp_path):
     state = saved[1][1]
     by_eight = NamedSharding(mesh_of(1, 8, 1), P("fsdp"))
     odd = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32, sharding=by_eight)
-    table = [
-        (FileNotFoundError, "holds no checkpoint; name a directory", lambda: read(tmp_path / "x")),
-        (FileNotFoundError, r"no checkpoint of step 7, but of 1, 2\.", lambda: read(copy, 7)),
-        (
-            ValueError,
-            r"2 does not fit .* arrays differ, first .*float32\[.*16.* there and float32\[.*32.* ",
-            lambda: load(copy, abstract(make_state(width=32))),
-        ),
-        (
-            ValueError,
-            "first opt_state/1/0/count, which is absent there and int32",
-            lambda: load(copy, abstract(make_state(ADAMW))),
-        ),
-        (
-            ValueError,
-            "which is .* there and absent here",
-            lambda: restore(copy, {"step": state["step"]}),
-        ),
-        (
-            ValueError,  # which is no damage
-            "dimension size is 2",
-            lambda: load(copy, {"params": {"h": {"kernel": odd}}}),
-        ),
-    ]
-    for kind, message, call in table:
-        with pytest.raises(kind, match=message):
-            call()
+    with refused(FileNotFoundError, tmp_path / "x"):
+        read(tmp_path / "x")
+    with refused(FileNotFoundError, "step 7", "1, 2"):
+        read(copy, 7)
+    with refused(ValueError, copy / "2", "mu/h/kernel", "float32[2,16,32]", "float32[2,32,32]"):
+        load(copy, abstract(make_state(width=32)))
+    with refused(ValueError, "opt_state/1/0/count", "int32"):
+        load(copy, abstract(make_state(ADAMW)))
+    with refused(ValueError, copy / "2", "absent here"):
+        restore(copy, {"step": state["step"]})
+    with refused(ValueError, "dimension size is 2"):  # JAX's own words: it is no damage
+        load(copy, {"params": {"h": {"kernel": odd}}})
     for step in (1, 2):
         truncate(data_files(copy / str(step))[0])
-    with pytest.raises(ValueError, match=r"no checkpoint in .* could be used \(step 2: .*step 1: "):
+    with refused(ValueError, "step 2: ", "step 1: "):
         restore(copy, state)
-    with pytest.raises(ValueError, match=r"could be used \(step 2: state .*; name another step"):
+    with refused(ValueError, "step 2: "):
         restore(copy, state, step=2)
     assert list_steps(copy) == [1, 2]  # without a sound one, nothing is set aside
 
@@ -243,7 +225,7 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
         return read_text(path, *args, **kwargs)
 
     monkeypatch.setattr(path_type, "read_text", read_text_of_older_ones)
-    with pytest.raises(OSError, match=r"/2/meta could not be read .* start again") as caught:
+    with refused(OSError, copy / "2/meta", "start again") as caught:
         restore(copy, saved[1][1])
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
@@ -253,9 +235,7 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
 
 def test_a_newer_format_is_refused(copy):
     change_meta(copy / "2", lambda meta: meta.update(format_version=99))
-    with pytest.raises(
-        ValueError, match=r"format 99 and maxmars .* reads up to 3; use the version"
-    ):
+    with refused(ValueError, copy / "2", "format 99"):
         read(copy)
 
 
@@ -267,13 +247,10 @@ def test_of_an_older_format_the_parameters_can_be_read_but_no_run_continued(save
 
     for step in (1, 2):
         change_meta(copy / str(step), older)
-    message = (
-        r"checkpoints/2 was written by maxmars 0\.1\.0 \(format 2\); this is maxmars .*, which "
-        r"continues runs of format 3\. Continue it with maxmars 0\.1\.0, or .* --init-from .*/2 "
-    )
-    with pytest.raises(ValueError, match=message):
+    named = ("maxmars 0.1.0", "format 2", f"--init-from {copy / '2'}")
+    with refused(ValueError, *named):
         restore(copy, saved[1][2])
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *named):
         read(copy).run_config()
     assert read(copy).model == config().model
     params = saved[1][2]["params"]
@@ -292,7 +269,7 @@ def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert list_steps("checkpoints") == [1, 2]
     shutil.copytree(copy / "1", tmp_path / "best")
-    with pytest.raises(ValueError, match="best is a checkpoint whose name is not its step"):
+    with refused(ValueError, tmp_path / "best"):
         find(tmp_path / "best")
 
 

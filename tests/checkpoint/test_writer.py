@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from refusals import refused
 from states import (
     ADAMW,
     MESH,
@@ -88,9 +89,7 @@ def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path
     with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
         checkpointer.save(1, state, data_position=8, wait=True)
         (tmp_path / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-        with pytest.raises(
-            ValueError, match=rf"{tmp_path} is being written by process {os.getpid()} on"
-        ):
+        with refused(ValueError, tmp_path, f"process {os.getpid()}"):
             Checkpointer(tmp_path, config(), mesh=MESH)
         assert_same(load(tmp_path, abstract(state)).state, state)
         # A save of the first writer, for all that the second one and readers know.
@@ -154,9 +153,9 @@ def test_parameters_alone(tmp_path):
     assert (checkpoint.step, checkpoint.config) == (0, config().model)
     loaded = load(tmp_path / "checkpoints", {"params": abstract(params)})
     assert_same(loaded.state["params"], params)
-    with pytest.raises(ValueError, match=r"parameters of an imported model.* --init-from"):
+    with refused(ValueError, "--init-from"):
         checkpoint.run_config()
-    with pytest.raises(OSError, match="checkpoints/0 could not be written"):
+    with refused(OSError, tmp_path / "checkpoints/0"):
         save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
     assert (
         json.loads((tmp_path / "checkpoints/0/meta/data.json").read_text())["rng"]["seed"] is None

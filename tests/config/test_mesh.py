@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from refusals import refused
 from tiny import tiny_config
 
 from maxmars.config import GPT2Config, MeshConfig
@@ -41,7 +42,7 @@ def test_a_batch_that_does_not_divide_is_refused():
     shape = {"data": 2, "fsdp": 8, "tensor": 1}
     config = tiny_config(global_batch_size=480, num_microbatches=None)
     check_mesh(config, shape)
-    with pytest.raises(ValueError, match="num_microbatches may be 1, 2, 3, 5, 6, 10, 15, 30, or"):
+    with refused(ValueError, "1, 2, 3, 5, 6, 10, 15, 30"):
         check_mesh(dataclasses.replace(config, num_microbatches=12), shape)
-    with pytest.raises(ValueError, match="global_batch_size=480 does not divide over 64 devices"):
+    with refused(ValueError, "global_batch_size=480", "64 devices"):
         check_mesh(config, {"data": 8, "fsdp": 8, "tensor": 1})

@@ -10,6 +10,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import tiny_config, validation_batches
 from token_directories import write_nanogpt, write_shards
 
@@ -122,14 +123,14 @@ def test_vocabulary_must_fit(directory):
     config, model = TokenShardsConfig(path=str(directory)), tiny_config().model
     assert open_data(config, "train", model=model).streams[0].split == "train"
     small = dataclasses.replace(model, vocab_size=256)
-    with pytest.raises(ValueError, match=r"257 \(byte\), more than model\.vocab_size=256; set"):
+    with refused(ValueError, "257 (byte)", "model.vocab_size=256"):
         open_data(config, "train", model=small)
 
 
 def test_the_end_of_documents_must_be_the_tokenizers(directory):
     config = TokenShardsConfig(path=str(directory))
     model = dataclasses.replace(tiny_config().model, document_end_id=0)
-    with pytest.raises(ValueError, match=r"with the token 256, not with model\.document_end_id=0"):
+    with refused(ValueError, "token 256", "model.document_end_id=0"):
         open_data(config, "train", model=model)
 
 
@@ -144,9 +145,9 @@ def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
     tokens = np.arange(2000) % 257
     write_nanogpt(tmp_path / "gpt2", tokens, tokens)
     write_shards(tmp_path / "bytes", tokens, vocab_size=257, digest="0" * 64)
-    for other, found in (("gpt2", r"\(gpt2, None\)"), ("bytes", r"\(byte, [0-9a-f]{64}\)")):
+    for other, found in (("gpt2", "(gpt2, None)"), ("bytes", "(byte, ")):
         config = mixture_of(directory, tmp_path / other)
-        with pytest.raises(ValueError, match=f"one tokenizer, but .*tokens.* and .*{found} have"):
+        with refused(ValueError, directory, tmp_path / other, found):
             open_data(config, "train", model=model)
     write_shards(tmp_path / "known", tokens, tokenizer="gpt2", vocab_size=50257)
     config = mixture_of(tmp_path / "gpt2", tmp_path / "known")  # where no digest is known, the name
@@ -174,7 +175,7 @@ def test_a_mixture_through_the_mesh(directory, tmp_path):
     assert np.array_equal(scored_windows, tokens_of(expected, range(20)))
 
     many = dataclasses.replace(config, global_batch_size=256, num_microbatches=1)
-    with pytest.raises(ValueError, match=r"=16 tokens, of which it has 179: that makes 160 sequ"):
+    with refused(ValueError, "=16 tokens", "179", "160"):
         TrainBatches(tokens, many, mesh_of())
 
 
@@ -193,7 +194,7 @@ def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_s
     batches = TrainBatches(split_of(shards), config, mesh_of(), prefetch_steps=prefetch_steps)
     for _ in range(2):
         next(batches)
-    with pytest.raises(ValueError, match="holds the token id 999"):
+    with refused(ValueError, "id 999"):
         next(batches)  # of windows 32 to 47
     assert batches.position == 2 * BATCH
     batches.close()
@@ -210,7 +211,7 @@ def test_batches_are_read_before_they_are_asked_for(train):
     assert batches.position == 5 * BATCH
     batches.close()
     assert threading.active_count() == threads
-    with pytest.raises(ValueError, match="closed"):
+    with refused(ValueError, "closed"):
         next(batches)
     batches.close()  # again
 
@@ -361,7 +362,7 @@ def test_one_window_is_enough_for_a_batch_of_one(tmp_path):
 
 def test_too_few_tokens_for_a_batch(train):
     config = config_of(train.directory, global_batch_size=1024)
-    with pytest.raises(ValueError, match="too few for one batch of global_batch_size=1024"):
+    with refused(ValueError, "global_batch_size=1024"):
         TrainBatches(split_of(train), config, mesh_of())
 
 

@@ -77,10 +77,10 @@ def test_links_are_read_like_files_and_directories(tmp_path):
     pattern = f"{tmp_path}/texts [[]1]/**/*.txt"
     assert all_documents(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
     assert all_documents(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
-    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts \[\[\]1\]/\*\.txt'"):
+    with refused(IsADirectoryError, "texts [[]1]/*.txt'"):
         TextFiles([str(texts)])
     (store / "blob").unlink()
-    with pytest.raises(FileNotFoundError, match=r"a\.txt is a link to a file that is not there"):
+    with refused(FileNotFoundError, texts / "a.txt"):
         TextFiles([pattern])
 
 
@@ -168,9 +168,9 @@ def test_files_with_many_documents(tmp_path, kind, field):
         places = [sum(lines[:i]) for i in range(len(lines))]
     expected = [(f"rows.{kind}:{i}", text) for i, text in zip(places, texts, strict=True)]
     assert all_documents(corpus) == expected
-    with pytest.raises(ValueError, match=r"has no field 'body'.* by --text-field. It has .*n"):
+    with refused(ValueError, path, "'body'", "--text-field"):
         all_documents(TextFiles([str(path)], text_field="body"))
-    with pytest.raises(ValueError, match=r"has a value of type int in the field 'n', not text"):
+    with refused(ValueError, path, "int", "'n'"):
         all_documents(TextFiles([str(path)], text_field="n"))
 
 
@@ -230,13 +230,13 @@ def test_damaged_files(tmp_path, name, content, named):
 def test_zstd_that_is_cut_short(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(compress_zstd(b'{"text": "a"}\n' * 1000)[:-5])
-    with pytest.raises(ValueError, match="is damaged or cut short"):
+    with refused(ValueError, path):
         all_documents(TextFiles([str(path)]))
 
 
 def test_the_byte_of_an_error_counts_from_the_start(tmp_path):
     (tmp_path / "a.txt").write_bytes("ä".encode() * 1_000_000 + b"\xff")
-    with pytest.raises(ValueError, match="byte 2000000"):
+    with refused(ValueError, tmp_path / "a.txt", "byte 2000000"):
         all_documents(TextFiles([str(tmp_path / "a.txt")]))
 
 
@@ -265,27 +265,27 @@ def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "bomb.jsonl.gz")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert "ValueError: " in result.stderr
-    assert "bomb.jsonl.gz, line 2 is longer than 67 MB; make it several docu" in result.stderr
+    assert "bomb.jsonl.gz, line 2" in result.stderr
 
 
 def test_no_such_file(tmp_path):
     (tmp_path / "a.txt").write_text("first")
-    with pytest.raises(FileNotFoundError, match=r"no file matches '.*\*\.md'"):
+    with refused(FileNotFoundError, tmp_path / "*.md"):
         TextFiles([str(tmp_path / "a.txt"), str(tmp_path / "*.md")])
     for elsewhere in ("https://example.com/book.txt", "s3://bucket/*.txt"):
-        with pytest.raises(ValueError, match=r"must be files on a disk or gs://.*download them"):
+        with refused(ValueError, elsewhere):
             TextFiles([elsewhere])
 
 
 def test_a_directory_is_no_file(tmp_path):
     (tmp_path / "texts" / "deep").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError, match=r"texts is a directory without files of text"):
+    with refused(IsADirectoryError, tmp_path / "texts"):
         TextFiles([str(tmp_path / "texts")])
     (tmp_path / "texts" / "deep" / "a.jsonl").write_text("{}")
-    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts/\*\*/\*\.jsonl'"):
+    with refused(IsADirectoryError, tmp_path / "texts/**/*.jsonl"):
         TextFiles([str(tmp_path / "texts")])
     (tmp_path / "texts" / "a.txt").write_text("a")
-    with pytest.raises(IsADirectoryError, match=r"name its files: '.*texts/\*\.txt'"):
+    with refused(IsADirectoryError, tmp_path / "texts/*.txt"):
         TextFiles([f"{tmp_path / 'texts'}/"])
 
 

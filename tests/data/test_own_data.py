@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import running
 from flax import nnx
+from refusals import refused
 from tiny import ADAMW, MODEL, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
 
@@ -23,8 +24,8 @@ from maxmars.config import (
     MeshConfig,
     MixtureConfig,
     MixturePart,
-    TokenShardsConfig,
 )
+from maxmars.config.errors import in_words
 from maxmars.data.batches import TrainBatches, batch_types, open_data
 from maxmars.data.own_data import OwnData
 from maxmars.distributed.sharding import make_mesh
@@ -171,31 +172,25 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     expected = (losses.mean(1) * weights).sum() / weights.sum()
     assert found.loss == pytest.approx(expected, abs=1e-5)
     assert found.num_tokens == round(weights.sum() * LENGTH)
-    with pytest.raises(ValueError, match=r"counts none .* raise eval\.num_windows"):
+    with refused(ValueError, "eval.num_windows"):
         validation_loss(lambda params, batch: (0.0, 0.0), mesh, state.params, [batch])
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
         (
             {"weights": (0.0, 1.0, 2.5)},
-            r"mask of element 2 hold 2.5, which is not in \[0, 1\], which weights a token",
+            "mask of element 2 hold 2.5",
         ),
-        (
-            {"weights": (0.0, "nan", 1.0)},
-            r"mask of element 1 hold nan, which is not in \[0, 1\]",
-        ),
-        (
-            {"first": "bool"},
-            r"the mask of element \d+ are weights, and that of element 0 is not; return float32",
-        ),
+        ({"weights": (0.0, "nan", 1.0)}, "mask of element 1 hold nan"),
+        ({"first": "bool"}, "that of element 0"),
     ],
 )
-def test_weights_outside_their_range_are_refused(tmp_path, options, message):
+def test_weights_outside_their_range_are_refused(tmp_path, options, named):
     (tmp_path / "own.py").write_text(WEIGHTED)
     source = f"{tmp_path / 'own.py'}:windows"
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, named):
         batches_of(GrainConfig(source=source, options=options, order="sequential"))
 
 
@@ -205,7 +200,7 @@ def test_a_plan_knows_the_arrays_of_own_data(tmp_path, caplog):
     absent = GrainPart(source=f"{EXAMPLES}:from_hugging_face", weight=0.5, options=elsewhere)
     found = batch_types(MixtureConfig(parts=(additions, absent)), MODEL)
     assert found == {"tokens": np.int32, "mask": np.bool, "segment_ids": np.int32}
-    assert "from_hugging_face': planned as tokens alone (" in caplog.text
+    assert "from_hugging_face'" in caplog.text
 
 
 def test_texts_of_hugging_face(tmp_path):
@@ -252,49 +247,35 @@ def test_it_travels_as_its_config(counting):
 
 
 RANGE = "grain.MapDataset.range(40).map(lambda i: np.full(length + 1, i))"
-ERRORS = {
-    "iter dataset": (
-        f"{RANGE}.to_iter_dataset()",
-        "returned a grain.IterDataset, .* return the Map",
-    ),
-    "filter": (
-        f"{RANGE}.filter(lambda x: x[0] > 3)",
-        r"leaves elements out \(filter or flat_map\)",
-    ),
-    "endless": (f"{RANGE}.repeat()", r"has no end; leave out repeat\(\)"),
-    "empty": ("grain.MapDataset.range(0)", "has no elements"),
-    "list": ("[1, 2]", r"returned a list, not a grain.MapDataset; wrap .*MapDataset.source"),
-    "short": (f"{RANGE}.map(lambda x: x[1:])", r"element 0 has the shape \[16\], not \[17\]"),
-    "floats": (f"{RANGE}.map(lambda x: x / 2)", "tokens of element 0 are float64, not integers"),
-    "large ids": (
-        f"{RANGE}.map(lambda x: x + 257)",
-        r"hold 257, which is not in \[0, 256\], below",
-    ),
-    "negative ids": (f"{RANGE}.map(lambda x: x - 1)", r"hold -1, which is not in \[0, 256\]"),
-    "no tokens": (f"{RANGE}.map(lambda x: {{'ids': x}})", "has ids; it needs tokens"),
-    "other names": (
-        f"{RANGE}.map(lambda x: {{'tokens': x, 'labels': x}})",
-        "has tokens, labels; it",
-    ),
+NOT_THE_DATA = {  # what a source returns, and what its refusal names
+    "iter dataset": (f"{RANGE}.to_iter_dataset()", "grain.IterDataset"),
+    "filter": (f"{RANGE}.filter(lambda x: x[0] > 3)", "filter"),
+    "endless": (f"{RANGE}.repeat()", "repeat()"),
+    "empty": ("grain.MapDataset.range(0)", "no elements"),
+    "list": ("[1, 2]", "list"),
+    "short": (f"{RANGE}.map(lambda x: x[1:])", "[16], not [17]"),
+    "floats": (f"{RANGE}.map(lambda x: x / 2)", "float64"),
+    "large ids": (f"{RANGE}.map(lambda x: x + 257)", "257, which is not in [0, 256]"),
+    "negative ids": (f"{RANGE}.map(lambda x: x - 1)", "-1, which is not in [0, 256]"),
+    "no tokens": (f"{RANGE}.map(lambda x: {{'ids': x}})", "ids"),
+    "other names": (f"{RANGE}.map(lambda x: {{'tokens': x, 'labels': x}})", "tokens, labels"),
     "positions": (
         f"{RANGE}.map(lambda x: {{'tokens': x, 'positions': x + 16}})",
-        r"positions of element 0 hold 16, which is not in \[0, 15\]",
+        "16, which is not in [0, 15]",
     ),
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.parametrize("case", NOT_THE_DATA)
 def test_a_source_that_returns_something_else_is_refused(tmp_path, case):
-    returned, message = ERRORS[case]
+    returned, named = NOT_THE_DATA[case]
     path = tmp_path / "own.py"
     path.write_text(
         f"import grain\nimport numpy as np\ndef f(*, split, length):\n    return {returned}\n"
     )
-    with pytest.raises(
-        ValueError, match=f"^data.source='.*own.py:f', split 'train': .*{message}"
-    ) as e:
+    with refused(ValueError, f"data.source='{path}:f', split 'train': ", named) as raised:
         open_data(GrainConfig(source=f"{path}:f"), "train", model=MODEL)
-    assert "\n" not in str(e.value)
+    assert "\n" not in in_words(raised.value)
 
 
 def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path):
@@ -304,34 +285,22 @@ def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path):
         "import grain\nimport numpy as np\ndef f(*, split, length):\n"
         f"    return grain.MapDataset.range(40).map(lambda i: {element})\n"
     )
-    with pytest.raises(
-        ValueError, match=r"tokens of element 20 hold 300, which is not in \[0, 256"
-    ):
+    with refused(ValueError, "element 20 hold 300"):
         batches_of(GrainConfig(source=f"{path}:f", order="sequential"))
 
 
 def test_a_source_that_is_not_there(counting, tmp_path):
     path = counting.removesuffix(":windows")
-    for source, options, error, message in (
-        (
-            f"{tmp_path}/none.py:f",
-            {},
-            FileNotFoundError,
-            "there is no file .*none.py; a path in a conf",
-        ),
-        (f"{path}:nothing", {}, ValueError, "has no function 'nothing'"),
-        (
-            counting,
-            {"cuont": 3},
-            ValueError,
-            r"with split, length, cuont \(got an unexpected keyword",
-        ),
+    for source, options, error, named in (
+        (f"{tmp_path}/none.py:f", {}, FileNotFoundError, f"{tmp_path}/none.py"),
+        (f"{path}:nothing", {}, ValueError, "'nothing'"),
+        (counting, {"cuont": 3}, ValueError, "cuont"),
     ):
-        with pytest.raises(error, match=message):
+        with refused(error, named):
             open_data(GrainConfig(source=source, options=options), "train", model=MODEL)
     config = tiny_config(data=GrainConfig(source=counting), global_batch_size=64)
     tokens = open_data(config.data, "train", model=MODEL)
-    with pytest.raises(ValueError, match="40 windows are too few for one batch of global_batch"):
+    with refused(ValueError, "40 windows", "global_batch_size=64"):
         TrainBatches(tokens, config, make_mesh(config.mesh))
 
 
@@ -418,14 +387,14 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path):
     assert "continuing from step 4" in found.stdout + found.stderr
     assert losses(whole).items() <= losses(parts).items()  # exactly; step 4 was scored once more
     assert found.stdout.splitlines()[-1] == f"next: maxmars report {parts}"  # it has no text
-    with pytest.raises(FileNotFoundError, match="GrainConfig\\(tokenizer='byte'\\)"):
+    with refused(FileNotFoundError, "GrainConfig(tokenizer='byte')"):
         load(parts)
     assert (parts / "sources" / "own_data.py").read_text() == EXAMPLES.read_text()
     source.write_text(EXAMPLES.read_text().replace("0, 100, 2", "0, 99, 2"))
-    refused = train(config, parts, "--num-steps", "8")
-    assert refused.returncode == 1
-    assert "was trained on other data: their digest is" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    failed = train(config, parts, "--num-steps", "8")
+    assert failed.returncode == 1
+    assert "other data" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):
@@ -452,22 +421,19 @@ def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, coun
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("build", "named"),
     [
-        ({"source": "windows"}, "must name a file and a function in it"),
-        ({"source": "a.txt:windows"}, "must name a file and a function in it"),
-        ({"source": "a.py:f", "order": "random_windows"}, "choose shuffled or sequential"),
-        ({"source": "a.py:f", "options": {"type": 1}}, "may be called 'type'"),
-        ({"source": "a.py:f", "num_workers": -1}, "must not be negative"),
+        (lambda: GrainConfig(source="a.txt:windows"), "'a.txt:windows'"),
+        (lambda: GrainConfig(source="a.py:f", order="random_windows"), "random_windows"),
+        (lambda: GrainConfig(source="a.py:f", num_workers=-1), "num_workers=-1"),
+        (
+            lambda: MixtureConfig(
+                parts=(GrainPart(source="a.py:f", weight=1.0),), order="random_windows"
+            ),
+            "random_windows",
+        ),
     ],
 )
-def test_configs_that_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        GrainConfig(**fields)
-
-
-def test_a_source_of_another_kind_of_data_has_no_random_windows():
-    part = GrainPart(source="a.py:f", weight=1.0)
-    with pytest.raises(ValueError, match="choose shuffled or sequential"):
-        MixtureConfig(parts=(part,), order="random_windows")
-    assert TokenShardsConfig(path="x", order="random_windows").order == "random_windows"
+def test_configs_that_are_refused(build, named):
+    with refused(ValueError, named):
+        build()

@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+from refusals import refused
 from token_directories import write_shards
 
 from maxmars.data.sampling import (
@@ -53,7 +54,7 @@ def test_windows(stream, length):
 
 @pytest.mark.parametrize("order", ["shuffled", "sequential", "random_windows"])
 def test_too_few_tokens_for_a_window(stream, order):
-    with pytest.raises(ValueError, match=r"has 100 tokens, too few for one window of 100 \+ 1"):
+    with refused(ValueError, "100 tokens", "100 + 1"):
         examples_of(stream, 100, order=order)
 
 

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from refusals import refused
 from token_directories import write_llm_c, write_nanogpt, write_shards, write_tfds
 
 from maxmars.data.formats import open_split
@@ -76,7 +77,7 @@ def test_every_format_gives_the_same_stream(directories, name):
             assert np.array_equal(windows, expected[starts[:, None] + np.arange(length)])
         assert np.array_equal(stream.read(7, 90), expected[7:97])
         for start, length in ((-1, 5), (len(expected) - 3, 4), (len(expected), 1), (0, -1)):
-            with pytest.raises(ValueError, match=f"outside the {len(expected)} tokens of split"):
+            with refused(ValueError, f"the {len(expected)} tokens"):
                 stream.read(start, length)
 
 
@@ -134,10 +135,10 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
     write_nanogpt(tmp_path / "nanogpt", stream, VAL)
     tokens = open_split(tmp_path / "nanogpt", "train")
     tokens.read(0, 777)
-    with pytest.raises(ValueError, match="holds the token id 60000, but the vocabulary of 'gpt2'"):
+    with refused(ValueError, "id 60000", "'gpt2'"):
         tokens.read(0, 778)
     write_shards(tmp_path / "tokens", np.array([1, 2**32 - 1]), sizes=(2,), dtype="uint32")
-    with pytest.raises(ValueError, match=f"holds the token id {2**32 - 1}"):  # not taken for -1
+    with refused(ValueError, f"id {2**32 - 1}"):  # not taken for -1
         open_split(tmp_path / "tokens", "train").read(0, 2)
 
 
@@ -145,63 +146,28 @@ def shorten(path, by=1):
     path.write_bytes(path.read_bytes()[:-by])
 
 
-def second_dataset(directory):
-    write_llm_c(directory / "books_train.bin", STREAM)
-
-
-ERRORS = [  # format, what happens to the directory, split, message
-    ("none", lambda d: None, "train", r"does not exist; run `maxmars data prepare"),
-    ("empty", lambda d: (d / "train_0.bin").touch(), "train", r"no tokens that can be read.*TFDS"),
-    (
-        "shards",
-        lambda d: (d / "meta.json").write_bytes(b"\xff"),
-        "train",
-        r"meta\.json",
-    ),
-    ("shards", lambda d: (d / "train_00001.bin").unlink(), "train", r"00001\.bin is missing"),
-    (
-        "shards",
-        lambda d: shorten(d / "train_00002.bin", 3),
-        "train",
-        r"train_00002\.bin has 897 bytes, but meta\.json says 900",
-    ),
-    ("nanogpt", lambda d: (d / "val.bin").unlink(), "val", r"has no split 'val', only train"),
-    (
-        "nanogpt",
-        lambda d: shorten(d / "train.bin"),
-        "train",
-        r"train\.bin has 1999 bytes, but nanoGPT's tokens have 2",
-    ),
-    (
-        "llm.c",
-        lambda d: (d / "fineweb_val_000000.bin").unlink(),
-        "val",
-        r"has no split 'val', only train",
-    ),
-    (
-        "llm.c",
-        lambda d: shorten(d / "fineweb_train_000010.bin", 2),
-        "train",
-        r"000010\.bin has 1024 bytes, but its header says 1026",
-    ),
-    (
-        "llm.c",
-        lambda d: write_llm_c(d / "fineweb_train_000010.bin", STREAM[:1], version=2),
-        "train",
-        r"no token file of llm\.c: its header begins with 20240520 version 2, not 2024",
-    ),
-    (
-        "llm.c",
-        lambda d: write_llm_c(d / "fineweb_train_000010.bin", STREAM[:1], **LLAMA),
-        "train",
-        r"hold different tokenizers",
-    ),
-    ("llm.c", second_dataset, "train", r"several data sets \(books, fineweb\)"),
+ONE = STREAM[:1]
+TRAIN_10 = "fineweb_train_000010.bin"
+ERRORS = [  # format, what happens to the directory, split, what is named
+    ("none", lambda d: None, "train", "`maxmars data prepare"),
+    ("empty", lambda d: (d / "train_0.bin").touch(), "train", "TFDS"),
+    ("shards", lambda d: (d / "meta.json").write_bytes(b"\xff"), "train", "meta.json"),
+    ("shards", lambda d: (d / "train_00001.bin").unlink(), "train", "train_00001.bin"),
+    ("shards", lambda d: shorten(d / "train_00002.bin", 3), "train", "train_00002.bin", "897"),
+    ("nanogpt", lambda d: (d / "val.bin").unlink(), "val", "'val'"),
+    ("nanogpt", lambda d: shorten(d / "train.bin"), "train", "train.bin", "1999"),
+    ("llm.c", lambda d: (d / "fineweb_val_000000.bin").unlink(), "val", "'val'"),
+    ("llm.c", lambda d: shorten(d / TRAIN_10, 2), "train", TRAIN_10, "1024"),
+    ("llm.c", lambda d: write_llm_c(d / TRAIN_10, ONE, version=2), "train", TRAIN_10, "version 2"),
+    ("llm.c", lambda d: write_llm_c(d / TRAIN_10, ONE, **LLAMA), "train", "tokenizer"),
+    ("llm.c", lambda d: write_llm_c(d / "books_train.bin", ONE), "train", "(books, fineweb)"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "damage", "split", "message"), ERRORS)
-def test_a_directory_that_cannot_be_read_says_why(tmp_path, kind, damage, split, message):
+@pytest.mark.parametrize(
+    ("kind", "damage", "split", "named"), [(*row[:3], row[3:]) for row in ERRORS]
+)
+def test_a_directory_that_cannot_be_read_says_why(tmp_path, kind, damage, split, named):
     directory = tmp_path / "tokens"
     match kind:
         case "empty":
@@ -213,7 +179,7 @@ def test_a_directory_that_cannot_be_read_says_why(tmp_path, kind, damage, split,
         case "llm.c":
             write_llm_c_shards(directory)
     damage(directory)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with refused((ValueError, FileNotFoundError), directory, *named):
         open_split(directory, split)
 
 
@@ -226,27 +192,19 @@ def replace_text(name, old, new):
 
 
 TFDS_ERRORS = [
-    (lambda d: None, "val", r"no split 'val' or 'validation' or 'test', only train"),
-    (
-        replace_text("meta.json", '"record_tokens": 100', '"record_tokens": 90'),
-        "train",
-        r"has 10 records, which do not hold the 1000 tokens that meta\.json says",
-    ),
-    (replace_text("meta.json", '"tokenizer"', '"tok"'), "train", r"meta\.json"),
-    (
-        replace_text("features.json", '"tokens"', '"ids"'),
-        "train",
-        r"needs a feature 'tokens' .* has none .* features: ids",
-    ),
-    (lambda d: (d / "dataset_info.json").write_text("{"), "train", r"TFDS cannot read"),
+    (lambda d: None, "val", "'val'"),
+    (replace_text("meta.json", '"record_tokens": 100', '"record_tokens": 90'), "train", "1000"),
+    (replace_text("meta.json", '"tokenizer"', '"tok"'), "train", "meta.json"),
+    (replace_text("features.json", '"tokens"', '"ids"'), "train", "features: ids"),
+    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "tokens"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "split", "message"), TFDS_ERRORS)
-def test_a_tfds_dataset_that_does_not_fit_says_why(tmp_path, damage, split, message):
+@pytest.mark.parametrize(("damage", "split", "named"), TFDS_ERRORS)
+def test_a_tfds_dataset_that_does_not_fit_says_why(tmp_path, damage, split, named):
     directory = write_tfds(tmp_path, {"train": np.split(STREAM, 10)}, tokenizer="gpt2")
     damage(directory)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, directory, named):
         open_split(directory, split)
 
 
@@ -257,7 +215,7 @@ def test_a_damaged_record_is_named(tmp_path):
     data = bytearray(path.read_bytes())
     data[700] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"record \d of split 'train' of .* cannot be read .*hash"):
+    with refused(ValueError, directory, "record", "'train'"):
         open_split(directory, "train").read(0, 1000)
 
 

@@ -57,7 +57,7 @@ def test_a_file_is_hashed_once_and_again_when_its_time_or_content_has_changed(di
     flip(directory / "val_00000.bin", 3)
     done, error = verify(directory, record)
     assert done == []
-    assert "val_00000.bin does not match its checksum: its SHA-256 is" in error
+    assert "val_00000.bin" in error
     assert error.count("\n") == 0
 
 

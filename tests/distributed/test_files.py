@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fake_gcs
 import pytest
+from refusals import refused
 
 from maxmars.config.errors import in_words
 from maxmars.distributed import files
@@ -29,7 +30,7 @@ def test_paths(tmp_path, monkeypatch):
     assert files.is_remote(path)
     assert not files.is_remote(files.resolve("a"))
     for wrong in ("gs:/bucket/run", "gs:///run", "gs://", "s3://bucket/run"):
-        with pytest.raises(ValueError, match=f"{wrong} must be a path on a disk, or gs://BUCKET/"):
+        with refused(ValueError, wrong, "gs://BUCKET/"):
             files.resolve(wrong)
 
 
@@ -50,7 +51,7 @@ def test_a_replacement_that_fails_leaves_the_file(tmp_path):
             temporary.write_text("half")
             raise OSError(errno.ENOSPC, "no space")
 
-    with pytest.raises(OSError, match="no space"):
+    with refused(OSError, "no space"):
         fail()
     assert (tmp_path / "file").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -68,7 +69,7 @@ def test_an_error_of_a_write_names_the_file(write, tmp_path):
     path.write_text("before\n")
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
-        with pytest.raises(OSError, match=str(path)) as raised:
+        with refused(OSError, path) as raised:
             write(path, "a" * 10_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -237,7 +238,7 @@ def test_buckets_that_cannot_be_used_are_told_in_a_line_each():
     for status in ("401", "403"):
         error = found.pop(f"status-{status}")
         assert error.startswith(f"gs://status-{status} cannot be used (PERMISSION_DENIED: ")
-        assert "log in (`gcloud auth application-default login`), or give the machine's" in error
+        assert "`gcloud auth application-default login`" in error
     assert found.keys() == {"missing"}
 
 

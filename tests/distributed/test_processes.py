@@ -9,6 +9,7 @@ import sys
 
 import jax
 import pytest
+from refusals import refused
 from running import free_port
 
 from maxmars.distributed import failures, processes
@@ -117,17 +118,17 @@ def test_the_coordinator_listens_no_further_than_it_must():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ((None, 2, None), "num_processes=2 is not enough: a run of several processes needs --co"),
-        (("a:1", None, 0), "coordinator=a:1, process_id=0 is not enough"),
-        (("a:1", 2, 2), r"process_id=2 must lie in \[0, 2\)"),
-        (("a:1", 2, -1), "process_id=-1 must lie in"),
-        (("a", 2, 0), "coordinator=a must be HOST:PORT of process 0"),
+        ((None, 2, None), "num_processes=2"),
+        (("a:1", None, 0), "coordinator=a:1, process_id=0"),
+        (("a:1", 2, 2), "process_id=2"),
+        (("a:1", 2, -1), "process_id=-1"),
+        (("a", 2, 0), "coordinator=a"),
     ],
 )
-def test_wrong_flags(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_flags(arguments, named):
+    with refused(ValueError, named):
         processes.initialize(*arguments)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from refusals import refused
 from tiny import ADAMW, MODEL, random_params, tiny_config
 
 from maxmars.config import MeshConfig, TokenShardsConfig
@@ -177,16 +178,19 @@ def test_few_lengths_are_compiled_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "name", "value"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"seed": -1}, "seed=-1"),
+        *[(generate_texts, name, 0) for name in ("max_new_tokens", "batch_size")],
+        (generate_texts, "seed", -1),
+        *[(Sampling, "temperature", value) for value in (-1.0, float("nan"))],
+        (Sampling, "top_k", 0),
+        (Sampling, "top_p", 0.0),
     ],
 )
-def test_bad_arguments(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate_texts(model, ["x"], **options)
+def test_refusals(model, make, name, value):
+    arguments = [] if make is Sampling else [model, ["x"]]
+    with refused(ValueError, f"{name}={value}"):
+        make(*arguments, **{name: value})
 
 
 @pytest.mark.peers
@@ -278,14 +282,3 @@ def test_tokens_are_drawn_as_often_as_they_should_be(sampling, kept, temperature
     found = frequencies(sampling)
     assert set(np.flatnonzero(found)) == set(kept)
     np.testing.assert_allclose(found, expected, atol=4 * 0.5 / DRAWS**0.5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}],
-    ids=str,
-)
-def test_values_out_of_range_are_named(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        Sampling(**options)

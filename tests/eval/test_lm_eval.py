@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from plain_scores import plain_scorer
+from refusals import refused
 from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
@@ -115,26 +116,23 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     assert len({whole, *sampled}) == 3
 
 
-def test_unknown_generation_arguments_are_errors(answers):
-    with pytest.raises(ValueError, match="num_beams=4"):
+def test_requests_that_are_refused(answers):
+    with refused(ValueError, "num_beams=4"):
         answers.generate([(TEXT, {"until": [], "num_beams": 4})])
-
-
-def test_a_continuation_without_tokens_is_an_error(answers):
-    with pytest.raises(ValueError, match="adds no token"):
+    with refused(ValueError, "''"):
         answers.log_likelihoods([("a", "")])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
 def test_without_the_package_the_error_names_the_extra(model):
-    with pytest.raises(ImportError, match=r"maxmars\[eval\]"):
+    with refused(ImportError, "maxmars[eval]"):
         run_lm_eval(model, ["arc_easy"])
 
 
 @pytest.mark.parametrize("options", [{"limit": 0}, {"num_fewshot": -1}, {"batch_size": 0}], ids=str)
 def test_values_out_of_range_are_named(model, options):
     ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
+    with refused(ValueError, f"{name}={value}"):
         run_lm_eval(model, ["arc_easy"], **options)
 
 
@@ -268,5 +266,5 @@ def test_generated_texts_are_those_of_the_harness(hf_answers, hflm, task_directo
 def test_the_preset_and_unknown_tasks(hf_answers):
     manager = pytest.importorskip("lm_eval.tasks").TaskManager()
     assert set(PRESETS["mars_paper"]) <= set(manager.all_tasks)
-    with pytest.raises(ValueError, match=r"no task 'arc_eazy'.* Did you mean arc_easy"):
+    with refused(ValueError, "'arc_eazy'", "arc_easy"):
         run_lm_eval(hf_answers.model, ["arc_eazy"])

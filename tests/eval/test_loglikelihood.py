@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from plain_scores import plain_scorer
+from refusals import refused
 from tiny import MODEL
 
 from maxmars.config import MeshConfig
@@ -100,12 +101,12 @@ def test_few_programs_and_little_padding():
 
 
 @pytest.mark.parametrize(
-    ("context", "continuation", "message"),
+    ("context", "continuation", "named"),
     [(0, 3, "context of 0"), (3, 0, "continuation of 0"), (3, 17, "max_seq_len=16")],
 )
-def test_clear_errors(context, continuation, message):
+def test_clear_errors(context, continuation, named):
     item = Choices(context=np.arange(context), continuations=[np.arange(continuation)])
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, named):
         pack_choices([item], MODEL)
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with refused(ValueError, "batch_size=0"):
         LogLikelihoods(MODEL, make_mesh(MeshConfig()), batch_size=0)

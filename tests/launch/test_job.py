@@ -1,11 +1,11 @@
 """The packed checkout, and the names of machines."""
 
 import io
-import re
 import subprocess
 import tarfile
 
 import pytest
+from refusals import refused
 
 from maxmars.config.checkout import git_commit
 from maxmars.config.checks import UsageError
@@ -113,7 +113,7 @@ def test_what_looks_like_a_secret_goes_along_only_by_name(checkout, name, text, 
     if is_tracked:
         subprocess.run([*git, "add", "."], check=True)
     config = f"{checkout}/configs/a.py"
-    with pytest.raises(UsageError, match=rf"^{re.escape(name)}: .* --include {re.escape(name)}"):
+    with refused(UsageError, f"{name}: ", f"--include {name}"):
         pack(config, root=checkout)
     assert name in names(pack(config, root=checkout, include=[name]))
     (checkout / ".gitignore").write_text(f"runs\n{name}\n")
@@ -128,7 +128,7 @@ def test_what_is_no_secret_goes_along(checkout):
     packed = pack(f"{checkout}/configs/a.py", root=checkout)
     assert {"tokenizer.json", "monkey.py", "secrets.py"} <= names(packed)
     for name in ("no.env", "../checkout/old.py", "/etc/passwd"):
-        with pytest.raises(FileNotFoundError, match=r"--include .*: there is no such file"):
+        with refused(FileNotFoundError, f"--include {name}"):
             pack(f"{checkout}/configs/a.py", root=checkout, include=[name])
 
 
@@ -168,20 +168,20 @@ def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
     assert {"configs/mine.py", "configs/lib/data.py", "configs/optim.py", "data.py"} <= there
     there = packed(tmp_path, "lib/data.py:f", "optim.py:make")
     assert {f"launch-config/{name}" for name in ("mine.py", "lib/data.py", "optim.py")} <= there
-    with pytest.raises(ValueError, match=r"data.py:f' lies outside of what goes along .* move it"):
-        packed(tmp_path, "../data.py:f")
-    with pytest.raises(ValueError, match=r"data.py:f' lies outside of what goes along"):
-        packed(checkout / "configs", "../../lib/data.py:f")
-    with pytest.raises(FileNotFoundError, match=r"none.py:f': there is no file .*none.py"):
+    outside = {tmp_path: "../data.py:f", checkout / "configs": "../../lib/data.py:f"}
+    for folder, source in outside.items():
+        with refused(ValueError, f"{folder}/{source}"):
+            packed(folder, source)
+    with refused(FileNotFoundError, "none.py:f"):
         packed(tmp_path, "none.py:f")
 
 
 def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
-    with pytest.raises(ValueError, match=r"is no checkout of maxmars .* `pip install -e CHECKOUT"):
+    with refused(ValueError, tmp_path):
         pack("x.py", root=tmp_path)
     with (checkout / "large.bin").open("wb") as file:
         file.truncate(50_000_001)
-    with pytest.raises(ValueError, match=r"the largest large\.bin; list what the run does not"):
+    with refused(ValueError, "large.bin"):
         pack(f"{checkout}/configs/a.py", root=checkout)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -126,7 +127,7 @@ exit 75
     hosts = "".join(f"tpu-w-{host}: exited 0\n" for host in range(4))
     assert capsys.readouterr().out == f"run1: 2 slices READY\n{hosts}"
     assert launch(*START, "--queued", "--", *TWO[2:]) == 1
-    assert "--num-slices=1, but run1 is there with 2; give" in capsys.readouterr().err
+    assert "--num-slices=1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
 def test_starts_of_which_no_step_is_seen_have_an_end(cloud, capsys):
     cloud.train("exit 134")
     assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
-    assert "and no step was seen in 11 starts in a row; look at the" in capsys.readouterr().err
+    assert "11 starts" in capsys.readouterr().err
     assert cloud.count("tpu-vm ssh", "start") == 11
 
 
@@ -201,9 +202,8 @@ def test_errors_that_last_are_not_tried_again(cloud, capsys, says):
     cloud.write("ssh_error", says)
     assert launch(*START) == 1
     error = capsys.readouterr().err
-    assert "the hosts of run1 cannot be reached from here: ERROR" in error
     assert says in error
-    assert "costs until" in error
+    assert "launch tpu-vm delete" in error  # until then it costs
     assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 1, 0)
 
 
@@ -215,7 +215,7 @@ def test_a_missing_permission_or_project_is_told_before_anything_is_created(clou
     says = "The required property [project] is not set: it can be set by the attribute [project]"
     cloud.write("describe_error", says)
     assert launch("launch", "tpu-vm", "status", *WHERE) == 1
-    assert "failed: gcloud knows no project: give --project ID, or run" in capsys.readouterr().err
+    assert "--project" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -260,11 +260,8 @@ def test_jaxs_abort_is_explained(cloud, capsys):
     cloud.train("[[ $FAKE_HOST == 1 ]] && exit 75; exit 134")
     assert launch(*START, "--max-restarts", "0") == 1
     captured = capsys.readouterr()
-    assert (
-        "exit code 134: JAX aborted, as a process of the run was missing or no longer answered; "
-        "look at tpu-w-1\n"
-    ) in captured.out
-    assert "the run ended early (tpu-w-0 exited 134, tpu-w-1 exited 75)" in captured.err
+    assert re.search("exit code 134: .*look at tpu-w-1\n", captured.out)
+    assert "(tpu-w-0 exited 134, tpu-w-1 exited 75)" in captured.err
 
 
 def test_a_run_that_fails_is_not_started_again(cloud, capsys):
@@ -272,8 +269,8 @@ def test_a_run_that_fails_is_not_started_again(cloud, capsys):
     assert launch(*START) == 1
     captured = capsys.readouterr()
     assert "maxmars: error: no data" in captured.out
-    assert "the run failed (tpu-w-0 exited 75, tpu-w-1 exited 1)" in captured.err
-    assert "The TPU costs until" in captured.err
+    assert "(tpu-w-0 exited 75, tpu-w-1 exited 1)" in captured.err
+    assert "launch tpu-vm delete" in captured.err
     assert cloud.count("--command=bash maxmars-run1.sh start") == 1
 
 
@@ -285,7 +282,7 @@ def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, tmp_path,
     assert launch(*START, "--max-restarts", "1", "--setup", str(setup)) == 1
     captured = capsys.readouterr()
     assert "the run ended early (tpu-w-0 exited 75, tpu-w-1 exited 75); restart 1" in captured.out
-    assert "--max-restarts 1 are used up; the same command continues" in captured.err
+    assert "--max-restarts 1" in captured.err
     assert cloud.count(" create ") == 1
     assert cloud.count(" start ") == 2
     for number in range(2):  # the second start found everything installed
@@ -300,7 +297,7 @@ def test_a_setup_that_fails_shows_its_end(cloud, tmp_path, capsys):
     setup.write_text("echo no such bucket >&2; exit 3\n")
     assert launch(*START, "--setup", str(setup)) == 1
     captured = capsys.readouterr()
-    assert "could not install on tpu-w-0, tpu-w-1: see above" in captured.err
+    assert "tpu-w-0, tpu-w-1" in captured.err
     assert "no such bucket" in captured.out
     assert cloud.count(" start ") == 0
 
@@ -372,7 +369,8 @@ def test_an_installation_that_fails_shows_its_end(cloud, capsys):
     (cloud.folder / "pip_fails_on_1").touch()
     assert launch(*START) == 1
     captured = capsys.readouterr()
-    assert "could not install on tpu-w-1: see above" in captured.err
+    assert "tpu-w-1" in captured.err
+    assert "tpu-w-0" not in captured.err
     assert "launch-constraints.txt" in captured.out  # pip's output
     assert cloud.count(" start ") == 0
     (cloud.folder / "pip_fails_on_1").unlink()
@@ -380,22 +378,18 @@ def test_an_installation_that_fails_shows_its_end(cloud, capsys):
 
 
 @pytest.mark.parametrize(
-    ("creation", "options", "message"),
+    ("creation", "options", "named"),
     [
-        ({"queued": ["FAILED"], "node": []}, ["--queued"], "run1 is of no use: queued resource FA"),
-        ({"queued": ["ACTIVE"], "node": ["STOPPED"]}, ["--queued"], "is of no use: TPU STOPPED"),
-        (
-            {"error": "There is no more capacity in the zone"},
-            [],
-            "no more capacity in the zone. --queued waits for capacity.",
-        ),
-        ({"error": "PERMISSION_DENIED"}, ["--queued"], "gcloud could not create run1: ERROR"),
+        ({"queued": ["FAILED"], "node": []}, ["--queued"], "queued resource FAILED"),
+        ({"queued": ["ACTIVE"], "node": ["STOPPED"]}, ["--queued"], "TPU STOPPED"),
+        ({"error": "There is no more capacity in the zone"}, [], "--queued"),
+        ({"error": "PERMISSION_DENIED"}, ["--queued"], "PERMISSION_DENIED"),
     ],
 )
-def test_a_tpu_that_cannot_be_had(cloud, capsys, creation, options, message):
+def test_a_tpu_that_cannot_be_had(cloud, capsys, creation, options, named):
     cloud.write("creations", [creation])
     assert launch(*START, *options) == 1
-    assert message in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -417,8 +411,7 @@ def test_without_gcloud(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     for command in (START, ["launch", "tpu-vm", "status", *WHERE]):
         assert launch(*command) == 1
-        error = capsys.readouterr().err
-        assert "there is no `gcloud` on PATH: install the Google Cloud CLI (https://" in error
+        assert "`gcloud`" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
@@ -470,46 +463,37 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "code", "named"),
     [
-        (["--name", "Run_1"], "--name='Run_1' does not look like run-1"),
-        (["--name", "-x"], "--name"),
-        (["--zone", "us-east5-a;rm"], "--zone='us-east5-a;rm' does not look like us-east5-a"),
-        (["--project", "a b"], "--project='a b'"),
-        (["--accelerator", "h100-8"], "--accelerator='h100-8' must be one of v6e-N, v5p-N"),
-        (["--runtime-version", "v2 x"], "--runtime-version='v2 x'"),
-        (["--workdir", "runs/x"], "--workdir='runs/x' does not look like /mnt/runs/run1"),
-        (["--workdir", "gs:/b/x"], "--workdir='gs:/b/x' does not look like /mnt/runs/run1"),
-        (["--env", "A=B"], "--env='A=B' does not look like WANDB_API_KEY"),
-        (["--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: that variable must be set here"),
-        (["--num-slices", "2"], "--num-slices=2 needs --queued: only a queued resource joins"),
-        (
-            ["--queued", "--num-slices", "2", "--", "--mesh.data", "1", "--mesh.fsdp", "16"],
-            "mesh.data=1 must be a multiple of the 2 slices",
-        ),
-        (["--", "--mesh.data", "3"], "the mesh data=3 fsdp=1 tensor=1 needs 3 devices, but there"),
-        (["--", "--global-batch-size", "12"], "global_batch_size=12 does not divide over 8"),
-        (
-            ["--accelerator", "v5p-15"],
-            "there is no such slice; the nearest are v5p-16, v5p-8, v5p-32",
-        ),
-        (["--gcloud-flag", "x"], "--gcloud-flag='x' does not look like --network=NETWORK"),
-        (["--tunnel-through-iap", "--internal-ip"], "take one of --tunnel-through-iap and"),
-        (["--accelerator", "v5litepod-3"], "nearest are v5litepod-4, v5litepod-8, v5litepod-1"),
-        (["--accelerator", "v6e-2"], "--accelerator='v6e-2': there is no such slice"),
-        (
-            ["--accelerator", "v6e-8", "--queued", "--num-slices", "2"],
-            "8 chips of v6e are one host",
-        ),
-        (["--queued", "--num-slices", "0"], "--num-slices 0 must be at least 1"),
-        (["--max-restarts", "-1"], "--max-restarts -1 must not be negative"),
-        (["--", "--workdir", "x"], "--workdir goes before --"),
-        (["--", "--model.num-layer", "2"], "--model.num-layers"),
+        (["--name", "Run_1"], 2, "--name='Run_1'"),
+        (["--name", "-x"], 2, "--name"),
+        (["--zone", "us-east5-a;rm"], 2, "--zone='us-east5-a;rm'"),
+        (["--project", "a b"], 2, "--project='a b'"),
+        (["--accelerator", "h100-8"], 2, "--accelerator='h100-8'"),
+        (["--accelerator", "v5p-15"], 2, "v5p-16, v5p-8, v5p-32"),
+        (["--accelerator", "v5litepod-3"], 2, "v5litepod-4, v5litepod-8, v5litepod-1"),
+        (["--accelerator", "v6e-2"], 2, "--accelerator='v6e-2'"),
+        (["--accelerator", "v6e-8", "--queued", "--num-slices", "2"], 2, "8 chips of v6e"),
+        (["--runtime-version", "v2 x"], 2, "--runtime-version='v2 x'"),
+        (["--workdir", "runs/x"], 2, "--workdir='runs/x'"),
+        (["--workdir", "gs:/b/x"], 2, "--workdir='gs:/b/x'"),
+        (["--env", "A=B"], 2, "--env='A=B'"),
+        (["--env", "NOT_SET_HERE"], 2, "--env NOT_SET_HERE"),
+        (["--num-slices", "2"], 2, "--num-slices=2 needs --queued"),
+        (["--queued", "--num-slices", "0"], 2, "--num-slices 0"),
+        (["--queued", "--num-slices", "2", "--", "--mesh.fsdp", "16"], 1, "mesh.data=1"),
+        (["--gcloud-flag", "x"], 2, "--gcloud-flag='x'"),
+        (["--tunnel-through-iap", "--internal-ip"], 2, "--tunnel-through-iap and --internal-ip"),
+        (["--max-restarts", "-1"], 2, "--max-restarts -1"),
+        (["--", "--mesh.data", "3"], 1, "data=3 fsdp=1 tensor=1"),
+        (["--", "--global-batch-size", "12"], 1, "global_batch_size=12"),
+        (["--", "--workdir", "x"], 2, "--workdir goes before --"),
+        (["--", "--model.num-layer", "2"], 2, "--model.num-layers"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_created(cloud, capsys, changed, message):
-    assert launch(*with_options(START, changed)) in (1, 2)
-    assert message in capsys.readouterr().err
+def test_refusals(cloud, capsys, changed, code, named):
+    assert launch(*with_options(START, changed)) == code
+    assert named in capsys.readouterr().err
     assert not (cloud.folder / "calls").exists()
 
 

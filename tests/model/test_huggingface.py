@@ -132,7 +132,7 @@ def test_a_model_without_biases_takes_zeros_only(tmp_path):
     zeroed = {n: a * (not n.endswith("bias")) for n, a in arrays.items()}
     _, params = load(write_hf(tmp_path / "zero", hf_fields(BASE), zeroed), config)
     np.testing.assert_allclose(logits(config, params), expected(zeroed), atol=2e-5)
-    with pytest.raises(ValueError, match=r"bias in .* is not zero"):
+    with refused(ValueError, "h.0.attn.c_attn.bias"):
         load(write_hf(tmp_path / "biased", hf_fields(BASE), arrays), config)
 
 
@@ -146,47 +146,49 @@ def changed(name, change):
 
 
 WRONG_ARRAYS = {
-    "missing": (changed("h.2.mlp.c_fc.weight", lambda x: None), r"lacks 1 arrays, first h.2.mlp"),
+    "missing": (changed("h.2.mlp.c_fc.weight", lambda x: None), "h.2.mlp.c_fc.weight"),
     "shape": (
         changed("h.1.attn.c_attn.weight", np.transpose),
-        r"has shape \[48, 16\], but the model's is \[16, 48\]",
+        "[48, 16], but the model's is [16, 48]",
     ),
-    "vocabulary": (changed("wte.weight", lambda x: x[:60]), r"has shape \[60, 16\]"),
+    "vocabulary": (changed("wte.weight", lambda x: x[:60]), "[60, 16]"),
     "another layer": (
         lambda arrays: arrays.update({"h.3.ln_1.bias": np.zeros(16, np.float32)}),
-        "also has 1 arrays, first h.3.ln_1.bias",
+        "h.3.ln_1.bias",
     ),
     "head": (
         lambda arrays: arrays.update({"lm_head.weight": arrays["wte.weight"] + 1}),
-        "lm_head.weight in .* differs from wte.weight",
+        "lm_head.weight",
     ),
     "integers": (
         changed("h.0.ln_1.weight", lambda x: x.astype(np.int32)),
-        "has type I32, but only F64, F32, F16, BF16 are read",
+        "I32",
     ),
     "not finite": (
         changed(
             "h.1.ln_1.bias", lambda x: np.where(x > x[1], np.nan, np.where(x < x[1], np.inf, x))
         ),
-        r"h.1.ln_1.bias in .* has 15 of 16 numbers that are NaN or infinite",
+        "h.1.ln_1.bias",
+        "15 of 16",
     ),
     "beyond float32": (
         changed("wte.weight", lambda x: x.astype(np.float64) + 1e300 * (x == x.max())),
-        "wte.weight in .* has 1 of 976 numbers",
+        "wte.weight",
+        "1 of 976",
     ),
     "twice": (
         lambda arrays: arrays.update({"transformer.ln_f.bias": arrays["ln_f.bias"]}),
-        "has arrays twice",
+        "'transformer.'",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG_ARRAYS)
 def test_wrong_arrays(tmp_path, kind):
-    change, message = WRONG_ARRAYS[kind]
+    change, *named = WRONG_ARRAYS[kind]
     arrays = hf_arrays(BASE)
     change(arrays)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *named):
         load(write_hf(tmp_path, hf_fields(BASE), arrays))
 
 
@@ -249,10 +251,10 @@ def test_damaged_safetensors(model, kind):
 def test_pickles_are_not_opened(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert huggingface.is_hf_directory(model)
-    with pytest.raises(ValueError, match=r"save_pretrained\('.*model-safetensors'\)"):
+    with refused(ValueError, model, "save_pretrained"):
         load(model)
     (model / "pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor"):
+    with refused(FileNotFoundError, "model.safetensors"):
         load(model)
 
 

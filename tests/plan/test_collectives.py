@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 from tiny import ADAMW, MODEL, tiny_config
 
 from maxmars.config import MeshConfig, SophiaConfig
@@ -141,7 +142,7 @@ def test_loops_that_run_until_something_happens():
         return lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 1, function, x)
 
     mesh = mesh_222()
-    with pytest.raises(ValueError, match=r"loop '[\w.]*while[\w.]*' runs: .* is not known"):
+    with refused(ValueError, "while"):
         collectives(compile_on(mesh, until(psum)), mesh)
     compiled = compile_on(mesh, lambda x: psum(until(jnp.cos)(x)))
     assert [c.count for c in collectives(compiled, mesh)] == [1]
@@ -153,7 +154,7 @@ def test_an_inner_loop_whose_length_varies_is_an_error():
             0, 4, lambda i, x: jax.lax.fori_loop(0, i, lambda _, x: psum(x), x), x
         )
 
-    with pytest.raises(ValueError, match="cannot tell how often the loop"):
+    with refused(ValueError, "while"):
         collectives(compile_on(mesh_222(), triangle))
 
 
@@ -436,17 +437,17 @@ def test_a_program_in_the_manner_of_libtpu():
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "named"),
     [
-        (("subtract(%oi, %one)", "add(%oi, %one)"), "'outer' runs: it is still running after"),
-        (("%onext, %kept", "%onext, %onext"), "'inner' runs: a counter of the loop 'outer'"),
-        (("constant(6)", "parameter(2)"), "'inner' runs: parameter 'six' is not known"),
-        (("constant(0)\n  ROOT %ne", "rng()\n  ROOT %ne"), "'outer' runs: rng 'zero' is not known"),
+        (("subtract(%oi, %one)", "add(%oi, %one)"), ["'outer'"]),
+        (("%onext, %kept", "%onext, %onext"), ["'inner'", "'outer'"]),
+        (("constant(6)", "parameter(2)"), ["'inner'", "parameter 'six'"]),
+        (("constant(0)\n  ROOT %ne", "rng()\n  ROOT %ne"), ["'outer'", "rng 'zero'"]),
     ],
 )
-def test_unresolved_loops_are_named(change, reason):
+def test_unresolved_loops_are_named(change, named):
     assert change[0] in TPU
-    with pytest.raises(ValueError, match=re.escape(reason)):
+    with refused(ValueError, *named):
         collectives(TPU.replace(*change), MESH)
 
 
@@ -477,9 +478,9 @@ def test_notations_of_replica_groups(groups):
 
 
 def test_text_that_is_not_hlo():
-    with pytest.raises(ValueError, match="no ENTRY computation"):
+    with refused(ValueError, "ENTRY"):
         collectives("module @jit_f {\n}\n")
-    with pytest.raises(ValueError, match="unknown notation of replica groups"):
+    with refused(ValueError, "V9(8)"):
         collectives(ASYNC.replace("[2,4]<=[8]", "V9(8)"))
 
 

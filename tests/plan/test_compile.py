@@ -5,6 +5,7 @@ import math
 
 import jax
 import pytest
+from refusals import refused
 from tiny import tiny_config
 
 from maxmars.config import MeshConfig
@@ -114,9 +115,7 @@ def test_the_cheapest_policy_and_the_largest_microbatch(limit, expected):
 def test_nothing_fits():
     config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     lines = []
-    with pytest.raises(
-        ValueError, match=r"does not fit in 0\.00 GB a chip on cpu:8, not even with 1"
-    ):
+    with refused(ValueError, "0.00 GB", "cpu:8"):
         find_fit(config, get_topology("cpu:8"), 60, log=lines.append)
     assert [line.split(",")[0] for line in lines] == [f"remat {remat}" for remat in POLICIES]
     assert all(line.endswith(", too much") for line in lines)
@@ -124,7 +123,7 @@ def test_nothing_fits():
 
 def test_a_batch_that_no_microbatch_divides():
     config = tiny_config(global_batch_size=12, num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    with pytest.raises(ValueError, match="global_batch_size=12 does not divide over 8 devices"):
+    with refused(ValueError, "global_batch_size=12", "8 devices"):
         find_fit(config, get_topology("cpu:8"), 60, log=print)
 
 

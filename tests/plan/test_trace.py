@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from refusals import refused
 from tiny import short_config
 
 from maxmars.plan.trace import PHASES, Event, busy_ns, phase_of, read_trace, trace_tables
@@ -106,13 +107,11 @@ def test_kernels_of_a_gpu_count_once_and_not_what_the_host_starts(tmp_path):
 @pytest.mark.parametrize("steps", [(1, 2), (3, 2), (2, 5)])
 def test_steps_that_cannot_be_traced_are_refused(tmp_path, steps):
     config = short_config(tmp_path / "tokens", num_steps=4)
-    with pytest.raises(
-        ValueError, match=r"--profile \d:\d must name steps of this run from step 2"
-    ):
+    with refused(ValueError, "--profile {}:{}".format(*steps)):
         train(config, tmp_path / "run", profile=steps)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_without_a_trace_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no trace"):
+    with refused(ValueError, tmp_path):
         read_trace(tmp_path, "HloModule x")
