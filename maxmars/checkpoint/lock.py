@@ -17,6 +17,7 @@ import time
 import uuid
 from typing import IO, Any
 
+from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     is_remote,
@@ -57,7 +58,7 @@ def acquire(directory: Any) -> FileLock | Lease | None:
                 lock = Lease(open_store(directory), os.fspath(directory))
             else:
                 lock = FileLock(directory)
-        except (ValueError, OSError, ImportError) as error:
+        except EXTERNAL_ERRORS as error:
             problem = error
     told = None if problem is None else type(problem).__name__
     if (told := processes.from_primary(told)) is None:

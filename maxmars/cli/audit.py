@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.parse import parse_options
 from maxmars.config.checks import CheckedConfig, Positive
-from maxmars.config.command_line import parse_options
 
 
 @dataclass(frozen=True, kw_only=True)

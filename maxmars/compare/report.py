@@ -33,7 +33,6 @@ from maxmars.compare.figures import (
     require_matplotlib,
 )
 from maxmars.compare.grids import LEARNING_RATE
-from maxmars.compare.receipt import write_receipts
 from maxmars.compare.statistics import CONFIDENCE
 from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
 from maxmars.compare.tables import escape_markdown, fold, interval, markdown_table, print_table
@@ -74,7 +73,6 @@ def write_report(workdir: Path) -> Summary:
         *_comparison_figures(summary, workdir),
     ]
     write_json(workdir / "report.json", summary_json(summary))
-    write_receipts(summary, workdir)
     _write_markdown(workdir, blocks)
     return summary
 

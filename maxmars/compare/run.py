@@ -39,6 +39,7 @@ from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, most_cells_left, next_cells
 from maxmars.config import TrainConfig
+from maxmars.config.errors import in_words
 from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
@@ -240,7 +241,7 @@ def _refusal(cell: Cell, contender: Contender) -> str | None:
     try:
         _check_optimizer(config)
     except ValueError as error:
-        return f"the optimizer refuses it: {error}"
+        return f"the optimizer refuses it: {in_words(error)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The rules that many fields of a config share, and groups of fields, written as annotations.
+"""The rules that many fields of a config share, written as annotations.
 
 `num_steps: Positive[int]` is an integer that must be greater than zero; the class checks it when it
 is built, as every subclass of `CheckedConfig` does.
@@ -6,14 +6,18 @@ is built, as every subclass of `CheckedConfig` does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+
+from maxmars.config.errors import about
 
 T = TypeVar("T")
 
@@ -28,16 +32,7 @@ class RuleError(ValueError):
     def __init__(self, config_class: type, field: str, value: Any, words: str) -> None:
         """`words` say the rule, such as "must not be negative"."""
         super().__init__(f"{config_class.__name__}.{field}={value} {words}.")
-        self.config_class, self.field, self.words = config_class, field, words
-
-
-@dataclass(frozen=True)
-class Group:
-    """A heading of `--help`. As an annotation of a field it puts the field's option there, in place
-    of the group of the dataclass around it."""
-
-    title: str
-    about: str = ""
+        self.field, self.value, self.words = field, value, words
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class CheckedConfig:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for name, value in vars(self).items():
-            if not _fits(value, hints[name]):
+            if not fits(value, hints[name]):
                 each = "a tuple, each item " if typing.get_origin(hints[name]) is tuple else ""
                 words = f"must be {each}{expected(hints[name])}"
                 raise RuleError(type(self), name, repr(value), words)
@@ -98,22 +93,59 @@ def _rules_in(hint: Any) -> list[Rule]:
     return own + [rule for part in typing.get_args(hint) for rule in _rules_in(part)]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type: an integer is a number too, but True is neither."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _fits(value, parts[0])
+        return fits(value, parts[0])
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in parts)
     if origin is tuple and parts[1:] == (Ellipsis,):
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
     if hint in (int, float):
         kinds = (int, float) if hint is float else int
         return isinstance(value, kinds) and not isinstance(value, bool)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """What JSON holds as a type: its objects as dataclasses or dicts, its lists as tuples.
+
+    The values of a dataclass are checked by the class, if that is a `CheckedConfig`.
+
+    Raises:
+      ValueError: it is not of that type; notes name the fields around it.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):  # `X | None`
+        return None if value is None else read_as(parts[0], value)
+    if origin is Annotated:
+        return read_as(parts[0], value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(read_as(parts[0], item) for item in value)
+    is_record = dataclasses.is_dataclass(kind)
+    if origin is tuple or ((is_record or origin is dict) and not isinstance(value, dict)):
+        wanted = "a list" if origin is tuple else "an object"
+        raise ValueError(f"{json.dumps(value)[:60]} must be {wanted}")
+    if not is_record and origin is not dict:
+        if kind is not Any and not fits(value, kind):
+            raise ValueError(f"{json.dumps(value)[:60]} must be {expected(kind)}")
+        return value
+    kinds = _hints(kind) if is_record else dict.fromkeys(value, parts[1])
+    if is_record:
+        fields = dataclasses.fields(kind)
+        required = {f.name for f in fields if f.default is f.default_factory is MISSING}
+        if wrong := (value.keys() - kinds.keys()) or (required - value.keys()):
+            verb = "has the unknown field" if wrong <= value.keys() else "lacks the field"
+            raise ValueError(f"it {verb} {', '.join(sorted(wrong))}")
+    found = {}
+    for name, item in value.items():
+        with about(name):
+            found[name] = read_as(kinds[name], item)
+    return kind(**found) if is_record else found
 
 
 def expected(hint: Any) -> str:

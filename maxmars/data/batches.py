@@ -47,12 +47,11 @@ from maxmars.data.sampling import (
     training_examples,
     validation_examples,
 )
-from maxmars.data.sources import metadata_text
 from maxmars.data.token_files import TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
-from maxmars.distributed.files import is_remote
+from maxmars.distributed.files import is_remote, read_text
 from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
 _LOGGER = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
     """
     if is_remote(stream.directory):
         return  # all read the same objects
-    own = digest_of(stream) if meta is None else metadata_text(stream.directory / "meta.json")
+    own = digest_of(stream) if meta is None else read_text(stream.directory / "meta.json")
     found = processes.first_other(hashlib.sha256((own or "").encode()).hexdigest())
     if found is not None:
         process, other, first = found
@@ -246,7 +245,7 @@ def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfi
         return stream
     end = _END_OF_TEXT.get(stream.tokenizer)
     if end is None:
-        end = tokenizer_of_tokens(stream.directory, stream.tokenizer).eot
+        end = tokenizer_of_tokens(stream).eot
     plan = read_plan(stream, model.max_seq_len) if config.packing == "best_fit" else None
     return PackedStream(stream, end, plan)
 

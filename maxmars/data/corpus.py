@@ -27,6 +27,8 @@ from typing import Any
 
 import fsspec
 
+from maxmars.config.checks import read_as
+from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import is_remote, reporting, require_access
 
 _BLOCK_BYTES = 1 << 20
@@ -192,13 +194,15 @@ class TextFiles(Corpus):
             try:
                 while (end is None or place < end) and (line := file.readline(_MAX_LINE_BYTES + 1)):
                     number += 1
-                    try:
-                        if not line.isspace():
-                            row = line if place else line.removeprefix(codecs.BOM_UTF8)
-                            yield place, _text_of_line(row, self._text_field)
-                    except ValueError as error:
-                        number += _count_lines(raw, start) if start else 0
-                        raise ValueError(f"{path}, line {number:,} {error}") from error
+                    if not line.isspace():
+                        row = line if place else line.removeprefix(codecs.BOM_UTF8)
+                        try:
+                            text = _text_of_line(row, self._text_field)
+                        except ValueError as error:
+                            number += _count_lines(raw, start) if start else 0
+                            error.add_note(f"{path}, line {number:,}")
+                            raise
+                        yield place, text
                     place += len(line)
             except (EOFError, OSError, zlib.error) as error:
                 is_decompressors = not isinstance(error, OSError) or error.errno is None
@@ -210,28 +214,21 @@ class TextFiles(Corpus):
 
     def _rows(self, file: io.BufferedReader, run: Run) -> Iterator[tuple[int, str]]:
         """The texts in the row groups of the run, each with the number of its row in the file."""
-        import pyarrow
         import pyarrow.parquet
 
         path, field = self._paths[run.file], self._text_field
-        try:
-            with pyarrow.parquet.ParquetFile(file, buffer_size=_BLOCK_BYTES) as table:
-                if field not in table.schema_arrow.names:
-                    raise ValueError(f"{path} {no_field(field, table.schema_arrow.names)}")
-                first, last = run.of(table.num_row_groups)
-                row = sum(table.metadata.row_group(group).num_rows for group in range(first))
-                groups = list(range(first, last))
-                for batch in table.iter_batches(_ROWS, row_groups=groups, columns=[field]):
-                    for value in batch[0]:
-                        try:
-                            yield row, text_of(value.as_py(), field)
-                        except ValueError as error:
-                            raise ValueError(f"{path}, row {row:,} {error}") from error
-                        row += 1
-        except MemoryError:  # which Arrow's is too
-            raise
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is no Parquet file, or a damaged one ({error}).") from error
+        with about(path), pyarrow.parquet.ParquetFile(file, buffer_size=_BLOCK_BYTES) as table:
+            if field not in table.schema_arrow.names:
+                raise ValueError(f"it {no_field(field, table.schema_arrow.names)}")
+            first, last = run.of(table.num_row_groups)
+            row = sum(table.metadata.row_group(group).num_rows for group in range(first))
+            groups = list(range(first, last))
+            for batch in table.iter_batches(_ROWS, row_groups=groups, columns=[field]):
+                for value in batch[0]:
+                    with about(f"row {row:,}"):
+                        text = text_of(value.as_py(), field)
+                    yield row, text
+                    row += 1
 
 
 class PythonSources(Corpus):
@@ -263,7 +260,7 @@ def text_of(value: Any, field: str) -> str:
     """The text in a field's value; None is an empty text.
 
     Raises:
-      ValueError: it is no text; the message goes on after the name of the document.
+      ValueError: it is no text.
     """
     if value is None:
         return ""
@@ -272,7 +269,7 @@ def text_of(value: Any, field: str) -> str:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise ValueError(
-            f"has a value of type {kind} in the field {field!r}, not text; name another field by "
+            f"it has a value of type {kind} in the field {field!r}, not text; name another by "
             "--text-field."
         )
     return value
@@ -355,12 +352,8 @@ def _check_kind(path: str) -> None:
             f"{path} is no text to prepare: its name must end in {', '.join(_SUFFIXES)}."
         )
     if path.endswith((".parquet", ".zst")):
-        try:
+        with about(path), needs_extra("hf"):
             import pyarrow  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                f"{path} needs pyarrow; install it with `pip install 'maxmars[hf]'`."
-            ) from error
 
 
 def _open(path: str) -> io.BufferedReader:
@@ -461,17 +454,15 @@ def _text_of_line(line: bytes, field: str) -> str:
     """The text in a line of JSON; an error says what the line is or has."""
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(
-            f"is longer than {_MAX_LINE_BYTES / 1e6:.0f} MB; make it several documents, or a .txt "
-            "file, which may have any size."
+            f"it is longer than {_MAX_LINE_BYTES / 1e6:.0f} MB; make it several documents, or a "
+            ".txt file, which may have any size."
         )
     try:
-        row = json.loads(line.decode())
+        row = read_as(dict[str, Any], json.loads(line.decode()))
     except RecursionError as error:
-        raise ValueError("is nested too deeply to be read as JSON.") from error
-    except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"is no JSON ({error}).") from error
-    if not isinstance(row, dict) or field not in row:
-        raise ValueError(no_field(field, row if isinstance(row, dict) else ()))
+        raise ValueError("it is nested too deeply to be read as JSON.") from error
+    if field not in row:
+        raise ValueError(f"it {no_field(field, row)}")
     return text_of(row[field], field)
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmars.config.checks import read_as
+from maxmars.config.errors import about
 from maxmars.data.bucket import list_objects
 from maxmars.data.sources import (
     PREPARE,
     TFDS_FORMAT,
     Metadata,
     check_finished,
-    metadata_text,
     parse_metadata,
 )
 from maxmars.data.tfds_stream import TfdsTokens
@@ -36,7 +37,7 @@ from maxmars.data.token_files import (
     shards_of,
 )
 from maxmars.data.tokenizer import GPT2Tokenizer
-from maxmars.distributed.files import Workdir, is_remote, require_access, resolve
+from maxmars.distributed.files import Workdir, is_remote, read_text, require_access, resolve
 
 _LOGGER = logging.getLogger(__name__)
 _HEADER = np.dtype("<i4"), 256  # llm.c's
@@ -76,7 +77,7 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
     """
     directory = resolve(directory)
     require_access(directory)
-    meta = metadata_text(directory / "meta.json")
+    meta = read_text(directory / "meta.json")
     if meta is None:
         check_finished(directory)
     if meta is None and is_remote(directory):
@@ -125,10 +126,8 @@ def open_examined(directory: str | os.PathLike[str], split: str, meta: str | Non
 
 
 def _is_tfds(meta: str) -> bool:
-    try:
-        return json.loads(meta)["format"] == TFDS_FORMAT
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False  # our own format's reader says what is wrong with it
+    with about("meta.json"):
+        return read_as(dict, json.loads(meta)).get("format") == TFDS_FORMAT
 
 
 def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maxmars.config.errors import about, needs_extra
 from maxmars.data.corpus import (
     Corpus,
     Document,
@@ -128,7 +130,7 @@ class TfdsCorpus(Corpus):
         builder, source = self._open()
         features = list(builder.info.features or {})
         if text_field not in features:
-            raise ValueError(f"tfds:{name} {no_field(text_field, features)}")
+            raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
         info = builder.info.splits[split]
         lengths = list(info.shard_lengths) if "[" not in split else [len(source)]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -150,7 +152,12 @@ class TfdsCorpus(Corpus):
             )
             return builder, builder.as_data_source(split=self._split)
         except Exception as error:  # TFDS raises many kinds
-            raise _no_tfds(self._name, self._split, self._data_dir, error) from error
+            raise FileNotFoundError(
+                f"tfds:{self._name}:{self._split} cannot be opened ({type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0]}). It must have been prepared as "
+                f"array_record: run `tfds build {self._name} --file_format=array_record` where "
+                "TensorFlow is, and name its directory by --data-dir."
+            ) from error
 
     @functools.cached_property
     def _source(self) -> Any:
@@ -175,21 +182,6 @@ class TfdsCorpus(Corpus):
 
 
 _TFDS_ROWS = 256
-
-
-def _no_tfds(name: str, split: str, data_dir: str | None, error: Exception) -> Exception:
-    import tensorflow_datasets as tfds
-
-    where = f"in {data_dir}" if data_dir else "in TFDS's own directory"
-    first_line = str(error).strip().partition("\n")[0]
-    reason = f"{type(error).__name__}: {first_line}"
-    if isinstance(error, tfds.core.DatasetNotFoundError):
-        reason = "there is no such dataset, config or version"
-    return FileNotFoundError(
-        f"cannot open split {split!r} of the TFDS dataset {name!r} {where} "
-        f"({reason}). It must have been prepared as array_record: run `tfds build {name} "
-        "--file_format=array_record` where TensorFlow is, and name its directory by --data-dir."
-    )
 
 
 class HubCorpus(Corpus):
@@ -235,42 +227,42 @@ class HubCorpus(Corpus):
 
 
 def _text_of_row(row: Mapping[str, Any], field: str, name: str) -> str:
-    try:
+    with about(name):
         if field not in row:
             raise ValueError(no_field(field, row))
         return text_of(row[field], field)
-    except ValueError as error:
-        raise ValueError(f"{name} {error}") from error
+
+
+@contextlib.contextmanager
+def _telling_of_the_hub(what: str) -> Iterator[None]:
+    """Raise as one kind of error what `datasets`, `huggingface_hub` and `httpx` raise of many."""
+    try:
+        yield
+    except Exception as error:
+        raise ConnectionError(
+            f"{what} failed ({type(error).__name__}: {str(error).strip()}); check the names and "
+            "the network and give the same command again, which continues. Without a network, "
+            "prepare from local files or from a local directory: hf:DIRECTORY."
+        ) from error
 
 
 def _read_rows(rows: Iterable[Any], name: str) -> Iterator[Any]:
-    try:
+    with _telling_of_the_hub(f"reading {name}"):
         yield from rows
-    except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
-        raise ConnectionError(
-            f"reading {name} failed ({type(error).__name__}: {error}); when the cause is gone, run "
-            "the same command again to continue."
-        ) from error
 
 
 def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
     """The stream of a split, and what identifies its files."""
-    try:
+    with needs_extra("hf"):
         import datasets
-    except ImportError as error:
-        raise ImportError(
-            "Hugging Face datasets need the library datasets; install it with "
-            "`pip install 'maxmars[hf]'`."
-        ) from error
     repository = str(Path(dataset.repository).expanduser())
     files = {dataset.split: dataset.data_files} if dataset.data_files else None
-    try:
+    what = f"opening split {dataset.split!r}, config {dataset.config!r} of {repository}"
+    with _telling_of_the_hub(what):
         builder = datasets.load_dataset_builder(
             repository, name=dataset.config, revision=dataset.revision, data_files=files
         )
         stream = builder.as_streaming_dataset(split=dataset.split)
-    except Exception as error:  # `datasets`, `huggingface_hub` and `httpx` raise many kinds
-        raise _no_hub_dataset(dataset, error) from error
     found = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
     if any("/partial-" in file for file in found):
         print(
@@ -287,12 +279,3 @@ def _identity(file: str) -> str:
         return file
     status = os.stat(file)
     return f"{file} {status.st_size} {status.st_mtime}"
-
-
-def _no_hub_dataset(dataset: HubDataset, error: Exception) -> Exception:
-    config = f", config {dataset.config!r}" if dataset.config else ""
-    return FileNotFoundError(
-        f"cannot open split {dataset.split!r} of the Hugging Face dataset {dataset.repository!r}"
-        f"{config} ({type(error).__name__}: {str(error).strip()}). Check the names and the "
-        "network; without network, prepare from local files or a local directory: hf:DIRECTORY."
-    )

@@ -18,15 +18,17 @@ import functools
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer
 
+from maxmars.config.checks import CheckedConfig, NotNegative, read_as, require
+from maxmars.config.errors import about
 from maxmars.data.bucket import read_ranges
 from maxmars.data.own_data import TYPES
-from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, metadata_text, read_metadata
+from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, read_metadata
 from maxmars.data.token_files import (
     TokenFile,
     TokenShards,
@@ -38,10 +40,11 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
     is_remote,
+    read_text,
     reporting,
     resolve,
     write_bytes,
-    write_text,
+    write_json,
 )
 from maxmars.distributed.progress import Progress
 
@@ -180,6 +183,16 @@ _PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Described(CheckedConfig):
+    """What the JSON file beside a plan says of it."""
+
+    documents: str
+    num_windows: NotNegative[int]
+    num_pieces: NotNegative[int]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan on a disk or in a bucket, of which only the windows of a batch are read.
 
@@ -281,13 +294,13 @@ def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
             content = plan.windows.astype(_BORDER).tobytes() + pieces.tobytes()
             name = _plan_name(split, length)
             write_bytes(directory / f"{name}.bin", content)
-            described = {
-                "documents": documents.sha256,
-                "num_windows": len(plan),
-                "num_pieces": len(pieces),
-                "sha256": hashlib.sha256(content).hexdigest(),
-            }
-            write_text(directory / f"{name}.json", json.dumps(described, indent=2) + "\n")
+            described = _Described(
+                documents=documents.sha256,
+                num_windows=len(plan),
+                num_pieces=len(pieces),
+                sha256=hashlib.sha256(content).hexdigest(),
+            )
+            write_json(directory / f"{name}.json", asdict(described))
     return plans
 
 
@@ -300,29 +313,24 @@ def read_plan(stream: TokenStream, length: int) -> PlanFile:
       OSError: it cannot be read.
     """
     path = resolve(stream.directory) / f"{_plan_name(stream.split, length)}.json"
-    text = processes.text_from_primary(lambda: metadata_text(path))
+    text = processes.text_from_primary(lambda: read_text(path))
     if text is None or not isinstance(stream, TokenShards):
         raise FileNotFoundError(
             f"{stream.directory} has no plan for data.packing=best_fit with model.max_seq_len="
             f"{length}; run its `maxmars data prepare` command with --pack best_fit "
             f"--pack-length {length}."
         )
-    try:
-        fields = json.loads(text)
-        if {type(fields["num_windows"]), type(fields["num_pieces"])} != {int}:
-            raise TypeError("its counts are no numbers")
-        borders = (fields["num_windows"] + 1) * _BORDER.itemsize
-        file = TokenFile(
-            path=path.with_suffix(".bin"),
-            num_bytes=borders + fields["num_pieces"] * _PIECE.itemsize,
-            sha256=fields["sha256"],
-        )
-        plan = PlanFile(length=length, num_windows=fields["num_windows"], file=file)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it and plan again.") from error
-    documents = _documents(stream.directory, stream.metadata, stream.split).sha256
-    if fields.get("documents") != documents:
-        raise ValueError(f"{path} is the plan of other documents; delete it and plan again.")
+    with about(path):
+        described = read_as(_Described, json.loads(text))
+        documents = _documents(stream.directory, stream.metadata, stream.split).sha256
+        require(described.documents == documents, "it is the plan of other documents; plan again.")
+    borders = (described.num_windows + 1) * _BORDER.itemsize
+    file = TokenFile(
+        path=path.with_suffix(".bin"),
+        num_bytes=borders + described.num_pieces * _PIECE.itemsize,
+        sha256=described.sha256,
+    )
+    plan = PlanFile(length=length, num_windows=described.num_windows, file=file)
     # That of training, which may be large, is compared while the run trains: see `verification`.
     if stream.split != "train":
         if not is_remote(file.path):
@@ -380,6 +388,16 @@ class PackedStream:
             tokens = self._stream.read_windows(starts, length)
             return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
         assert isinstance(self._stream, TokenShards)  # other formats have no plans
+        # A window with a whole document "ab" and the end "yz" of a long one, whose last token
+        # before that, x, the window before has predicted ("." ends a document, "_" is padding):
+        #
+        #   tokens     .  a  b  .  x  y  z  .  .  .     all but the first: pieces, then padding
+        #   filled     -  *  *  *  *  *  *  *  -  -     what the pieces hold
+        #   begins     *  -  -  *  *  -  -  *  *  *     a segment begins: at "." and at x
+        #   mask       -  *  *  *  -  *  *  *  -  -     predicted: not x, which has no token before
+        #
+        # All windows are read at once: the pieces of one lie one after the other in `places`, and
+        # assigning to `tokens[filled]` deals their tokens out in that order.
         places, lengths, counts = self._plan.pieces(starts // self._plan.length)
         sizes = np.abs(lengths)
         used = np.add.reduceat(sizes, np.cumsum(counts) - counts)  # tokens of each window
@@ -387,6 +405,8 @@ class PackedStream:
         filled = (column > 0) & (column <= used[:, None])
         tokens = np.full(filled.shape, self._end_of_text, np.int32)
         tokens[filled] = self._stream.read_pieces(places, sizes)
+        # The first token of each piece that continues a document, first as places in the joined
+        # pieces, then in the windows.
         first, continues = np.zeros(sizes.sum(), bool), np.zeros_like(filled)
         first[np.cumsum(sizes) - sizes] = lengths < 0
         continues[filled] = first

@@ -3,20 +3,21 @@
 A directory of token shards holds `train_00000.bin`, ..., `val_00000.bin`, ...: raw little-endian
 token ids, uint16 or uint32; and `meta.json`, which describes them (see `Metadata`). The shards of a
 split, in the order of `meta.json`, are one stream of tokens. `train_documents.bin` and
-`val_documents.bin` say where in the stream each document starts: raw little-endian uint64. A
-`tokenizer.json` that the text was prepared with lies beside them. `meta.json` is written last: a
-directory without it is unfinished, and has `plan.json`.
+`val_documents.bin` say where in the stream each document starts: raw little-endian uint64.
+`tokenizer.json` and `tokenizer_config.json` are the tokenizer (`data/tokenizer.py`). `meta.json` is
+written last: a directory without it is unfinished, and has `plan.json`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
+from maxmars.config.checks import CheckedConfig, NotNegative, read_as
+from maxmars.config.errors import about
 from maxmars.distributed.files import Workdir, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
@@ -34,11 +35,11 @@ class NoSuchSplitError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(CheckedConfig):
     """One file of tokens."""
 
     file: str
-    num_tokens: int
+    num_tokens: NotNegative[int]
     sha256: str
     crc32c: str | None = None
     """The checksum that buckets keep: base64 of the big-endian CRC32C. None where the text was
@@ -48,44 +49,42 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentStarts:
+class DocumentStarts(CheckedConfig):
     """The file that says where each document of a split starts, in order: little-endian uint64."""
 
     file: str
-    count: int
+    count: NotNegative[int]
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(CheckedConfig):
     """The shards of one split; `num_documents` counts the end-of-text tokens in them."""
 
-    num_tokens: int
-    num_documents: int
+    num_tokens: NotNegative[int]
+    num_documents: NotNegative[int]
     shards: tuple[Shard, ...]
     documents: DocumentStarts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metadata:
+class Metadata(CheckedConfig):
     """What is in a directory of token shards. A split without tokens is not listed."""
 
     tokenizer: str
     tokenizer_digest: str
-    vocab_size: int
-    dtype: str
+    vocab_size: NotNegative[int]
+    dtype: Literal["uint16", "uint32"]
     splits: dict[str, Split]
     source: str
     command: str | None = None
     eot_token: str | None = None
-    """The token that ends a document, of a `tokenizer.json` that lies in the directory."""
-    record_tokens: int | None = None
+    """Read by nobody: earlier versions wrote here what `tokenizer_config.json` says now."""
+    record_tokens: NotNegative[int] | None = None
     """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 
     def __post_init__(self) -> None:
-        """Reject what no directory of ours says."""
-        if self.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {self.dtype!r}, not uint16 or uint32.")
+        super().__post_init__()
         for name, split in self.splits.items():
             if split.num_tokens != sum(s.num_tokens for s in split.shards):
                 raise ValueError(f"the shards of {name} do not add up to its num_tokens.")
@@ -127,7 +126,7 @@ def read_metadata(directory: str | os.PathLike[str], *, format: str | None = FOR
       OSError: it cannot be read.
     """
     path = resolve(directory) / METADATA
-    text = metadata_text(path)
+    text = read_text(path)
     if text is None:
         check_finished(path.parent)
         what = "is no directory" if path.parent.exists() else "does not exist"
@@ -142,67 +141,14 @@ def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> 
     Raises:
       ValueError: it is damaged, or of another format or version.
     """
-    try:
-        fields = json.loads(text)
-        found = fields.pop("format"), fields.pop("version")
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no description of token shards; {AGAIN}.") from error
-    formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
-    if found not in [(name, VERSION) for name in formats]:
-        raise ValueError(
-            f"{path} is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
-            f"{' and '.join(map(repr, formats))} version {VERSION}; prepare the directory again "
-            "with this version."
-        )
-    fields.pop("part", None)  # earlier versions wrote which part of a corpus a directory holds
-    try:
-        splits = _object(fields.pop("splits"), "splits")
-        splits = {name: _split_from(split, name) for name, split in splits.items()}
-        return _make(Metadata, fields, "the file", splits=splits)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {AGAIN}.") from error
-
-
-def metadata_text(path: Workdir) -> str | None:
-    """The text of a `meta.json`; None if there is none, and empty if it is not UTF-8."""
-    try:
-        return read_text(path)
-    except NotADirectoryError:
-        return None
-    except UnicodeDecodeError:
-        return ""
-
-
-def _split_from(value: Any, name: str) -> Split:
-    fields = _object(value, name)
-    shards, starts = fields.pop("shards"), fields.pop("documents", None)
-    if not isinstance(shards, list):
-        raise ValueError(f"the shards of {name} are no list")
-    return _make(
-        Split,
-        fields,
-        name,
-        shards=tuple(_make(Shard, _object(shard, name), name) for shard in shards),
-        documents=None if starts is None else _make(DocumentStarts, _object(starts, name), name),
-    )
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"what it says of {name} is no object")
-    return dict(value)
-
-
-_T = TypeVar("_T")
-_KINDS = {"str": str, "int": int, "None": type(None)}
-
-
-def _make(cls: type[_T], fields: dict[str, Any], name: str, **nested: Any) -> _T:
-    """A dataclass from JSON, once the types of its plain fields have been checked."""
-    for field in dataclasses.fields(cls):  # type: ignore
-        kinds = [_KINDS[kind] for kind in str(field.type).split(" | ") if kind in _KINDS]
-        if field.name not in nested and field.name in fields:
-            value = fields[field.name]
-            if type(value) not in kinds or (type(value) is int and value < 0):
-                raise ValueError(f"{field.name} of {name} is {str(value)[:60]!r}")
-    return cls(**fields, **nested)
+    with about(path):
+        fields = read_as(dict[str, Any], json.loads(text))
+        found = fields.pop("format", None), fields.pop("version", None)
+        formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
+        if found not in [(name, VERSION) for name in formats]:
+            raise ValueError(
+                f"it is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
+                f"{' and '.join(map(repr, formats))} version {VERSION}; {AGAIN}."
+            )
+        fields.pop("part", None)  # earlier versions wrote which part of a corpus a directory holds
+        return read_as(Metadata, fields)

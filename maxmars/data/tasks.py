@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import numpy as np
@@ -211,7 +211,7 @@ def write_task(
     return {"num_documents": count, "lowest": lowest, "splits": splits}
 
 
-def token_dtype(tokenizer: Tokenizer) -> str:
+def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     """The type of a tokenizer's tokens on disk."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
-from pathlib import Path
 from typing import Any
 
-import maxmars
+from maxmars.config.errors import EXTERNAL_ERRORS
 
 _UPDATE_S = 0.5
-_PACKAGE = Path(maxmars.__file__).parent
 
 Work = Callable[[int, Callable[[int], None]], None]
 """Does the work of a number; calls the function that it is given with the bytes done since."""
@@ -65,7 +62,9 @@ def work_through(
         while waiting:
             done, waiting = wait(waiting, _UPDATE_S, FIRST_COMPLETED)
             for future in done:
-                if (error := future.result()) is not None:
+                error, notes = future.result()
+                if error is not None:
+                    error.__notes__ = notes
                     raise error
             progress(len(numbers) - len(waiting), count.value)
     except BrokenProcessPool as error:
@@ -102,8 +101,8 @@ def end_with_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _work(number: int) -> Exception | None:
-    """Do the work of a number; an error that we report ourselves is returned, a bug is raised."""
+def _work(number: int) -> tuple[Exception | None, list[str]]:
+    """Do the work of a number; an error is returned beside its notes, which pickle may lose."""
     work, count, stop = _worker
 
     def report(num_bytes: int) -> None:
@@ -114,8 +113,6 @@ def _work(number: int) -> Exception | None:
 
     try:
         work(number, report)
-    except (ValueError, OSError, ImportError) as error:
-        if _PACKAGE in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
-            return error
-        raise
-    return None
+    except EXTERNAL_ERRORS as error:
+        return error, getattr(error, "__notes__", [])
+    return None, []

@@ -27,7 +27,8 @@ from typing import IO, Any
 
 from etils import epath
 
-from maxmars.config.errors import about
+from maxmars.config.checks import read_as
+from maxmars.config.errors import about, needs_extra
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
         absolute = Path(path).expanduser().absolute()
         try:
             str(absolute).encode()
-        except UnicodeEncodeError as error:
+        except UnicodeEncodeError as error:  # whose own words cannot be printed
             name = os.fsencode(absolute).decode(errors="backslashreplace")
             raise ValueError(f"{name} is not UTF-8; rename it, or choose another path.") from error
         return absolute
@@ -99,9 +100,9 @@ def require_access(path: Any) -> None:
 
 @functools.cache
 def _require_bucket(name: str) -> None:
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ImportError(f"{name} needs the library gcsfs: `pip install 'maxmars[gcs]'`.")
-    import aiohttp  # comes with gcsfs
+    with about(name), needs_extra("gcs"):
+        import aiohttp  # comes with gcsfs
+        import gcsfs  # noqa: F401
     import fsspec
 
     options = fsspec.config.conf.setdefault("gcs", {})
@@ -240,14 +241,15 @@ def read_text(path: Workdir) -> str | None:
       UnicodeDecodeError: it is not UTF-8.
     """
     content = _read_bytes(path)
-    return None if content is None else content.decode()
+    with about(path):
+        return None if content is None else content.decode()
 
 
 def _read_bytes(path: Workdir) -> bytes | None:
     with reporting(path):
         try:
             return path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
 
@@ -381,11 +383,10 @@ def read_json(path: Workdir) -> Any:
     """The value in a JSON file; None if there is no file.
 
     Raises:
-      ValueError: it is not JSON.
+      ValueError: it is no JSON.
     """
     with about(path):
-        text = read_text(path)
-        return None if text is None else json.loads(text)
+        return json.loads(read_text(path) or "null")
 
 
 def read_json_object(path: Workdir) -> dict[str, Any]:
@@ -395,15 +396,8 @@ def read_json_object(path: Workdir) -> dict[str, Any]:
       FileNotFoundError: there is no such file.
       ValueError: it does not hold a JSON object.
     """
-    try:
-        fields = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path.parent} has no {path.name}; copy it there.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid JSON: {error}; copy or download it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds {type(fields).__name__}.")
-    return fields
+    with about(path):
+        return read_as(dict[str, Any], json.loads(path.read_bytes()))
 
 
 def write_json(path: Workdir, value: Any) -> None:

@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxmars.config.errors import EXTERNAL_ERRORS, in_words
+
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
 _SHUTDOWN_TIMEOUT_S = 60  # between the first process that ends and the last
@@ -237,9 +239,9 @@ def text_from_primary(read: Callable[[], str | None]) -> str | None:
     if is_primary():
         try:
             text = read()
-        except (ValueError, OSError, ImportError) as error:
+        except EXTERNAL_ERRORS as error:
             failure = error
-    text, reason = from_primary([text, None if failure is None else str(failure)])
+    text, reason = from_primary([text, None if failure is None else in_words(failure)])
     if reason is not None:
         raise failure or ValueError(f"process 0 cannot go on: {reason}")
     return text

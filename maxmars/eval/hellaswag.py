@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import re
 import time
 import urllib.request
@@ -24,13 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float64, Int
 
 from maxmars.config import ModelConfig, TrainConfig
+from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as
+from maxmars.config.errors import about
 from maxmars.data.batches import SplitTokens
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
@@ -56,10 +57,10 @@ _NUM_ENDINGS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(CheckedConfig):
     """A context and four endings, of which `endings[label]` is the true one."""
 
-    index: int
+    index: NotNegative[int]
     """Its number in the data set (`ind`)."""
     activity: str
     """The subject of the text (`activity_label`)."""
@@ -69,8 +70,8 @@ class Question:
     """The context's whole sentences (`ctx_a`)."""
     context_b: str
     """The beginning of the sentence that the endings complete; may be empty (`ctx_b`)."""
-    endings: tuple[str, ...]
-    label: int
+    endings: Annotated[tuple[str, ...], Rule(lambda texts: len(texts) == 4, "must be four texts")]
+    label: Annotated[int, Rule(lambda label: 0 <= label < 4, "must lie in [0, 4)")]
 
 
 def load_questions(
@@ -95,16 +96,12 @@ def load_questions(
     if num_questions is not None and num_questions < 1:
         raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
     file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"there is no file {file}; give the path of HellaSwag's hellaswag_val.jsonl, or none "
-            "to have it downloaded."
-        )
     questions = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                questions.append(_parse(line, f"line {number} of {file}"))
+                with about(f"{file}, line {number}"):
+                    questions.append(_parse(line))
             if len(questions) == num_questions:
                 break
     if not questions:
@@ -112,36 +109,18 @@ def load_questions(
     return questions
 
 
-def _parse(line: bytes, where: str) -> Question:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}); get the file anew.") from error
-    for name in ("ctx", "ctx_a", "ctx_b", "activity_label", "endings"):
-        kind = list if name == "endings" else str
-        if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):
-            raise ValueError(
-                f"{where} is not a HellaSwag question: {name!r} is missing or no "
-                f"{'list' if kind is list else 'text'}; the file must have HellaSwag's own format."
-            )
-    endings = tuple(fields["endings"])
-    if len(endings) != _NUM_ENDINGS or not all(isinstance(e, str) for e in endings):
-        raise ValueError(f"{where}: endings must be {_NUM_ENDINGS} strings, not {endings!r}.")
-    for name, end in (("ind", math.inf), ("label", _NUM_ENDINGS)):
-        value = fields.get(name)
-        if isinstance(value, str) and value.isdecimal():  # some copies of the data have text here
-            value = fields[name] = int(value)
-        if type(value) is not int or not 0 <= value < end:
-            hint = " (the test set has no labels; use the validation set)" * (name == "label")
-            raise ValueError(f"{where}: {name}={value!r} must be an integer in [0, {end}){hint}.")
+def _parse(line: bytes) -> Question:
+    fields = read_as(dict[str, Any], json.loads(line))
+    if fields["label"] == "":
+        raise ValueError("label is empty: the test set has none; use the validation set.")
     return Question(
-        index=fields["ind"],
+        index=int(fields["ind"]),  # text in some copies of the data
         activity=fields["activity_label"],
         context=fields["ctx"],
         context_a=fields["ctx_a"],
         context_b=fields["ctx_b"],
-        endings=endings,
-        label=fields["label"],
+        endings=read_as(tuple[str, ...], fields["endings"]),
+        label=int(fields["label"]),
     )
 
 
@@ -465,7 +444,7 @@ class HellaSwagInLoop:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        tokenizer = tokenizer_of_tokens(tokens.first.directory, tokens.tokenizer)
+        tokenizer = tokenizer_of_tokens(tokens.first)
         kept = questions
         if config.eval.hellaswag_too_long == "leave_out":
             kept = fitting(questions, tokenizer, config.model.max_seq_len)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from maxmars.config.errors import needs_extra
 from maxmars.distributed.progress import Progress
 from maxmars.eval.generate import GREEDY, Sampling, Tokens, generate_tokens
 from maxmars.eval.loglikelihood import (
@@ -99,11 +100,11 @@ def run_lm_eval(
             log_samples=False,
         )
     except OSError as error:
-        raise OSError(
-            f"lm-evaluation-harness could not get the data of {', '.join(tasks)}: {error}. Without "
-            "a network, take tasks whose YAML file names local files (dataset_path: json with "
-            "dataset_kwargs), or datasets that are in the cache of Hugging Face."
-        ) from error
+        error.add_note(
+            f"the data of {', '.join(tasks)} (without a network, take tasks whose YAML file names "
+            "local files, or datasets in the cache of Hugging Face)"
+        )
+        raise
     if found is None:  # where a launcher sets LOCAL_RANK, the harness reports on rank 0 only
         return {}
     results = {}
@@ -195,7 +196,7 @@ class Answers:
                 sampling=options.sampling,
                 seed=self._seed,
                 batch_size=self._batch_size or _GENERATION_ROWS,
-                stop=tokenizer.eot,
+                stop=tokenizer.ends,
                 is_complete=is_complete,
             )
             for number, text in zip(numbers, map(tokenizer.decode, found), strict=True):
@@ -290,13 +291,8 @@ def _language_model(answers: Answers) -> Any:
 
 
 def _harness(module: str) -> Any:
-    try:
+    with needs_extra("eval"):
         return importlib.import_module(f"lm_eval.{module}")
-    except ImportError as error:
-        raise ImportError(
-            "tasks of lm-evaluation-harness need the package lm-eval (extra `eval`): "
-            "pip install 'maxmars[eval]', or pip install lm-eval."
-        ) from error
 
 
 def _task_names(tasks: Sequence[str], manager: Any) -> list[str]:

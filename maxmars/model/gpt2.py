@@ -275,8 +275,7 @@ class GPT2(nnx.Module):
         places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
             # Each device sums the gradients of its own rows, in the type of x.
-            add = lambda x, places: x + places[0, : x.shape[1]].astype(x.dtype)  # noqa: E731
-            x = on_parts(add, x, places)
+            x = on_parts(_add_positions, x, places)
         else:
             x += look_up(places, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
@@ -321,6 +320,11 @@ def document_segments(
     if segment_ids is not None:
         begins |= jnp.diff(segment_ids, axis=-1, prepend=segment_ids[:, :1]) != 0
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
+
+
+def _add_positions(x: jax.Array, places: jax.Array) -> jax.Array:
+    """x [B T D] plus the first T rows of the device's own copy of the table, places [1 P D]."""
+    return x + places[0, : x.shape[1]].astype(x.dtype)
 
 
 def _residual_std(config: GPT2Config) -> float:

@@ -31,6 +31,8 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxmars.config import GPT2Config
+from maxmars.config.checks import read_as
+from maxmars.config.errors import about
 from maxmars.distributed.files import read_json_object, write_json
 from maxmars.model.language_model import graph_and_abstract_params
 
@@ -59,11 +61,7 @@ _FIELDS = {
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "scale_attn_by_inverse_layer_idx": False}
 _OURS = "maxmars"
 """Key in config.json of the fields of GPT2Config that Hugging Face's GPT-2 does not have."""
-_OUR_FIELDS: dict[str, tuple[type, ...]] = {
-    "use_bias": (bool,),
-    "vocab_pad_multiple": (int,),
-    "document_end_id": (int, type(None)),
-}
+_OUR_FIELDS = ("use_bias", "vocab_pad_multiple", "document_end_id")
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 # Any other value of these fields is a model with other logits.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -100,40 +98,34 @@ def read_config(directory: str | Path) -> GPT2Config:
       ValueError: config.json is malformed, or describes a model other than our `GPT2`.
     """
     path = Path(directory) / _CONFIG
-    fields = read_json_object(path)
+    with about(path):
+        return _config_of(_DEFAULTS | read_json_object(path))
+
+
+def _config_of(fields: dict[str, Any]) -> GPT2Config:
     for name, allowed in _FIXED.items():
         value = fields.get(name, allowed[0])
         if value not in allowed:
             wanted = " or ".join(map(json.dumps, allowed))
             raise ValueError(
-                f"{path}: {name} is {json.dumps(value)}, but maxmars reads models with {wanted} "
-                "only."
+                f"{name} is {json.dumps(value)}, but maxmars reads models with {wanted} only."
             )
     # Old files also, or only, call the context n_ctx.
     if "n_ctx" in fields and fields.setdefault("n_positions", fields["n_ctx"]) != fields["n_ctx"]:
         raise ValueError(
-            f"{path}: n_positions is {fields['n_positions']} and n_ctx {fields['n_ctx']}; the "
-            "context must be the same in both."
+            f"n_positions is {fields['n_positions']} and n_ctx {fields['n_ctx']}; the context must "
+            "be the same in both."
         )
-    values = {ours: _value(path, fields, name) for ours, name in _FIELDS.items()}
-    width = 4 * values["embed_dim"]
-    if fields.get("n_inner") not in (None, width):
+    if fields.get("n_inner") not in (None, 4 * fields["n_embd"]):
         raise ValueError(
-            f"{path}: n_inner is {fields['n_inner']!r}, but maxmars reads models whose MLP is four "
-            f"times as wide as n_embd ({width}) only."
+            f"n_inner is {fields['n_inner']!r}, but maxmars reads models whose MLP is four times "
+            f"as wide as n_embd ({fields['n_embd']}) only."
         )
-    ours = fields.get(_OURS, {})
-    if not isinstance(ours, dict) or any(
-        type(value) not in _OUR_FIELDS.get(name, ()) for name, value in ours.items()
-    ):
-        raise ValueError(
-            f"{path}: {_OURS} is {json.dumps(ours)}; it may hold {', '.join(_OUR_FIELDS)} of the "
-            "model, as `maxmars export` writes them."
-        )
-    try:
-        return GPT2Config(**values, **ours, compute_dtype="float32")
-    except ValueError as error:
-        raise ValueError(f"{path} describes no GPT-2: {error}") from error
+    ours = read_as(dict[str, Any], fields.get(_OURS, {}))
+    if not ours.keys() <= set(_OUR_FIELDS):
+        raise ValueError(f"{_OURS} holds {', '.join(ours)}, not {', '.join(_OUR_FIELDS)} alone.")
+    values = {name: fields[theirs] for name, theirs in _FIELDS.items()}
+    return GPT2Config(**values, **ours, compute_dtype="float32")
 
 
 def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
@@ -159,21 +151,6 @@ def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) ->
         "dtype": dtype,
         _OURS: {name: getattr(config, name) for name in _OUR_FIELDS},
     }
-
-
-def _value(path: Path, fields: dict[str, Any], name: str) -> Any:
-    if name not in fields and name not in _DEFAULTS:
-        raise ValueError(f"{path} has no {name}; it is no config.json of a GPT-2.")
-    value, kind = fields.get(name, _DEFAULTS.get(name)), type(_DEFAULTS.get(name, 0))
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(
-            f"{path}: {name} is {json.dumps(value)}; it must be of type {kind.__name__}."
-        )
-    if kind is int and value < 1:
-        raise ValueError(f"{path}: {name} is {value}; it must be greater than zero.")
-    return value
 
 
 # --- names and layouts ---------------------------------------------------------------------------
@@ -348,19 +325,11 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
 @contextlib.contextmanager
 def _open(path: Path) -> Generator[Any]:
     """A safetensors file. Its arrays of bfloat16 are NumPy arrays, whose type comes with JAX."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing; {path.with_name(_INDEX)} names it. Download all files again."
-        )
     try:
         with safetensors.safe_open(path, "np") as file:
             yield file
-    except safetensors.SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ").splitlines()[0]
-        raise ValueError(
-            f"{path} is damaged or cut short, or no safetensors file ({reason}); copy or download "
-            "it again."
-        ) from error
+    except safetensors.SafetensorError as error:  # not a ValueError
+        raise ValueError(f"{path}: {error}; copy or download it again.") from error
 
 
 def _stored_arrays(directory: Path) -> dict[str, StoredArray]:
@@ -370,25 +339,13 @@ def _stored_arrays(directory: Path) -> dict[str, StoredArray]:
     index = directory / _INDEX
     if not index.is_file():
         raise _no_weights(directory)
-    files = read_json_object(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(
-            f"{index} is no index of safetensors files: it has no weight_map; download or export "
-            "the model again."
-        )
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
-            raise ValueError(
-                f"{index} names the file {file!r}; it may only name safetensors files beside it."
-            )
-    headers = {file: _arrays_of_file(directory / file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in headers[file]:
-            raise ValueError(
-                f"{index} says that {name} is in {file}, which does not hold it; download or "
-                "export the model again."
-            )
-    return {name: headers[file][name] for name, file in files.items()}
+    with about(index):
+        files = read_as(dict[str, str], read_json_object(index)["weight_map"])
+        for file in files.values():
+            if Path(file).name != file or not file.endswith("safetensors"):
+                raise ValueError(f"{file!r} is no safetensors file beside it.")
+        headers = {file: _arrays_of_file(directory / file) for file in sorted(set(files.values()))}
+        return {name: headers[file][name] for name, file in files.items()}
 
 
 def _arrays_of_file(path: Path) -> dict[str, StoredArray]:
@@ -485,8 +442,7 @@ def write_model(
 ) -> list[Path]:
     """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` loads.
 
-    It gets weights, `config.json` and, where the end of a text is known, `generation_config.json`.
-    The host holds the arrays of one file at a time.
+    It gets weights and `config.json`. The host holds the arrays of one file at a time.
 
     Args:
       directory: to write into.
@@ -537,9 +493,6 @@ def write_model(
             raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
         path.chmod(mode)  # safetensors lets none but the owner read it, whatever the umask says
     write_json(directory / _CONFIG, config_fields(config, dtype=dtype, end_of_text=end_of_text))
-    if end_of_text is not None:
-        ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        write_json(directory / "generation_config.json", ids)
     return paths
 
 

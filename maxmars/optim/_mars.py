@@ -48,10 +48,8 @@ from maxmars.optim._rules import (
     by_kind,
     cast_like,
     check_choice,
-    check_fraction,
     check_like_gradients,
-    check_open_fraction,
-    check_positive,
+    check_numbers,
     in_float32,
     stepped,
     vector_rate,
@@ -97,7 +95,7 @@ def correct_gradient(
       ValueError: an argument is out of range; in `update`, `prev_grads` is missing, is not a tree
         like the gradients, or is given although `exact` is not.
     """
-    check_fraction("b1", b1)
+    check_numbers("lie in [0, 1)", b1=b1)
     check_choice("first_step", first_step, FIRST_STEPS)
     if isinstance(gamma, int | float) and gamma == 0:
         identity = optax.with_extra_args_support(optax.identity())
@@ -108,14 +106,9 @@ def correct_gradient(
         return CorrectGradientState(jnp.zeros([], jnp.int32), None if exact else last)
 
     def update_fn(
-        updates: Tree,
-        state: Any,
-        params: Tree = None,
-        *,
-        prev_grads: Tree = None,
-        **extra_args: Any,
+        updates: Tree, state: Any, params: Tree = None, *, prev_grads: Tree = None, **extra: Any
     ) -> tuple[Tree, CorrectGradientState]:
-        del params, extra_args
+        del params, extra
         last = _checked_prev_grads(prev_grads, updates) if exact else state.last_grad
         wide = widened(updates)
         if exact or first_step == "plain_gradient":  # else the state starts at zero
@@ -148,18 +141,13 @@ def _without_prev_grads(
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(
-        updates: Tree,
-        state: Any,
-        params: Tree = None,
-        *,
-        prev_grads: Tree = None,
-        **extra_args: Any,
+        updates: Tree, state: Any, params: Tree = None, *, prev_grads: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
         if prev_grads is not None and refused:
             raise ValueError(
                 "prev_grads is given, but only exact MARS uses it: say exact=True, or leave it out."
             )
-        return inner.update(updates, state, params, **extra_args)
+        return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -193,7 +181,7 @@ def clip_by_matrix_norm(
     Raises:
       ValueError: the threshold is not positive.
     """
-    check_positive("clip_threshold", threshold)
+    check_numbers("be positive", clip_threshold=threshold)
 
     def init_fn(params: Tree) -> ClipByMatrixNormState:
         resolve_specs(matrix_specs, params)  # raises here rather than in the first step
@@ -248,7 +236,7 @@ def corrected_ema(
     Raises:
       ValueError: b1 is out of range; in `update`, `prev_grads` is given, which it cannot use.
     """
-    check_open_fraction("b1", b1)
+    check_numbers("lie in (0, 1)", b1=b1)
 
     def init_fn(params: Tree) -> CorrectedEmaState:
         return CorrectedEmaState(optax.tree.zeros_like(params, dtype=accumulator_dtype))
@@ -421,7 +409,7 @@ def scale_by_mars(
     Raises:
       ValueError: an argument is out of range.
     """
-    check_fraction("b2", b2)
+    check_numbers("lie in [0, 1)", b2=b2)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     return mars_over(
         adam,
@@ -538,8 +526,7 @@ def mars(
     """
     check_choice("variant", variant, VARIANTS)
     check_choice("embeddings", embeddings, EMBEDDINGS)
-    for name, value in {"b2": b2, "vector_b1": vector_b1, "vector_b2": vector_b2}.items():
-        check_fraction(name, value)
+    check_numbers("lie in [0, 1)", b2=b2, vector_b1=vector_b1, vector_b2=vector_b2)
     orthogonalizes = variant in ("shampoo", "m")
     specs = default_specs if matrix_specs is None else matrix_specs
     if amsgrad and variant != "adamw":
@@ -666,7 +653,7 @@ def muon(
     Raises:
       ValueError: an argument is out of range or does not go with another.
     """
-    check_open_fraction("momentum", momentum)
+    check_numbers("lie in (0, 1)", momentum=momentum)
     return mars(
         learning_rate,
         variant="m",

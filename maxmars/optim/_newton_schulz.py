@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from maxmars.optim._rules import check_numbers
+
 Triple = tuple[float, float, float]
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
 
@@ -72,8 +74,7 @@ def newton_schulz(
     """
     check_ns_dtype(dtype)
     triples = triples_of(coefficients, steps)
-    if isinstance(eps, int | float) and not eps > 0:
-        raise ValueError(f"eps={eps} must be positive: it keeps a zero matrix finite.")
+    check_numbers("be positive", eps=eps)
     wide = jnp.promote_types(dtype, jnp.float32)
     # The norm is that of x before the cast, as in the official code.
     exact = x.astype(jnp.promote_types(x.dtype, wide))

@@ -41,7 +41,7 @@ from maxmars.optim._exchange import (
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
-from maxmars.optim._rules import Scalar, Tree, check_choice, check_positive
+from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers
 
 # --- the matrices of a leaf ----------------------------------------------------------------------
 
@@ -302,8 +302,7 @@ def plan_orthogonalization(
       ValueError: a partition is missing, names an axis that is not one of ownership, or does not
         divide its leaf.
     """
-    if max_batch_bytes <= 0:
-        raise ValueError(f"max_batch_bytes={max_batch_bytes} must be positive.")
+    check_numbers("be positive", max_batch_bytes=max_batch_bytes)
     flat = jax.tree.leaves_with_path(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     matrices = {
@@ -452,9 +451,7 @@ def scale_by_orthogonalization(
       ValueError: an argument is unknown or out of range, or a partition does not fit the mesh.
     """
     check_choice("ns_scale", scale, SCALES)
-    check_positive("ns_steps", steps)
-    check_positive("ns_eps", eps)
-    check_positive("orthogonality_every", measure_every)
+    check_numbers("be positive", ns_steps=steps, ns_eps=eps, orthogonality_every=measure_every)
     check_ns_dtype(dtype)
     check_is_mesh(mesh)
     triples_of(coefficients, steps)

@@ -14,6 +14,11 @@ from maxmars.optim._matrices import MatrixSpec, check_prefix, is_function, resol
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
 Tree = Any  # a pytree of arrays like the parameters
+RULES: dict[str, Callable[[float], bool]] = {
+    "lie in [0, 1)": lambda x: 0 <= x < 1,
+    "lie in (0, 1)": lambda x: 0 < x < 1,
+    "be positive": lambda x: x > 0,
+}
 Optimizer = TypeVar("Optimizer", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
@@ -102,7 +107,9 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
         mask = options.get("mask")
         trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
         functions = {name: tree for name, tree in trees.items() if is_function(tree)}
-        # Raises here rather than in init.
+        # The specs and masks are not known before init or update hand over the parameters, so the
+        # optimizer is made anew there; it has no state of its own, and `jit` makes it once. Made
+        # here, too, it says at once which of its arguments are wrong.
         plain = make(*args, **options | dict.fromkeys(functions))
 
         def of(tree: Tree) -> optax.GradientTransformationExtraArgs:
@@ -191,22 +198,12 @@ def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) 
         raise ValueError(f"{name}={value!r} is unknown; it is one of {known}.")
 
 
-def check_fraction(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is traced or lies in [0, 1)."""
-    if isinstance(value, int | float) and not 0 <= value < 1:
-        raise ValueError(f"{name}={value} must lie in [0, 1).")
-
-
-def check_open_fraction(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is traced or lies in (0, 1)."""
-    if isinstance(value, int | float) and not 0 < value < 1:
-        raise ValueError(f"{name}={value} must lie in (0, 1).")
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is traced or positive."""
-    if isinstance(value, int | float) and not value > 0:
-        raise ValueError(f"{name}={value} must be positive.")
+def check_numbers(rule: str, **values: Any) -> None:
+    """Raise ValueError unless each number obeys a rule of `RULES`; what is traced, a schedule or
+    None is no number."""
+    for name, value in values.items():
+        if isinstance(value, int | float) and not RULES[rule](value):
+            raise ValueError(f"{name}={value} must {rule}.")
 
 
 def check_like_gradients(name: str, tree: Tree, grads: Tree) -> None:

@@ -32,9 +32,8 @@ from maxmars.optim._rules import (
     ScalarOrSchedule,
     Tree,
     asks_whole_tree,
-    check_fraction,
     check_like_gradients,
-    check_positive,
+    check_numbers,
     in_float32,
     stepped,
 )
@@ -74,12 +73,9 @@ def scale_by_sophia(
     Raises:
       ValueError: an argument is out of range; in `update`, `sampled_grads` is missing.
     """
-    check_fraction("b1", b1)
-    check_fraction("b2", b2)
-    check_positive("batch_tokens", batch_tokens)
-    check_positive("rho", rho)
-    check_positive("eps", eps)
-    check_positive("update_hessian_every", update_hessian_every)
+    check_numbers("lie in [0, 1)", b1=b1, b2=b2)
+    check_numbers("be positive", batch_tokens=batch_tokens, rho=rho, eps=eps)
+    check_numbers("be positive", update_hessian_every=update_hessian_every)
 
     def init_fn(params: Tree) -> ScaleBySophiaState:
         return ScaleBySophiaState(

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxmars.config.chips import peak_flops
 from maxmars.config.numbers import short
-from maxmars.data.tokenizer import Tokenizer, load_saved_tokenizer
+from maxmars.data.tokenizer import Tokenizer, load
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
@@ -208,7 +208,7 @@ class StepReporter:
     @functools.cached_property  # also where there is none: the attempt may take a while
     def _tokenizer(self) -> Tokenizer | None:
         try:
-            return load_saved_tokenizer(self._run.workdir / TOKENIZER)
+            return load(self._run.workdir / TOKENIZER)
         except (ValueError, ImportError, OSError):
             return None
 

@@ -339,8 +339,7 @@ def lock(
     )
     stack.enter_context(checkpointer)
     if processes.is_primary():
-        stream = tokens.first
-        copy_tokenizer(stream.directory, stream.tokenizer, workdir / TOKENIZER)
+        copy_tokenizer(tokens.first, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
         write_json(workdir / ENVIRONMENT, environment(mesh))
         write_json(workdir / DATA, {"parts": tokens.describe()})

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from maxmars.data.corpus import Corpus, PythonSources, Run, TextFiles, Texts
 
@@ -202,30 +203,27 @@ def test_fingerprints_follow_the_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "named"),
     [
-        ("latin.txt", b"caf\xe9 ", r"latin\.txt is not UTF-8 \(byte 3\)"),
-        ("cut.txt", "ab€".encode()[:-1], r"cut\.txt is not UTF-8 \(byte 2\)"),
-        ("a.jsonl", b'{"text": "a"}\n{"te', r"a\.jsonl, line 2 is no JSON"),
-        ("a.jsonl", b"[1]\n", r"line 1 has no field 'text'"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
-            "is damaged or cut short",
-        ),
-        ("a.jsonl.gz", b"no gzip", "is damaged or cut short"),
-        ("a.jsonl.zst", b"no zstd", "is damaged or cut short"),
-        ("a.parquet", b"no parquet", "is no Parquet file, or a damaged one"),
-        ("a.csv", b"a,b", r"must end in \.txt, \.jsonl"),
-        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1 is nested too deeply"),
-        ("a.jsonl", b'{"text": ' + b'{"a":' * 200_000, r"line 1 is nested too deeply"),
+        ("latin.txt", b"caf\xe9 ", "byte 3"),
+        ("cut.txt", "ab€".encode()[:-1], "byte 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"te', "line 2"),
+        ("a.jsonl", b"[1]\n", "line 1"),
+        ("a.jsonl", b'{"t": 1}\n', "'text'"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "cut short"),
+        ("a.jsonl.gz", b"no gzip", "damaged"),
+        ("a.jsonl.zst", b"no zstd", "damaged"),
+        ("a.parquet", b"no parquet", "parquet"),
+        ("a.csv", b"a,b", ".jsonl"),
+        ("a.jsonl", b"[" * 200_000, "line 1"),
+        ("a.jsonl", b'{"text": ' + b'{"a":' * 200_000, "line 1"),
     ],
 )
-def test_damaged_files(tmp_path, name, content, message):
+def test_damaged_files(tmp_path, name, content, named):
     if name.endswith(("zst", "parquet")):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, tmp_path / name, named):
         all_documents(TextFiles([str(tmp_path / name)]))
 
 
@@ -248,7 +246,7 @@ def test_the_line_of_an_error_counts_from_the_start(tmp_path, part):
     lines[10 + 30 * part] = "no JSON at all\n"
     (tmp_path / "a.jsonl").write_text("".join(lines))
     corpus = TextFiles([str(tmp_path / "a.jsonl")])
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line {11 + 30 * part} is no JSON"):
+    with refused(ValueError, f"a.jsonl, line {11 + 30 * part}"):
         documents(corpus, Run(0, part, 3))
 
 

@@ -8,6 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 from fake_hub import fake_hub
+from refusals import refused
 from token_directories import make_builder
 
 from maxmars.data.corpus import PythonSources, Run, TextFiles
@@ -81,18 +82,18 @@ def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "error", "message"),
+    ("name", "field", "error"),
     [
-        ("prose", "body", ValueError, "tfds:prose has no field 'body'.* It has .*text"),
-        ("prose:nowhere", None, FileNotFoundError, "cannot open split 'nowhere' of the TFDS"),
-        ("verse", None, FileNotFoundError, "of the TFDS dataset 'verse'.*tfds build verse"),
-        ("prose:2.0.0", None, FileNotFoundError, "'prose:2.0.0' .*no such dataset, config or v"),
-        ("lm1b", None, FileNotFoundError, "'lm1b' .*no such dataset, config or version"),
+        ("prose", "body", ValueError),
+        ("prose:nowhere", None, FileNotFoundError),
+        ("verse", None, FileNotFoundError),
+        ("prose:2.0.0", None, FileNotFoundError),
+        ("lm1b", None, FileNotFoundError),
     ],
 )
-def test_tfds_errors(tfds_dir, tmp_path, monkeypatch, name, field, error, message):
+def test_tfds_errors(tfds_dir, tmp_path, monkeypatch, name, field, error):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(error, match=message):
+    with refused(error, f"tfds:{name}", field or f"tfds build {name.partition(':')[0]}"):
         open_corpus(f"tfds:{name}", data_dir=tfds_dir, text_field=field)
     assert not list(tmp_path.iterdir())
 
@@ -194,8 +195,8 @@ def test_presets_against_an_imitation_of_the_hub(hub):
     articles = [" = First = \n Words = x . \n = = Part = = \n", " = Second = \n E \n"]
     assert [t for t in found["wikitext-103"][0] if t] == articles
     message = found["hf:no/such"]
-    assert message.startswith("FileNotFoundError: cannot open split 'train' of the Hugging Face")
-    assert "or a local directory: hf:DIRECTORY" in message
+    assert message.startswith("ConnectionError: ")
+    assert "no/such" in message
 
 
 @pytest.mark.slow
@@ -226,7 +227,7 @@ def test_without_the_extra(monkeypatch):
 def test_parquet_without_the_extra(monkeypatch, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"needs pyarrow; .*'maxmars\[hf\]'"):
+    with refused(ImportError, tmp_path / "a.parquet", "'maxmars[hf]'"):
         open_corpus(str(tmp_path / "a.parquet"))
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import MODEL
 from token_directories import write_shards
 
@@ -185,7 +186,7 @@ def test_clear_errors(directory, tmp_path):
     whole = file.read_bytes()
     for content in (b"", whole[:50], b"\xff", b"[]", whole.replace(b"num_w", b"num_v")):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"train_best_fit_16.json is damaged .*; delete it"):
+        with refused(ValueError, file):
             read_plan(stream, 16)
     file.write_bytes(whole)
     pieces = file.with_suffix(".bin")

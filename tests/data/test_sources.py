@@ -2,11 +2,14 @@ import json
 
 import numpy as np
 import pytest
+from refusals import refused
 from token_directories import write_shards
 
 from maxmars.data.sources import read_metadata
 
 STREAM = np.arange(1000, 1100)
+SHARD = {"file": "a.bin", "num_tokens": 30, "sha256": "0"}
+SPLIT = {"num_tokens": 30, "num_documents": 1, "shards": [SHARD]}
 
 
 @pytest.fixture
@@ -31,74 +34,41 @@ def test_missing_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"format": "other"}, "is of format 'other' version 2, but this maxmars reads"),
-        ({"version": 1}, "version 1, but this maxmars reads 'maxmars-tokens' version 2"),
-        ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"splits": 3}, "is damaged"),
-        ({"splits": {"train": {}}}, "is damaged"),
-        ({"unheard_of": 1}, "is damaged"),
-        ({"vocab_size": "257"}, "vocab_size of the file is '257'"),
-        ({"vocab_size": True}, "vocab_size of the file is 'True'"),
-        ({"vocab_size": -1}, "vocab_size of the file is '-1'"),
-        ({"vocab_size": 2.5}, "vocab_size of the file is"),
-        ({"tokenizer": None}, "tokenizer of the file is 'None'"),
-        ({"source": ["a"]}, "source of the file is"),
-        ({"record_tokens": "9"}, "record_tokens of the file is '9'"),
-        ({"splits": None}, "splits is no object"),
-        ({"splits": []}, "splits is no object"),
-        ({"splits": {"train": []}}, "train is no object"),
-        ({"splits": {"train": {"shards": {}}}}, "the shards of train are no list"),
-        ({"splits": {"train": {"shards": [1]}}}, "train is no object"),
-        ({"splits": {"train": {"shards": [], "documents": 1}}}, "train is no object"),
+        ({"format": "other"}, "'other'"),
+        ({"version": 1}, "version 1"),
+        ({"dtype": "float32"}, "float32"),
+        ({"splits": 3}, "splits: 3"),
+        ({"splits": {"train": {}}}, "splits: train: it lacks the field num_documents"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"vocab_size": "257"}, 'vocab_size: "257"'),
+        ({"vocab_size": True}, "vocab_size: true"),
+        ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"vocab_size": 2.5}, "vocab_size: 2.5"),
+        ({"tokenizer": None}, "tokenizer: null"),
+        ({"source": ["a"]}, 'source: ["a"]'),
+        ({"splits": {"train": []}}, "train: []"),
+        ({"splits": {"train": {"shards": {}}}}, "splits: "),
+        ({"splits": {"train": SPLIT | {"shards": [1]}}}, "shards: 1"),
+        ({"splits": {"train": SPLIT | {"documents": 1}}}, "documents: 1"),
+        ({"splits": {"train": SPLIT | {"shards": [SHARD | {"file": "../a"}]}}}, "../a"),
+        ({"splits": {"train": SPLIT | {"shards": [SHARD | {"num_tokens": 31}]}}}, "add up"),
+        ({"splits": {"train": SPLIT | {"shards": [SHARD | {"num_tokens": -30}]}}}, "-30"),
+        ({"splits": {"train": SPLIT | {"shards": [SHARD | {"sha256": None}]}}}, "sha256: null"),
     ],
 )
-def test_damaged_fields(directory, change, message):
+def test_damaged_fields(directory, change, named):
     path = directory / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, path, named):
         read_metadata(directory)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_tokens": 31}, "do not add up"),
-        ({"file": "../train_00000.bin"}, "outside the directory"),
-        ({"file": 3}, "file of train is '3'"),
-        ({"num_tokens": "30"}, "num_tokens of train is '30'"),
-        ({"num_tokens": -30}, "num_tokens of train is '-30'"),
-        ({"sha256": None}, "sha256 of train is 'None'"),
-    ],
-)
-def test_damaged_shard_list(directory, change, message):
-    path = directory / "meta.json"
-    fields = json.loads(path.read_text())
-    fields["splits"]["train"]["shards"][0] |= change
-    path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=message):
-        read_metadata(directory)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"{}",
-        b"null",
-        b"3",
-        b'"maxmars-tokens"',
-        b'{"format": "maxmars-tokens"}',
-        b"\xff\xfe",
-        b"[" * 200_000,
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"3", b'"a"', b"\xff\xfe"])
 def test_damaged_file(directory, content):
     (directory / "meta.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"meta\.json is no description of token shards; delete"):
+    with refused(ValueError, directory / "meta.json"):
         read_metadata(directory)
 
 

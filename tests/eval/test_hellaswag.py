@@ -20,6 +20,7 @@ from hellaswag_questions import (
     write_questions_file,
 )
 from plain_scores import plain_scorer
+from refusals import refused
 from tiny import MODEL
 
 from maxmars.config import MeshConfig
@@ -57,29 +58,30 @@ def test_the_original_format(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ("{", "line 2 of .*q.jsonl is not JSON"),
-        ("[]", "'ctx' is missing"),
-        (ROW | {"ctx_b": None}, "'ctx_b' is missing or no text"),
-        (ROW | {"endings": "abcd"}, "'endings' is missing or no list"),
-        (ROW | {"endings": ["a", "b", "c"]}, "endings must be 4 strings"),
-        (ROW | {"endings": ["a", "b", "c", 4]}, "endings must be 4 strings"),
-        (ROW | {"label": 4}, r"label=4 must be an integer in \[0, 4\)"),
-        (ROW | {"label": ""}, "label='' must .* test set has no labels"),
-        (ROW | {"ind": None}, "ind=None must be an integer"),
+        ("{", "line 2"),
+        ("[]", "[]"),
+        ({name: ROW[name] for name in ROW if name != "ctx"}, "'ctx'"),
+        (ROW | {"ctx_b": None}, "context_b=None"),
+        (ROW | {"endings": "abcd"}, '"abcd"'),
+        (ROW | {"endings": ["a", "b", "c"]}, "('a', 'b', 'c')"),
+        (ROW | {"endings": ["a", "b", "c", 4]}, "4"),
+        (ROW | {"label": 4}, "label=4"),
+        (ROW | {"label": ""}, "validation set"),
+        (ROW | {"ind": "x"}, "'x'"),
     ],
 )
-def test_a_malformed_line(tmp_path, line, message):
+def test_a_malformed_line(tmp_path, line, named):
     text = line if isinstance(line, str) else json.dumps(line)
     path = tmp_path / "q.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n{text}\n")
-    with pytest.raises(ValueError, match=message):
+    with refused((ValueError, KeyError), f"{path}, line 2", named):
         load_questions(path)
 
 
 def test_no_questions(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file .*none\.jsonl"):
+    with refused(FileNotFoundError, "none.jsonl"):
         load_questions(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no questions"):

@@ -14,9 +14,11 @@ from hf_models import (
     plain_hf_logits,
     write_hf,
 )
+from refusals import refused
 from safetensors.numpy import save_file
 
 from maxmars.config import GPT2Config, MeshConfig
+from maxmars.config.errors import in_words
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
 from maxmars.model.language_model import graph_and_abstract_params, param_shardings
@@ -87,18 +89,15 @@ def test_several_files_with_an_index(tmp_path):
     assert huggingface.is_hf_directory(tmp_path)
     np.testing.assert_allclose(logits(*load(tmp_path)), expected(arrays), atol=2e-5)
 
-    def refused(match, **changes):
-        index.write_text(json.dumps({"weight_map": weight_map | changes}))
-        with pytest.raises((ValueError, FileNotFoundError), match=match):
+    wrong = ["../model-0.safetensors", "/etc/passwd", "model-0.bin", "", "other-1.safetensors"]
+    for file in (weight_map["wte.weight"], *wrong):
+        index.write_text(json.dumps({"weight_map": weight_map | {"h.0.ln_1.bias": file}}))
+        named = file if file in wrong else "h.0.ln_1.bias"
+        with refused((ValueError, KeyError, FileNotFoundError), index, named):
             load(tmp_path)
-
-    refused("which does not hold it", **{"h.0.ln_1.bias": weight_map["wte.weight"]})
-    refused(r"other-1.safetensors is missing", **{"h.0.ln_1.bias": "other-1.safetensors"})
-    for unsafe in ("../model-0.safetensors", "/etc/passwd", "model-0.bin", ""):
-        refused("may only name safetensors files beside it", **{"h.0.ln_1.bias": unsafe})
     for text in ("[]", "{}", '{"weight_map": []}', "{"):
         index.write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json (is no|must hold)"):
+        with refused((ValueError, KeyError), index):
             load(tmp_path)
 
 
@@ -242,9 +241,9 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_safetensors(model, kind):
     DAMAGE[kind](model / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .*; copy") as raised:
+    with refused(ValueError, model / "model.safetensors") as raised:
         load(model)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in in_words(raised.value)
 
 
 def test_pickles_are_not_opened(model):
@@ -299,40 +298,40 @@ def test_ours_come_back(tmp_path, kind):
 
 
 WRONG = {
-    "no JSON": ("{", "is no valid JSON"),
-    "no object": ("[1]", "must hold a JSON object, but holds list"),
-    "missing": ({"n_embd": ...}, "has no n_embd"),
-    "text": ({"n_layer": "3"}, 'n_layer is "3"; it must be of type int'),
-    "bool": ({"n_head": True}, "n_head is true; it must be of type int"),
-    "zero": ({"n_head": 0}, "n_head is 0; it must be greater than zero"),
-    "heads": ({"n_head": 3}, "must be a multiple of"),
-    "epsilon": ({"layer_norm_epsilon": -1}, "describes no GPT-2"),
-    "scaling": ({"scale_attn_by_inverse_layer_idx": None}, "must be of type bool"),
-    "context": ({"n_ctx": 13}, "n_positions is 12 and n_ctx 13"),
-    "activation": ({"activation_function": "relu"}, 'activation_function is "relu", but maxmars'),
+    "no JSON": ("{", "config.json"),
+    "no object": ("[1]", "[1]"),
+    "missing": ({"n_embd": ...}, "n_embd"),
+    "text": ({"n_layer": "3"}, "num_layers='3'"),
+    "bool": ({"n_head": True}, "num_heads=True"),
+    "zero": ({"n_head": 0}, "num_heads=0"),
+    "heads": ({"n_head": 3}, "num_heads=3"),
+    "epsilon": ({"layer_norm_epsilon": -1}, "layer_norm_epsilon=-1"),
+    "scaling": ({"scale_attn_by_inverse_layer_idx": None}, "scale_attn_by_inverse_layer_idx=None"),
+    "context": ({"n_ctx": 13}, "n_ctx 13"),
+    "activation": ({"activation_function": "relu"}, 'activation_function is "relu"'),
     "model": ({"model_type": "llama"}, 'model_type is "llama"'),
     "scale": ({"scale_attn_weights": False}, "scale_attn_weights is false"),
     "width": ({"n_inner": 100}, "n_inner is 100"),
     "head": ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),
     "cross": ({"add_cross_attention": True}, "add_cross_attention is true"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-    "ours": ({"maxmars": {"use_bias": 0}}, "as `maxmars export` writes them"),
-    "ours unknown": ({"maxmars": {"remat": "full"}}, "as `maxmars export` writes them"),
+    "ours": ({"maxmars": {"use_bias": 0}}, "use_bias=0"),
+    "ours unknown": ({"maxmars": {"remat": "full"}}, "remat"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_malformed_and_unsupported(tmp_path, kind):
-    changes, message = WRONG[kind]
+    changes, named = WRONG[kind]
     if not isinstance(changes, str):
         fields = hf_fields(BASE) | changes
         changes = {name: value for name, value in fields.items() if value is not ...}
-    with pytest.raises(ValueError, match=message):
+    with refused((ValueError, KeyError), tmp_path / "config.json", named):
         read_config(tmp_path, changes)
 
 
 def test_no_config(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+    with refused(FileNotFoundError, "config.json"):
         huggingface.read_config(tmp_path)
     assert not huggingface.is_hf_directory(tmp_path)
     assert not huggingface.is_hf_directory(tmp_path / "missing")

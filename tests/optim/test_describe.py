@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import pytest
 
 from maxmars.optim import MatrixSpec, describe
 
@@ -32,8 +31,3 @@ def test_a_row_for_each_parameter():
 def test_without_specs_every_parameter_of_two_axes_is_a_matrix():
     rows = [line.split() for line in describe(PARAMS).splitlines()]
     assert [row[2] for row in rows] == ["kind", "vector", "vector", "vector", "matrix"]
-
-
-def test_a_column_must_be_like_the_parameters():
-    with pytest.raises(ValueError, match="gain"):
-        describe(PARAMS, SPECS, rule={"attn": "soap"})

@@ -133,18 +133,3 @@ def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
         operands, result = line.rpartition("->")[::2]
         assert operands.count("xbf16>") == 2
         assert "xf32>" in result
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"coefficients": "kellr"}, "'kellr' is no preset; take one of keller, polar_express"),
-        ({"coefficients": (1.0, 2.0)}, r"must be a triple \(a, b, c\)"),
-        ({"coefficients": "cans", "steps": 6}, "steps=6 is more than the 5 triples"),
-        ({"eps": 0.0}, "eps=0.0 must be positive"),
-        ({"dtype": jnp.float64}, "ns_dtype=float64 needs 64-bit JAX: set the .* JAX_ENABLE_X64=1"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        newton_schulz(jnp.ones((2, 3)), **options)

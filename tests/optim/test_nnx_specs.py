@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from refusals import refused
 
 from maxmars.optim import MatrixSpec, mars
 from maxmars.optim.nnx import matrix_specs_of
@@ -119,7 +120,7 @@ def test_metadata_overrules_a_layer():
 
 def test_an_unknown_layer_must_say_what_it_is():
     einsum = nnx.Einsum("ab,bc->ac", (3, 4), rngs=RNGS)
-    with pytest.raises(ValueError, match=r"0.kernel has shape \(3, 4\) and belongs to a Einsum"):
+    with refused(ValueError, "0.kernel", "(3, 4)", "Einsum"):
         matrix_specs_of(nnx.List([einsum]))
     einsum.kernel.set_metadata("matrix_spec", spec(rows=1))
     assert found(einsum)["kernel"] == spec(rows=1)
@@ -143,10 +144,7 @@ def test_overrides_and_a_fallback_by_path():
         "einsum": {"kernel": spec(rows=1)},
         "table": {"embedding": spec(cols=2)},
     }
-    with pytest.raises(
-        ValueError,
-        match=r"overrides names heads, but the parameters are einsum\.kernel, table\.emb",
-    ):
+    with refused(ValueError, "heads", "einsum.kernel, table.emb"):
         matrix_specs_of(model, overrides={"heads": None}, fallback=fallback)
 
 
@@ -175,9 +173,7 @@ def test_a_tree_of_another_library():
     assert attention["out"] == {"kernel": spec(rows=2), "bias": spec()}
     assert specs["Embed_0"] == {"embedding": table}
     mars(0.1, variant="shampoo", matrix_specs=specs).init(params)
-    with pytest.raises(
-        ValueError, match=r"Embed_0\.embedding has shape \(11, 4\), so it is not known"
-    ):
+    with refused(ValueError, "Embed_0.embedding", "(11, 4)"):
         matrix_specs_of(params)
     module = {
         "weight": jnp.ones((3, 6, 4)),

@@ -160,25 +160,3 @@ def test_shapes_are_enough():
     assert not any(jax.tree.leaves(found.inner_states["vector"]))
     updates, after = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.map(jnp.shape, (updates, after)) == jax.tree.map(jnp.shape, (params, state))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda: soap(0.1, mesh=make_mesh((1, 2, 1))).init({"w": np.ones((2, 2), "f")}),
-            "w is a matrix on a mesh without a known partition",
-        ),
-        (
-            lambda: soap(
-                0.1,
-                mesh=make_mesh((1, 2, 1)),
-                matrix_specs=MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("expert")),
-            ).init(np.ones((2, 2), "f")),
-            "names 'expert', which the mesh does not have",
-        ),
-    ],
-)
-def test_bad_partitions(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refused
 
 from maxmars.optim import (
     MatrixSpec,
@@ -53,28 +54,32 @@ MAKERS = {
     "orthogonalization": scale_by_orthogonalization,
 }
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+a_warning_is_an_error = pytest.mark.filterwarnings("error")
 
 
 @every_maker
+@a_warning_is_an_error
 def test_parameters_of_many_axes_without_a_spec_are_told_once(make):
     tx = make()
-    with pytest.warns(UserWarning, match="without matrix_specs") as told:
+    with pytest.warns(UserWarning, match="matrix_specs") as told:
         state = tx.init(PARAMS)
     assert len(told) == 1
     lines = str(told[0].message).splitlines()
     many = {"layers.kernel": PARAMS["layers"]["kernel"], "query": PARAMS["query"]}
     assert set(describe(many).splitlines()) <= set(lines)
     assert not any(line.startswith(("bias", "layers.norm")) for line in lines)
-    jax.eval_shape(tx.update, PARAMS, state, PARAMS)  # a warning is an error
+    jax.eval_shape(tx.update, PARAMS, state, PARAMS)
 
 
 @every_maker
+@a_warning_is_an_error
 @pytest.mark.parametrize("specs", [SPECS, lambda params: SPECS, SPECS | {"layers": None}])
 def test_with_specs_nothing_is_told(make, specs):
     jax.eval_shape(make(matrix_specs=specs).init, PARAMS)
 
 
 @every_maker
+@a_warning_is_an_error
 def test_two_axes_need_no_spec(make):
     jax.eval_shape(make().init, {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)})
 
@@ -82,20 +87,20 @@ def test_two_axes_need_no_spec(make):
 # --- incomplete trees -----------------------------------------------------------------------------
 
 INCOMPLETE = {"layers": {"kernel": SPECS["layers"]["kernel"]}, "query": SPECS["query"]}
-MISSING = r"has nothing for bias, layers\.norm"
+MISSING = "bias, layers.norm"
 
 
 @every_maker
 @pytest.mark.parametrize(
-    ("specs", "message"),
+    ("specs", "named"),
     [
         (INCOMPLETE, MISSING),
         (lambda params: INCOMPLETE, MISSING),
-        (SPECS | {"heads": None}, "names heads, which the parameters do not have"),
+        (SPECS | {"heads": None}, "heads"),
     ],
 )
-def test_incomplete_specs_are_named(make, specs, message):
-    with pytest.raises(ValueError, match=f"matrix_specs {message}"):
+def test_incomplete_specs_are_named(make, specs, named):
+    with refused(ValueError, "matrix_specs", named):
         make(matrix_specs=specs).init(PARAMS)
 
 
@@ -108,7 +113,7 @@ def test_an_incomplete_mask_is_named(make):
     mask = {"layers": {"kernel": True}, "query": True}
     options = {} if "sophia" in str(make) else {"matrix_specs": SPECS}
     for given in (mask, lambda params: mask):
-        with pytest.raises(ValueError, match=f"mask {MISSING}"):
+        with refused(ValueError, "mask", MISSING):
             make(0.1, weight_decay=0.1, mask=given, **options).init(PARAMS)
     make(0.1, weight_decay=0.1, mask={"bias": False, **mask, "layers": True}, **options).init(
         PARAMS
@@ -131,7 +136,7 @@ def test_an_incomplete_mask_is_named(make):
 )
 def test_prev_grads_without_exact_are_refused(tx):
     params = {"w": jnp.ones((2, 3))}
-    with pytest.raises(ValueError, match=r"prev_grads .* exact=True"):
+    with refused(ValueError, "prev_grads", "exact=True"):
         tx.update(params, tx.init(params), params, prev_grads=params)
 
 

@@ -159,7 +159,9 @@ def test_an_inner_loop_whose_length_varies_is_an_error():
 
 def test_the_larger_branch_counts():
     def branches(x):
-        gather = lambda x: jax.lax.all_gather(x, "data", tiled=True)[4:12]  # noqa: E731
+        def gather(x):
+            return jax.lax.all_gather(x, "data", tiled=True)[4:12]
+
         return jax.lax.cond(jax.lax.axis_index("tensor") == 0, psum, gather, x)
 
     found = collectives(compile_on(mesh_222(), branches), mesh_222())

@@ -139,7 +139,11 @@ def normalized(text):
 def test_the_planned_program_is_the_trained_one(tmp_path, plan_of, config_of):
     ran = []
     config = config_of("shampoo", eval=EvalConfig(every=None))
-    keep = lambda directory, program, steps: ran.append(program) or ""  # noqa: E731
+
+    def keep(directory, program, steps):
+        ran.append(program)
+        return ""
+
     train(config, tmp_path / "run", profile=(2, 3), trace_tables=keep)
     planned = plan_of("shampoo").train_step.executable.as_text()
     assert [normalized(text) for text in ran] == [normalized(planned)]

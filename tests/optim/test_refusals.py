@@ -1,0 +1,174 @@
+"""What the optimizers and their parts refuse, and what each refusal names."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+from refusals import refused
+
+from maxmars.optim import (
+    MatrixSpec,
+    corrected_ema,
+    describe,
+    mars,
+    muon,
+    newton_schulz,
+    orthogonalize,
+    plan_orthogonalization,
+    resolve_specs,
+    scale_by_sophia,
+    soap,
+    sophia,
+    sophia_state,
+)
+
+PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+STACK = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+C_ATTN = functools.partial(MatrixSpec, batch=(0,), rows=(1,), cols=(2, 3, 4))
+mars_m = functools.partial(mars, 0.1, variant="m")
+some_sophia = functools.partial(sophia, 0.1, batch_tokens=8.0)
+both_rates = {"vector_learning_rate": 0.1, "vector_learning_rate_scale": 0.2}
+
+
+def update(tx, **extra):
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)
+
+
+def masked(tx):
+    return optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+
+
+def unfolded(unfold, **axes):
+    return resolve_specs(MatrixSpec(**axes, unfold=unfold), np.ones((4, 12)))
+
+
+def planned(*partition, shape=(8, 8), **options):
+    """A plan for one matrix, on a mesh of three axes."""
+    spec = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec(*partition))
+    mesh = AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"))
+    return plan_orthogonalization({"w": np.ones(shape, "f")}, {"w": spec}, mesh=mesh, **options)
+
+
+def orthogonalized(updates, **options):
+    return orthogonalize(updates, plan_orthogonalization({"w": np.ones((3, 4), "f")}), **options)
+
+
+def soap_on_mesh(**options):
+    mesh = AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
+    return soap(0.1, mesh=mesh, **options).init({"w": np.ones((2, 2), "f")})
+
+
+REFUSED = [
+    # numbers and names
+    (lambda: mars(0.1, b1=1.0), "b1=1.0"),
+    (lambda: mars(0.1, b1=1.0, matrix_specs=lambda params: None), "b1=1.0"),
+    (lambda: mars(0.1, b2=-0.1), "b2=-0.1"),
+    (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
+    (lambda: mars(0.1, clip_threshold=0.0), "clip_threshold=0.0"),
+    (lambda: mars(0.1, orthogonality_every=5), "orthogonality_every=5", "'adamw'"),
+    (lambda: mars(0.1, memory_efficient=True), "memory_efficient=True", "'adamw'"),
+    (lambda: mars_m(memory_efficient=True), "memory_efficient=True", "clip_threshold=1.0"),
+    (lambda: mars_m(amsgrad=True), "amsgrad=True", "'m'"),
+    (lambda: mars_m(orthogonality_every=0), "orthogonality_every=0"),
+    (lambda: mars_m(ns_steps=0), "ns_steps=0"),
+    (lambda: mars_m(ns_steps=6, ns_coefficients="cans"), "steps=6", "5 triples", "'cans'"),
+    (lambda: mars_m(ns_coefficients="quick"), "'quick'"),
+    (lambda: mars_m(ns_scale="big"), "ns_scale='big'"),
+    (lambda: mars_m(ns_dtype="float16"), "ns_dtype=float16"),
+    (lambda: mars_m(ns_dtype="int8"), "ns_dtype=int8"),
+    (lambda: mars_m(ns_dtype="float64"), "ns_dtype=float64", "JAX_ENABLE_X64=1"),
+    (lambda: muon(0.1, momentum=0.0), "momentum=0.0"),
+    (lambda: muon(0.1, momentum=1.5), "momentum=1.5"),
+    (lambda: corrected_ema(0.0, 0.05), "b1=0.0"),
+    (lambda: soap(0.1, b1=1.0), "b1=1.0"),
+    (lambda: soap(0.1, b2=-0.1), "b2=-0.1"),
+    (lambda: soap(0.1, shampoo_beta=1.0), "shampoo_beta=1.0"),
+    (lambda: soap(0.1, vector_b2=1.0), "vector_b2=1.0"),
+    (lambda: soap(0.1, eps=0.0), "eps=0.0"),
+    (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0"),
+    (lambda: soap(0.1, max_precondition_dim=0), "max_precondition_dim=0"),
+    (lambda: some_sophia(b1=1.0), "b1=1.0"),
+    (lambda: some_sophia(b2=-0.1), "b2=-0.1"),
+    (lambda: some_sophia(batch_tokens=0.0), "batch_tokens=0.0"),
+    (lambda: some_sophia(update_hessian_every=0), "update_hessian_every=0"),
+    (lambda: scale_by_sophia(batch_tokens=8.0, rho=0.0), "rho=0.0"),
+    (lambda: scale_by_sophia(batch_tokens=8.0, eps=0.0), "eps=0.0"),
+    (lambda: newton_schulz(PARAMS["w"], coefficients=(1.0, 2.0)), "(1.0, 2.0)"),
+    (lambda: newton_schulz(PARAMS["w"], eps=0.0), "eps=0.0"),
+    (lambda: newton_schulz(PARAMS["w"], dtype=jnp.float64), "ns_dtype=float64"),
+    (lambda: orthogonalized({"w": np.ones((3, 4), "f")}, scale="spectrum"), "scale='spectrum'"),
+    # rates of vectors
+    (lambda: mars(0.1, **both_rates), *both_rates),
+    (lambda: soap(0.1, **both_rates), *both_rates),
+    (lambda: mars(lambda n: 0.1, vector_learning_rate=0.01), "vector_learning_rate=0.01"),
+    (lambda: soap(lambda n: 0.1, vector_learning_rate=0.01), "vector_learning_rate=0.01"),
+    # specs
+    (lambda: MatrixSpec(batch=(0,), rows=(0,), cols=(1,)), "from 0 to 2"),
+    (lambda: MatrixSpec(rows=(0,), cols=()), "cols=()"),
+    (lambda: MatrixSpec(rows=(0,), cols=(1, 2), padding=1), "padding=1 of"),
+    (lambda: C_ATTN(split=(0,)), "split=(0,) of"),
+    (lambda: C_ATTN(split=(7,)), "split=(7,) of"),
+    (lambda: C_ATTN(split=(2, 2)), "split=(2, 2) of"),
+    (lambda: C_ATTN(split=(2, 3, 4)), "split=(2, 3, 4) of"),
+    (lambda: C_ATTN(split=(1,)), "split=(1,) of"),
+    (lambda: C_ATTN(partition=PartitionSpec(*"abcdef")), "6 entries", "5 axes"),
+    (lambda: unfolded(((1, 4),), rows=(0,), cols=(1,)), "unfold=((1, 4),) of"),
+    (lambda: unfolded(((1, 0),), rows=(0,), cols=(1, 2)), "unfold=((1, 0),) of"),
+    (lambda: unfolded(((2, 2), (1, 4)), rows=(0,), cols=(1, 2, 3)), "unfold=((2, 2), (1, 4)) of"),
+    (lambda: unfolded(((1, 5),), rows=(0,), cols=(1, 2)), "unfold=((1, 5),) of", "(4, 12)"),
+    (lambda: mars(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
+    (lambda: soap(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
+    (lambda: mars(0.1, matrix_specs={"w": True, "b": None}).init(PARAMS), "True", "(2, 2)"),
+    (lambda: describe(PARAMS, rule={"w": "soap"}), "['w']"),
+    # parameters and gradients
+    (lambda: mars(0.1).init({"w": {"x": 1j * PARAMS["w"]}}), "w.x", "split_real_and_imaginary"),
+    (lambda: update(mars(0.1, exact=True)), "prev_grads="),
+    (
+        lambda: update(masked(mars(0.1, exact=True)), prev_grads=PARAMS),
+        "mask_compatible_extra_args",
+    ),
+    (lambda: jax.jit(some_sophia().update)(PARAMS, some_sophia().init(PARAMS)), "sampled_grads="),
+    (lambda: update(masked(some_sophia()), sampled_grads=PARAMS), "mask_compatible_extra_args"),
+    (lambda: sophia_state(optax.sgd(0.1).init({})), "0 of Sophia's"),
+    (lambda: orthogonalized({"w": np.ones((4, 3), "f")}), "w of shape (3, 4)", "(4, 3)"),
+    (lambda: orthogonalized({"w": np.ones((3, 4)), "b": np.ones(3)}), "1 leaves", "2"),
+    # meshes
+    (lambda: planned("model"), "w names 'model'", "data, fsdp, tensor"),
+    (lambda: planned("model", "expert"), "'model', 'expert'"),
+    (
+        lambda: planned("data", "tensor", ownership_axes=("fsdp",)),
+        "'data', 'tensor'",
+        "ownership_axes=('data', 'fsdp', 'tensor')",
+    ),
+    (lambda: planned("data"), "'data'", "ownership_axes=('data', 'fsdp', 'tensor')"),
+    (lambda: planned(ownership_axes=("x", "y")), "'x', 'y'"),
+    (lambda: planned("fsdp", shape=(6, 8)), "w of shape (6, 8)", "(4, 1)"),
+    (lambda: planned(max_batch_bytes=0), "max_batch_bytes=0"),
+    (lambda: soap_on_mesh(), "w is a matrix", "partition"),
+    (
+        lambda: soap_on_mesh(
+            matrix_specs={"w": MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("expert"))}
+        ),
+        "'expert'",
+    ),
+]
+# optax.inject_hyperparams traces numbers, and takes a mesh for a schedule.
+INJECTED = [(muon, "mesh"), (soap, "mesh"), (soap, "max_precondition_dim")]
+
+
+@pytest.mark.parametrize(("cause", "named"), [(cause, named) for cause, *named in REFUSED])
+def test_refusals(own_checks_only, cause, named):
+    with refused(ValueError, *named):
+        cause()
+
+
+@pytest.mark.parametrize(("make", "name"), INJECTED)
+def test_what_cannot_be_injected(own_checks_only, make, name):
+    value = jax.make_mesh((1,), ("data",)) if name == "mesh" else 5
+    tx = optax.inject_hyperparams(make)(0.1, **{name: value})
+    with refused(ValueError, f"static_args=('{name}',)"):
+        tx.init(PARAMS)
