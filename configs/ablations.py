@@ -16,8 +16,7 @@ Published for small, best validation loss after 50B tokens of OpenWebText: exact
 import dataclasses
 from typing import Literal
 
-from maxmars.config import MarsConfig, TrainConfig
-from maxmars.config.command_line import load_config
+from maxmars.config import MarsConfig, TrainConfig, load_config
 
 Size = Literal["tiny", "small", "medium", "large", "xl"]
 Optimizer = Literal[

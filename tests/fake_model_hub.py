@@ -57,8 +57,6 @@ class FakeHub:
     """Method, path, and token of each request."""
     broken: dict[str, int] = field(default_factory=dict)
     """Statuses to answer, instead of the right answer, to paths that contain a text."""
-    cut: list[int] = field(default_factory=list)
-    """Large files are cut off after this many bytes, one after the other."""
     after_download: Callable[[], object] | None = None
     """Called once, after a large file was downloaded."""
     holding: threading.Event | None = None
@@ -165,20 +163,12 @@ class _Handler(BaseHTTPRequestHandler):
         content, headers = files[file], {"X-Repo-Commit": sha}
         entry = _entry(file, content)
         if "lfs" not in entry:
-            self._content(content, headers | {"ETag": f'"{entry["oid"]}"'})
+            self._send(content, 200, headers | {"ETag": f'"{entry["oid"]}"'})
             return
         digest = entry["lfs"]["oid"]
         self.hub.stored[digest], self.hub.names[f"/store/{digest}"] = content, file
         headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
         self._send(b"", 302, headers | {"Location": f"{STORE}/store/{digest}"})
-
-    def _content(self, content: bytes, headers: dict[str, str]) -> None:
-        headers, status = headers | {"Accept-Ranges": "bytes"}, 200
-        if wanted := self.headers.get("Range"):
-            start = int(wanted.partition("=")[2].partition("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            content, status = content[start:], 206
-        self._send(content, status, headers)
 
     def _store(self, digest: str) -> None:
         if self.command == "PUT":
@@ -189,14 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(b"", 200, {})
             return
         content = self.hub.stored[digest]
-        if self.command == "GET" and self.hub.cut:
-            length = {"Content-Length": str(len(content))}
-            if wanted := self.headers.get("Range"):
-                content = content[int(wanted.partition("=")[2].partition("-")[0]) :]
-                length = {"Content-Length": str(len(content))}
-            self._send(content[: self.hub.cut.pop(0)], 206 if wanted else 200, length)
-            return
-        self._content(content, {"ETag": f'"{digest}"'})
+        self._send(content, 200, {"ETag": f'"{digest}"'})
         if self.command == "GET" and self.hub.after_download is not None:
             called, self.hub.after_download = self.hub.after_download, None
             called()

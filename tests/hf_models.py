@@ -13,7 +13,7 @@ from tiny import tiny_config
 
 from maxmars.checkpoint import Checkpointer
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.data.tokenizer import save_tokenizer
+from maxmars.data.tokenizer import save
 from maxmars.distributed import sharding
 from maxmars.model.language_model import graph_and_abstract_params
 
@@ -70,7 +70,7 @@ def make_run(workdir, config, params_of_step, tokenizer):
             state = {"params": jax.tree.map(jax.numpy.asarray, params)}
             checkpointer.save(step, state, data_position=0)
     if tokenizer is not None:
-        save_tokenizer(tokenizer, workdir / "tokenizer")
+        save(tokenizer, workdir / "tokenizer")
     return workdir
 
 

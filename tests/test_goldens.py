@@ -1,10 +1,11 @@
 """Every choice of `configs/gpt2.py`, pinned as text.
 
+All fields of one size, then what the other sizes and the other data have in their place.
+
 After a deliberate change: pytest tests/test_goldens.py --update-goldens
 """
 
 import difflib
-import itertools
 import json
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxmars.config import differences, to_dict
-from maxmars.config.command_line import load_config
+from maxmars.config import load_config, to_dict
 from maxmars.distributed.sharding import AXES, RULES
 from maxmars.model.language_model import graph_and_abstract_params, logical_axes, num_parameters
 from maxmars.train.optimizer import make_schedule, parameter_groups
@@ -50,7 +50,6 @@ def check_golden(request):
     def check(name, text):
         path = GOLDENS / name
         if request.config.getoption("--update-goldens"):
-            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         stored = path.read_text() if path.exists() else ""
         diff = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now")
@@ -87,52 +86,92 @@ def group_columns(group):
     return [group.kind, axes, group.rule, rate, f"{group.weight_decay:g}"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_parameters(check_golden, size):
-    configs = {optimizer: load(size, optimizer) for optimizer in OPTIMIZERS}
-    model = configs["mars"].model
-    _, abstract = graph_and_abstract_params(model)
-    axes = dict(leaves(logical_axes(model)))
-    meshes = MESHES[size]
-    header = ["parameter", "shape", "logical axes"]
-    header += [f"on data,fsdp,tensor = {','.join(map(str, mesh))}" for mesh in meshes]
-    rows = [header]
-    for path, leaf in leaves(abstract):
-        row = [path, "x".join(map(str, leaf.shape)), " ".join(axes[path])]
-        row += [spec_on(mesh, axes[path], leaf.shape) for mesh in meshes]
-        rows.append(row)
-    text = f"{num_parameters(model):,} parameters\n\n{table(rows)}"
-    for optimizer, config in configs.items():
-        groups = leaves(parameter_groups(config.optimizer, model))
-        rows = [["parameter", "kind", "batch/rows/cols", "rule", "rate", "decay"]]
-        rows += [[path, *group_columns(group)] for path, group in groups]
-        text += f"\noptimizer={optimizer}\n{table(rows)}"
-    check_golden(f"gpt2_{size}.txt", text)
+def recipe(config):
+    """Each field of a config by its dotted name, and what follows from them."""
 
+    def flat(fields, prefix=""):
+        for name, value in fields.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, json.dumps(value)
 
-@pytest.mark.parametrize(("size", "optimizer"), list(itertools.product(SIZES, OPTIMIZERS)))
-def test_hyperparameters(check_golden, size, optimizer):
-    config = load(size, optimizer)
     schedule, peak = make_schedule(config), config.optimizer.learning_rate
     steps = (0, 1, 1000, 2000, 10_000, 50_000, 100_000, 200_000)
-    rates = table([[f"{s:,}", f"{peak * float(schedule(s)):.4g}"] for s in steps])
-    text = json.dumps(to_dict(config), indent=2)
-    text += f"\n\ntokens a step: {config.tokens_per_step:,}\nlearning rate by step:\n{rates}"
-    check_golden(f"gpt2_{size}_{optimizer}.txt", text)
+    rates = {f"learning rate at {s:,}": f"{peak * float(schedule(s)):.4g}" for s in steps}
+    return dict(flat(to_dict(config))) | {"tokens a step": f"{config.tokens_per_step:,}"} | rates
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_fineweb_edu_changes(check_golden, size):
-    text = ""
+def groups(config):
+    """What an optimizer does with each parameter."""
+    found = leaves(parameter_groups(config.optimizer, config.model))
+    return {path: "  ".join(group_columns(group)) for path, group in found}
+
+
+def changes(old, new):
+    """A line for each field that is not as before, and the optimizers that have this value of it.
+
+    Args:
+      old, new: optimizer -> name of a field -> its value, as text.
+    """
+    found = {}
     for optimizer in OPTIMIZERS:
-        old, new = load(size, optimizer), load(size, optimizer, "fineweb_edu")
-        changes = [f"  {name}: {a} -> {b}\n" for name, a, b in differences(old, new)]
-        text += f"optimizer={optimizer}\n{''.join(changes)}"
-    check_golden(f"gpt2_{size}_fineweb_edu.txt", text)
+        before, now = old[optimizer], new[optimizer]
+        for field in [*before, *(field for field in now if field not in before)]:
+            value = now.get(field, "absent")
+            if before.get(field, "absent") != value:
+                # A name is told by the config that it is of.
+                value = value.replace(f"-{optimizer}", "-OPTIMIZER") if field == "name" else value
+                found.setdefault((field, value), []).append(optimizer)
+    return "".join(
+        f"  {field} = {value}: {'all' if len(names) == len(OPTIMIZERS) else ' '.join(names)}\n"
+        for (field, value), names in found.items()
+    )
+
+
+def by_optimizer(describe, size, data="openwebtext"):
+    return {optimizer: describe(load(size, optimizer, data)) for optimizer in OPTIMIZERS}
+
+
+def test_parameters(check_golden):
+    text, small = "", by_optimizer(groups, "small")
+    for size in SIZES:
+        model = load(size, "mars").model
+        _, abstract = graph_and_abstract_params(model)
+        axes, meshes = dict(leaves(logical_axes(model))), MESHES[size]
+        header = ["parameter", "shape", "logical axes"]
+        rows = [header + [f"on data,fsdp,tensor = {','.join(map(str, mesh))}" for mesh in meshes]]
+        for path, leaf in leaves(abstract):
+            row = [path, "x".join(map(str, leaf.shape)), " ".join(axes[path])]
+            rows.append(row + [spec_on(mesh, axes[path], leaf.shape) for mesh in meshes])
+        text += f"size={size}: {num_parameters(model):,} parameters\n{table(rows)}"
+        text += changes(small, by_optimizer(groups, size)) + "\n"
+    for optimizer, found in small.items():
+        rows = [["parameter", "kind  batch/rows/cols  rule  rate  decay"], *found.items()]
+        text += f"size=small,optimizer={optimizer}\n{table(rows)}\n"
+    check_golden("parameters.txt", text)
+
+
+def test_hyperparameters_of_one_size(check_golden):
+    recipes = by_optimizer(recipe, "small")
+    shared = dict(set.intersection(*(set(found.items()) for found in recipes.values())))
+    text = "".join(f"{k} = {v}\n" for k, v in recipes["mars"].items() if k in shared)
+    for optimizer, found in recipes.items():
+        own = (f"  {k} = {v}\n" for k, v in found.items() if k not in shared)
+        text += f"\nsize=small,optimizer={optimizer}\n{''.join(own)}"
+    check_golden("recipes.txt", text)
+
+
+def test_how_sizes_and_data_differ(check_golden):
+    text, small = "", by_optimizer(recipe, "small")
+    for size in SIZES:
+        found = by_optimizer(recipe, size)
+        text += f"size={size}, where size=small has another value\n{changes(small, found)}"
+        edu = by_optimizer(recipe, size, "fineweb_edu")
+        text += f"size={size},data=fineweb_edu, where openwebtext has\n{changes(found, edu)}\n"
+    check_golden("sizes.txt", text)
 
 
 def test_no_golden_is_left_over():
-    names = {f"gpt2_{size}.txt" for size in SIZES}
-    names |= {f"gpt2_{size}_fineweb_edu.txt" for size in SIZES}
-    names |= {f"gpt2_{s}_{o}.txt" for s, o in itertools.product(SIZES, OPTIMIZERS)}
+    names = {"parameters.txt", "recipes.txt", "sizes.txt"}
     assert {path.name for path in GOLDENS.iterdir()} == names

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from token_directories import write_shards
 
+from maxmars.checkpoint import read
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -18,9 +19,13 @@ from maxmars.config import (
     ScheduleConfig,
     TokenShardsConfig,
     TrainConfig,
+    to_dict,
 )
 from maxmars.data.batches import ValidationBatches
 from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.train.clock import Clock
+from maxmars.train.journal import Journal
+from maxmars.train.metrics import read_metrics
 
 MODEL = GPT2Config(
     num_layers=3,
@@ -99,3 +104,32 @@ def validation_batches(tokens, config, mesh) -> ValidationBatches:
         num_windows=config.eval.num_windows,
         batch_size=config.eval_batch_size,
     )
+
+
+def series(workdir) -> dict[tuple[int, str], float | str]:
+    """The losses and gradient norms of a run, by step and name."""
+    return {
+        (line["step"], key): line[key]
+        for line in read_metrics(workdir)
+        for key in ("train/loss", "train/grad_norm")
+        if key in line
+    }
+
+
+def first_difference(one, other) -> str | None:
+    """The first difference between two runs, in words; None if there is none."""
+    ours, theirs = series(one), series(other)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            return f"{key} is {ours.get(key)} and {theirs.get(key)}"
+    ours, theirs = (read(run / "checkpoints").digests for run in (one, other))
+    wrong = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    return f"arrays differ: {wrong}" if wrong else None
+
+
+def begin_from(workdir, origin):
+    """What a new run from these weights leaves that is killed before it saves anything."""
+    config = tiny_config()
+    began = {"step": 0, "digest": "", "position": 0, "command": None, "init_from": origin}
+    with Journal(workdir, Clock(), began | {"config": to_dict(config)}) as journal:
+        journal.begin([])

@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 
 from maxmars.data.sources import Metadata, Shard, Split, write_metadata
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
+
+DIGESTS = {tokenizer.name: tokenizer.digest for tokenizer in (ByteTokenizer, GPT2Tokenizer)}
 
 
 def write_shards(
-    directory, train, val=None, *, sizes=None, dtype="uint16", tokenizer="byte", vocab_size=2000
+    directory,
+    train,
+    val=None,
+    *,
+    sizes=None,
+    dtype="uint16",
+    tokenizer="byte",
+    vocab_size=2000,
+    digest=None,
 ):
     """Our own format; `sizes` are those of the training shards, by default four odd ones."""
     directory.mkdir()
@@ -22,7 +33,7 @@ def write_shards(
             splits[name] = write_split(directory, name, np.split(stream, cuts), dtype)
     metadata = Metadata(
         tokenizer=tokenizer,
-        tokenizer_digest=hashlib.sha256(tokenizer.encode()).hexdigest(),
+        tokenizer_digest=digest or DIGESTS[tokenizer],
         vocab_size=vocab_size,
         dtype=dtype,
         splits=splits,
@@ -62,7 +73,7 @@ def write_tfds(
 ):
     """A dataset by a real builder; `splits` maps names to lists of records. Its directory.
 
-    With a tokenizer it gets a description like that of our own writer, with `fields`.
+    With a tokenizer it gets a description like that of maxmars until 0.2, with `fields`.
     """
     import tensorflow_datasets as tfds
 
@@ -92,7 +103,7 @@ def write_tfds(
             directory,
             Metadata(
                 tokenizer=tokenizer,
-                tokenizer_digest=hashlib.sha256(tokenizer.encode()).hexdigest(),
+                tokenizer_digest=DIGESTS[tokenizer],
                 vocab_size=vocab_size,
                 dtype="uint16",
                 splits={

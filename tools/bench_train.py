@@ -38,8 +38,9 @@ from rich.table import Column, Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from maxmars.cli.parse import ConfigArguments, parse_arguments  # noqa: E402
 from maxmars.config import TrainConfig, to_dict  # noqa: E402
-from maxmars.config.command_line import UsageError, parse_config  # noqa: E402
+from maxmars.config.checks import UsageError  # noqa: E402
 
 TOKENS_A_SPLIT = 2**20
 
@@ -207,7 +208,10 @@ def random_tokens(config: TrainConfig, directory: Path) -> TrainConfig:
 def contestants_of(args: argparse.Namespace, overrides: list[str]) -> list[tuple[str, str, Any]]:
     """Name, kind and config of each contestant; the first is what the others are compared with."""
     specs = [args.config, *args.against]
-    configs = [parse_config(spec, overrides, "bench_train.py") for spec in specs]
+    configs = [
+        parse_arguments(ConfigArguments, [spec, *overrides], prog="bench_train.py").config
+        for spec in specs
+    ]
     if args.peer is not None:  # which has no rule to choose it, and must compute in the same parts
         configs = [dataclasses.replace(c, num_microbatches=c.microbatches) for c in configs]
     names = [

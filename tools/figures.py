@@ -1,33 +1,29 @@
-"""Make the figures that the Markdown files show, from the results in `.github/results`.
+"""Draw the figures that the Markdown files show from the rows in `.github/results`, in few bytes.
 
-    maxmars report RUN --pack .github/results/tiny        # once, of each comparison
     python tools/figures.py
 
-Each directory with a `compare.json` is a comparison, and a directory of several is one over sizes.
-A Markdown file shows FIGURE.png of the report on `.github/results/A/B` as
-`.github/figures/A-B-FIGURE.png`, such as `tiny-0.3M-loss_tokens.png` or `tiny-speed_up.png`. The
-figures of `continuum_report.py` and `gradient_report.py` lie beside their results. This writes all
-that are shown, and ends with 1 where one is shown of which there is neither a result nor a file.
+A page shows FIGURE.png of the report on `.github/results/A/B` as `.github/figures/A-B-FIGURE.png`,
+such as `tiny-0.3M-loss_tokens.png` or, of all sizes, `tiny-speed_up.png`. A figure that the rows
+cannot draw stays as it is; this ends with 1 where one is shown that is neither drawn nor there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-import continuum_report
-import gradient_report
+from PIL import Image
 
 from maxmars.compare.cells import COMPARISON
 from maxmars.compare.report import write_report
 from maxmars.compare.sizes import size_directories, write_reports_of_sizes
 
 RESULTS, FIGURES = Path(".github", "results"), Path(".github", "figures")
+COLORS = 64
 
 
 def main() -> int:
@@ -37,75 +33,39 @@ def main() -> int:
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--root", type=Path, default=here, help="the repository, by default this")
     root = parser.parse_args().root
-    for name in shown(root, RESULTS):
-        if name in BESIDE_RESULTS:
-            BESIDE_RESULTS[name](root / RESULTS / name)
-            print(name)
     missing = 0
     with tempfile.TemporaryDirectory(prefix="maxmars-figures-") as scratch:
-        if (root / RESULTS).is_dir():
-            shutil.copytree(root / RESULTS, Path(scratch) / "results")
-        reported: dict[Path, list[str]] = {}
-        for name in shown(root, FIGURES):
+        drawn = draw(shutil.copytree(root / RESULTS, Path(scratch) / "results"))
+        for name in shown(root):
             target = root / FIGURES / name
-            directory, figure = source(name, Path(scratch) / "results")
-            if directory is None:
-                is_kept = target.is_file()
-                missing += not is_kept
-                what = "kept as it is" if is_kept else "MISSING"
-                print(f"{name}: {what}, no results in {RESULTS} are named so")
-                continue
-            if directory not in reported:
-                reported[directory] = report(directory)
-            if figure in reported[directory]:
-                shutil.copy(directory / "figures" / figure, target)
-                print(name)
-            else:
-                missing += 1
-                print(f"{name}: MISSING, that report has {', '.join(reported[directory])}")
+            if name in drawn:
+                with Image.open(drawn[name]) as image:
+                    few = image.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE)
+                few.save(target, optimize=True)
+            missing += not target.is_file()
+            print(name, "drawn" if name in drawn else "stays" if target.is_file() else "MISSING")
     return 1 if missing else 0
 
 
-def shown(root: Path, directory: Path) -> list[str]:
-    """Names of the figures in a directory that Markdown files of a repository show."""
-    pages = [*root.glob("*.md"), *root.glob("[!.]*/**/*.md")]
-    found = (re.findall(rf"{directory.as_posix()}/([\w./-]+\.png)", p.read_text()) for p in pages)
-    return sorted({name for names in found for name in names})
+def shown(root: Path) -> list[str]:
+    """Names of the figures that Markdown files of a repository show."""
+    pages = [*root.glob("*.md"), *root.glob("[!.]*/**/*.md"), *(root / RESULTS).glob("*.md")]
+    return sorted({n for p in pages for n in re.findall(r"figures/([\w.-]+\.png)", p.read_text())})
 
 
-def draw_continuum(path: Path) -> None:
-    continuum_report.draw(continuum_report.read(path.parent), path)
-
-
-def draw_variance(path: Path) -> None:
-    found = json.loads(path.with_suffix(".json").read_text())
-    gradient_report.draw(gradient_report.Result(found), path)
-
-
-BESIDE_RESULTS = {
-    "continuum/continuum.png": draw_continuum,
-    "variance/gradient_variance.png": draw_variance,
-}
-
-
-def source(name: str, results: Path) -> tuple[Path | None, str]:
-    """The directory of results that a figure is of, and its name in their report."""
-    comparisons = {path.parent for path in results.rglob(COMPARISON)}
-    directories = comparisons | {path.parent for path in comparisons} - {results}
-    for directory in sorted(directories, key=lambda path: len(path.parts), reverse=True):
-        prefix = "-".join(directory.relative_to(results).parts) + "-"
-        if name.startswith(prefix):
-            return directory, name.removeprefix(prefix)
-    return None, name
-
-
-def report(directory: Path) -> list[str]:
-    """Write the report of a comparison, or over all sizes of one; returns its figures' names."""
-    if (directory / COMPARISON).is_file():
-        write_report(directory)
-    else:
-        write_reports_of_sizes(directory, size_directories(directory))
-    return sorted(path.name for path in (directory / "figures").glob("*.png"))
+def draw(results: Path) -> dict[str, Path]:
+    """Write the reports of all comparisons, and those over sizes; returns their figures by name."""
+    reported = set()
+    for directory in {path.parent for path in results.rglob(COMPARISON)}:
+        if directory.parent != results and directory.parent not in reported:
+            write_reports_of_sizes(directory.parent, size_directories(directory.parent))
+            reported.add(directory.parent)
+        elif directory.parent == results:
+            write_report(directory)
+    return {
+        "-".join([*path.relative_to(results).parts[:-2], path.name]): path
+        for path in results.rglob("figures/*.png")
+    }
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from maxmars.data.open_corpus import PRESETS, open_corpus
 from maxmars.data.prepare import Preparation
-from maxmars.data.tokenizer import load_tokenizer
+from maxmars.data.tokenizer import load
 from maxmars.distributed.files import resolve
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     preparation = Preparation(
         corpus=open_corpus(given.source, text_field=given.text_field),
         out=resolve(given.out),
-        tokenizer=load_tokenizer(given.tokenizer),
+        tokenizer=load(given.tokenizer),
         source=given.source,
         validation_fraction=fraction,
         task_bytes=given.task_bytes,

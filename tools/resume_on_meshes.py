@@ -45,7 +45,7 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.distributed.files import write_json
-from maxmars.train.verify_resume import series
+from maxmars.train.metrics import read_metrics
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "mars": MarsConfig(),
@@ -179,8 +179,8 @@ def written(workdir: Path, kind: str) -> dict[int, Any]:
 
 def losses(workdir: Path) -> dict[int, float]:
     """Loss of each step."""
-    found = series(workdir).items()
-    return {step: float(value) for (step, key), value in found if key == "train/loss"}
+    rows = read_metrics(workdir)
+    return {row["step"]: float(row["train/loss"]) for row in rows if "train/loss" in row}
 
 
 def check_chain(optimizer: str, chain: tuple[Place, ...], steps: int, out: Path) -> bool:

@@ -29,6 +29,7 @@ import maxmars
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
 from maxmars.config import ModelConfig, TrainConfig, from_dict
 from maxmars.distributed import files, processes
+from maxmars.distributed.workdir import CHECKPOINTS
 
 FORMAT_VERSION = 3
 """Formats 1 and 2 (maxmars 0.1) name some fields of the state and of the configuration differently.
@@ -81,8 +82,11 @@ class Checkpoint:
     """Digest of each array by its path; see `digest.digest`."""
     digest: str
     """Digest of the whole state."""
-    receipt: dict[str, Any]
-    """The run's receipt of this save, see `train/README.md`; empty where there is none."""
+    tokens: int
+    """Trained on so far; with another batch size or length, a step may have had more or fewer."""
+    journal: str | None
+    """Hash of the line in the run's journal that tells of this save, see `train/README.md`; None
+    where no run wrote the checkpoint, or one of an older version."""
     format_version: int
 
     @property
@@ -321,7 +325,7 @@ def find(path: Directory) -> tuple[Any, int | None] | None:
                 "by hand; name another one, or give it the name of its step again."
             )
         return root.parent, int(root.name)
-    for directory in (root / "checkpoints", root):
+    for directory in (root / CHECKPOINTS, root):
         if list_steps(directory):
             return directory, None
     return None
@@ -411,18 +415,24 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         )
     if version < FORMAT_VERSION:  # other fields than the model's may have had other names
         config = config.get("model", config)
+    config = from_dict(config)
+    model = config.model if isinstance(config, TrainConfig) else config
+    # What does not tell the tokens had examples of one length alone.
+    all_tokens = meta["data_position"] * model.max_seq_len
+    tokens = meta.get("tokens", meta.get("receipt", {}).get("tokens", all_tokens))
     return Checkpoint(
         path=path,
         step=meta["step"],
         data_position=meta["data_position"],
         data_digest=meta.get("data_digest"),
-        config=from_dict(config),
+        config=config,
         metrics=meta.get("metrics", {}),
         environment=meta.get("environment", {}),
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
         digest=meta["digest"],
-        receipt=meta.get("receipt", {}),
+        tokens=tokens,
+        journal=meta.get("journal"),
         format_version=version,
     )
 

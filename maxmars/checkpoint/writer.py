@@ -75,6 +75,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._on_disk: dict[int, str] = {}  # step -> digest of the state that is known to be there
         self._retention = Retention(config.checkpoint)
         self._timer = SaveTimer(config.checkpoint.every_minutes)
+        self._is_due = False
         self._lock = acquire(self._directory)
         try:
             if processes.is_primary():
@@ -104,11 +105,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._lock.check()
 
     def is_due(self, step: int) -> bool:
-        """Whether `config.checkpoint.every_minutes` have passed since the last save.
+        """Whether `config.checkpoint` wants one since the last save: by its steps or its minutes.
 
-        Every process must ask at each step, and all get the same answer.
+        Every process must ask after each step, and all get the same answer.
         """
-        return self._timer.is_due(step)
+        every = self._config.checkpoint.every
+        self._is_due |= self._timer.is_due(step) or (every is not None and step % every == 0)
+        return self._is_due
 
     def save(
         self,
@@ -117,7 +120,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         *,
         data_position: int,
         metrics: dict[str, Any] | None = None,
-        receipt: Callable[[int, str, int], dict[str, Any]] = lambda *_: {},
+        tokens: int = 0,
+        journal: Callable[[int, str, int, int], str | None] = lambda *_: None,
         wait: bool = False,
     ) -> float | None:
         """Write a checkpoint in the background.
@@ -132,8 +136,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           data_position: number of training examples consumed.
           metrics: numbers that are stored beside the state, and that decide which checkpoints are
             the best.
-          receipt: from step, digest and position to what is stored as the checkpoint's receipt;
-            called before the checkpoint is written.
+          tokens: trained on so far.
+          journal: from step, digest, position and tokens to the hash of the line that the run's
+            journal now has of this save; called before the checkpoint is written.
           wait: return only when the checkpoint is complete.
 
         Returns:
@@ -146,6 +151,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           ValueError: some parameters are not finite.
         """
         started = time.perf_counter()
+        self._is_due = False
         self._finish()
         digests, finite = digest_and_finite(state)
         wrong = [path for path in finite if path.startswith("params/") and not finite[path]]
@@ -168,7 +174,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         known = self._on_disk.get(step) == meta["digest"]
         if known and step in steps_of_run(self._directory):
             return None
-        meta = _sealed(meta | {"receipt": receipt(step, meta["digest"], data_position)})
+        line = journal(step, meta["digest"], data_position, tokens)
+        meta = _sealed(meta | {"tokens": tokens, "journal": line})
         self._retention.record(step, meta["metrics"])
         self._retention.outdated.discard(step)
         with self._reporting(), _orbax_context(state):

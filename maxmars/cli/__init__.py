@@ -43,10 +43,9 @@ COMMANDS = {
     "verify-resume": Command(
         "train", "run_verify_resume", "prove that a killed run goes on bit by bit"
     ),
-    "audit": Command("audit", "run", "check that a run is one trajectory, by its receipts"),
+    "audit": Command("audit", "run", "check that a run is one trajectory, by its journal"),
     "compare": Command("compare", "run", "tune optimizers and compare them, fairly"),
     "report": Command("compare", "run_report", "draw the curves of runs and comparisons"),
-    "track": Command("track", "run", "repeat results by their receipts, and rank them"),
     "plan": Command("plan", "run", "memory, traffic and time of a run, before you pay"),
     "launch": Command("launch", "run", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("data", "run", "prepare text for training, and look at the result"),
@@ -152,7 +151,7 @@ def _keep_libtpu_quiet() -> None:
 def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
-    from maxmars.config.errors import in_words
+    from maxmars.config.errors import in_words, place_in_own_file
     from maxmars.config.secrets import hide
 
     message = in_words(error)
@@ -161,7 +160,7 @@ def _report(error: Exception) -> int:
             f"out of memory ({message.splitlines()[0]}): take smaller batches, a smaller model, or "
             "more devices; `maxmars plan` says what fits."
         )
-    elif not _is_raised_here(error):
+    elif not (place_in_own_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
     _print_error(hide(message))  # schedulers keep what a job printed
     return 2 if isinstance(error, UsageError) else 1

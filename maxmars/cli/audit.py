@@ -1,4 +1,4 @@
-"""`maxmars audit`: whether a run is one trajectory, as its receipts say."""
+"""`maxmars audit`: whether a run is one trajectory, as its journal says."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.parse import parse_options
 from maxmars.config.checks import CheckedConfig, Positive
-from maxmars.config.command_line import parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditArguments(CheckedConfig):
-    """Check that a run is one trajectory: checkpoints, metrics and sessions against its receipts.
+    """Check that a run is one trajectory: checkpoints and metrics against its journal.
 
     Exits with 1 where it is not, and says where it breaks.
     """
@@ -29,8 +29,8 @@ class AuditArguments(CheckedConfig):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The working directory of a run, such as runs/quickstart."""
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
-    """Compute K steps again, from a checkpoint that is still there to a later saved step, and
-    compare the digests. On other hardware, or another mesh, rounding may differ."""
+    """Compute K steps again, from a checkpoint that is still there or from the seed to a later
+    saved step, and compare the digests. On other hardware, or another mesh, rounding may differ."""
     trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Check the rest of the run also where code of your own that it keeps is not the text that it
     was trained with."""

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from maxmars.cli.workdirs import naming_workdir
-from maxmars.config import TrainConfig
-from maxmars.config.checks import CheckedConfig, Group, Positive
-from maxmars.config.command_line import (
+from maxmars.cli.parse import (
     ConfigArguments,
-    UsageError,
+    asks_for_help,
     parse_arguments,
     parse_options,
     split_positionals,
 )
-from maxmars.config.help import asks_for_help
+from maxmars.config import TrainConfig
+from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Comparison, Contender
@@ -46,8 +45,8 @@ class CompareArguments(ConfigArguments):
 
     Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
     are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 0/2 and
-    --cells 1/2 two processes or machines share them. DIR gets report.md, report.json, figures and
-    a receipt of each contender, which `maxmars track verify` repeats.
+    --cells 1/2 two processes or machines share them. DIR gets report.md, report.json and figures;
+    `maxmars compare verify DIR` repeats a result anywhere.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -55,7 +54,6 @@ class CompareArguments(ConfigArguments):
         "maxmars compare compare_tiny --optimizers adamw,mars --budget 20 --seeds 5 \\",
         "  --tune learning_rate,weight_decay,b1,b2 --workdir runs/tuned",
     )
-    GROUP: ClassVar[Group] = Group("comparison", "What is compared, and how.")
     FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
         "optimizers",
@@ -112,6 +110,8 @@ class CompareArguments(ConfigArguments):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
+    if argv[:1] == ["verify"]:
+        return _verify(parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
     specs, options = split_positionals(argv)
     if asks_for_help(options):
         parse_arguments(CompareArguments, argv, prog=_PROG, example="compare_tiny")
@@ -149,9 +149,8 @@ def run(argv: list[str]) -> int:
         for name, (_, comparison, workdir) in planned.items():
             if name:
                 print(f"size {name}", flush=True)
-            with naming_workdir(workdir):
-                if not compare(comparison, workdir, part):
-                    return EXIT_CODE
+            if not compare(comparison, workdir, part):
+                return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
         found = summary_json(summaries[names[0]])
@@ -213,6 +212,51 @@ def _plan(
             file=sys.stderr,
         )
     return arguments, comparison, workdir / size if size else workdir
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments(CheckedConfig):
+    """Compute a run of a comparison again, and compare the digest of its end, then the losses.
+
+    On the same machine, versions and number of CPU cores everything is equal bit by bit, elsewhere
+    up to rounding. Exits with 1 where the result is refused.
+    """
+
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
+        "maxmars compare verify runs/which",
+        "maxmars compare verify runs/which --contender mars --seed 1 --steps 100",
+    )
+
+    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Directory of a comparison, or a copy that `maxmars report --pack` made."""
+    contender: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Whose run, at its best setting; None is the best contender's."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
+    """With this seed; None is the first."""
+    steps: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
+    """Compute only the first N steps; None computes all of them, and the final loss."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory of the tokens here, if it is not that of the comparison."""
+    workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Keep the run there, where the same command continues it; None keeps nothing."""
+
+
+def _verify(arguments: VerifyArguments) -> int:
+    # Imported late: they load JAX.
+    from maxmars.compare.verify import verify
+
+    with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
+        found = verify(
+            Path(arguments.directory).expanduser().absolute(),
+            Path(arguments.workdir or scratch).expanduser().absolute(),
+            contender=arguments.contender,
+            seed=arguments.seed,
+            steps=arguments.steps,
+            data_path=arguments.data,
+            log=lambda text: print(text, flush=True),
+        )
+    print(found.text)
+    return 1 if found.problem else 0
 
 
 @dataclass(frozen=True, kw_only=True)

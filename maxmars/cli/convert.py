@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from maxmars.config.checks import CheckedConfig
-from maxmars.config.command_line import UsageError, parse_options
+from maxmars.cli.parse import parse_options
+from maxmars.config.checks import CheckedConfig, UsageError
+from maxmars.config.errors import about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class ExportArguments(CheckedConfig):
     """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
 
     Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
-    scores, hardware and receipts; loss_curve.png is drawn with the extra `report`. Read the card
+    scores, hardware and digests; loss_curve.png is drawn with the extra `report`. Read the card
     before you publish it.
 
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
@@ -67,6 +68,8 @@ class ImportArguments(CheckedConfig):
     several such files and their index), and tokenizer files."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to make."""
+    eot_token: str | None = None
+    """The token of its vocabulary that ends a document; by default the one that its files name."""
 
 
 def run_export(argv: list[str]) -> int:
@@ -153,11 +156,8 @@ def _push(directory: str, repository: str, *, private: bool) -> int:
     again = _push_command(directory, repository, private=private)
     still_here = f"{directory} is whole; push it again by `{again}`"
     pushed = None
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            pushed = hub.push(Path(directory).expanduser(), repository, private=private)
-        except (ValueError, OSError) as error:
-            raise OSError(f"{error} {still_here}.") from error
+    with contextlib.suppress(KeyboardInterrupt), about(still_here):
+        pushed = hub.push(Path(directory).expanduser(), repository, private=private)
     if pushed is None:
         print(f"\ninterrupted; {still_here}", file=sys.stderr)
         return 130
@@ -183,7 +183,7 @@ def run_import(argv: list[str]) -> int:
     from maxmars.eval.trained_model import import_model  # loads JAX
     from maxmars.model.language_model import num_parameters
 
-    model = import_model(arguments.source, arguments.out)
+    model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
     count = num_parameters(model.config) / 1e6
     print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")

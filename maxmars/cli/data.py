@@ -14,15 +14,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive
-from maxmars.config.command_line import UsageError, parse_options
-from maxmars.config.options import HELP
+from maxmars.cli.parse import HELP, parse_options
+from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
 from maxmars.config.secrets import hide, hide_words
 from maxmars.data.formats import open_split
 from maxmars.data.sources import (
     FORMAT,
     METADATA,
-    TFDS_FORMAT,
     DocumentStarts,
     Metadata,
     NoSuchSplitError,
@@ -30,7 +28,7 @@ from maxmars.data.sources import (
     read_metadata,
 )
 from maxmars.data.token_files import TokenStream
-from maxmars.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_tokens
+from maxmars.data.tokenizer import load, tokenizer_of_tokens
 from maxmars.distributed.files import Workdir, is_remote, require_access, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
@@ -68,7 +66,6 @@ class PrepareArguments(CheckedConfig):
         "validation-fraction",
         "workers",
         "tasks",
-        "format",
         "pack",
         "pack-length",
     )
@@ -87,8 +84,9 @@ class PrepareArguments(CheckedConfig):
     """Where the text is in a line or row; None is `text`, or what the dataset above has."""
     data_dir: str | None = None
     """Where TFDS keeps its datasets, for tfds:NAME."""
-    eot_token: str = "<|endoftext|>"
-    """The token of a tokenizer.json that ends a document."""
+    eot_token: str | None = None
+    """The token of a tokenizer.json that ends a document; by default the one that the files beside
+    it name, or else <|endoftext|>."""
     workers: NotNegative[int] | None = None
     """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
@@ -97,12 +95,8 @@ class PrepareArguments(CheckedConfig):
     by N. Whoever does the last task completes OUT; the result is the same."""
     task_bytes: Positive[int] | None = None
     """Bytes of text of a task, about; None takes 8 to 256 MB, by the size of the text."""
-    format: Literal["shards", "tfds"] = "shards"
-    """`shards` are plain files of numbers, `tfds` is a dataset for tfds.data_source."""
     shard_tokens: Positive[int] = 100_000_000
     """Tokens a file at most."""
-    record_tokens: Positive[int] = 1024
-    """Tokens a record with --format tfds."""
     pack: Literal["none", "best_fit"] = "none"
     """`best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT is
     complete, only that is done."""
@@ -133,8 +127,6 @@ def _prepare(arguments: PrepareArguments) -> int:
     from maxmars.data.prepare import Preparation
 
     source, tokenizer, pack = arguments.source, arguments.tokenizer, arguments.pack
-    if pack != "none" and arguments.format != "shards":
-        raise UsageError(f"--pack {pack} needs --format shards.")
     validation_fraction = arguments.validation_fraction
     if validation_fraction is None:
         validation_fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
@@ -143,12 +135,9 @@ def _prepare(arguments: PrepareArguments) -> int:
         "--validation-fraction": validation_fraction,
         "--text-field": arguments.text_field,
         "--data-dir": arguments.data_dir,
-        "--eot-token": arguments.eot_token if tokenizer.endswith(".json") else None,
-        "--format": arguments.format,
+        "--eot-token": arguments.eot_token,
     }
-    optional = ["shard_tokens", "task_bytes"]
-    optional += ["record_tokens"] if arguments.format == "tfds" else []
-    for name in optional:
+    for name in ("shard_tokens", "task_bytes"):
         if getattr(arguments, name) != getattr(PrepareArguments, name):
             options[f"--{name.replace('_', '-')}"] = getattr(arguments, name)
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
@@ -157,12 +146,11 @@ def _prepare(arguments: PrepareArguments) -> int:
     preparation = Preparation(
         corpus=open_corpus(source, text_field=arguments.text_field, data_dir=arguments.data_dir),
         out=out,
-        tokenizer=load_tokenizer(tokenizer, eot_token=arguments.eot_token),
+        tokenizer=load(tokenizer, eot_token=arguments.eot_token),
         source=hide(source),
         validation_fraction=validation_fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
-        record_tokens=arguments.record_tokens if arguments.format == "tfds" else None,
         command=shlex.join(
             hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
         ),
@@ -342,7 +330,7 @@ def _print_summary(
         if value is not None:
             console.print(f"  {name:<10}", value, markup=False)
     try:
-        tokenizer = _matching_tokenizer(directory, first)
+        tokenizer = tokenizer_of_tokens(first)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"no sample: {error}", markup=False)
         tokenizer = None
@@ -378,18 +366,7 @@ def _format(metadata: Metadata | None) -> str:
         return "files of another program, without source and counts of documents"
     if metadata.record_tokens is None:
         return f"token shards ({FORMAT}, {metadata.dtype})"
-    return f"TFDS dataset ({TFDS_FORMAT}, {metadata.dtype}, records of {metadata.record_tokens:,})"
-
-
-def _matching_tokenizer(directory: Workdir, stream: TokenStream) -> Tokenizer:
-    """The tokenizer of a directory of tokens, if it can be loaded and has the digest there."""
-    tokenizer = tokenizer_of_tokens(directory, stream.tokenizer)
-    if stream.tokenizer_digest not in (None, tokenizer.digest):
-        raise ValueError(
-            f"the tokenizer {stream.tokenizer!r} here has digest {tokenizer.digest}, but "
-            f"{directory} was prepared with {stream.tokenizer_digest}; its text would be garbled."
-        )
-    return tokenizer
+    return f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
 
 
 _USAGE = """\

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import rich
 import tyro
 
+from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig
-from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive
-from maxmars.config.command_line import UsageError, parse_options
-from maxmars.config.options import HOSTS
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, UsageError
 
 _TASKS = ("loss", "hellaswag")
 
@@ -101,11 +100,11 @@ class EvalArguments(CheckedConfig):
     data: DataArguments = field(default_factory=DataArguments)
     lm_eval: LMEvalArguments = field(default_factory=LMEvalArguments)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    coordinator: Annotated[str | None, HOSTS, tyro.conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes score together; goes with the next two."""
-    num_processes: Annotated[Positive[int] | None, HOSTS, tyro.conf.arg(metavar="N")] = None
+    num_processes: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of processes."""
-    process_id: Annotated[NotNegative[int] | None, HOSTS, tyro.conf.arg(metavar="I")] = None
+    process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
 
 

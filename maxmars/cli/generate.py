@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig
-from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule
-from maxmars.config.command_line import UsageError, parse_options
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule, UsageError
 from maxmars.distributed.files import why_not_written
 from maxmars.distributed.progress import Progress
 

@@ -8,17 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxmars.cli.parse import HELP, parse_arguments, parse_options
 from maxmars.cli.train import TrainArguments
-from maxmars.cli.workdirs import naming_workdir
-from maxmars.config.command_line import (
-    UsageError,
-    load_config,
-    named_configs,
-    parse_arguments,
-    parse_options,
-)
+from maxmars.config.checks import UsageError
+from maxmars.config.load import load_config, named_configs
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
-from maxmars.config.options import HELP
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.gke import GkeOptions, JobSet
@@ -89,8 +83,7 @@ def run(argv: list[str]) -> int:
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
     options = parse_options(platform.options, given, prog=f"maxmars launch {name}")
-    with naming_workdir(options.workdir):
-        return platform.start(options, tuple(rest[end + 1 :])) or 0
+    return platform.start(options, tuple(rest[end + 1 :])) or 0
 
 
 def _refuse_other_action(name: str, first: list[str]) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
 import os
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import GPT2Config
-from maxmars.config.checks import Group, NotNegative, Positive
-from maxmars.config.command_line import ConfigArguments, UsageError, parse_arguments
+from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,6 @@ class PlanArguments(ConfigArguments):
         "maxmars plan gpt2:size=small,optimizer=mars --topology cpu:8 --mesh.fsdp 8",
         "maxmars plan gpt2:size=xl,optimizer=mars --topology v5p:2x2x4 --price 4.2",
     )
-    GROUP: ClassVar[Group] = Group("plan", "The chips, and what is printed.")
     FIRST: ClassVar[tuple[str, ...]] = (
         "topology",
         "num-slices",
@@ -57,16 +54,18 @@ class PlanArguments(ConfigArguments):
     """Also write the plan to this JSON file."""
     price: Annotated[NotNegative[float] | None, tyro.conf.arg(metavar="MONEY")] = None
     """Price of one chip for an hour, in any currency; gives the cost of the run."""
-    max_memory: Annotated[str | None, tyro.conf.arg(metavar="[GB]")] = None
-    """Search for the cheapest rematerialisation and the largest microbatch that fit. They fit in so
-    many GB a chip or, if no number follows, in what JAX gives to programs: a TPU's whole memory,
-    three quarters of a GPU's."""
+    max_memory: Annotated[
+        float | Literal["chip"] | None,
+        Rule(lambda size: size == "chip" or size > 0, "must be a positive number of GB, or chip"),
+        tyro.conf.arg(metavar="GB|chip"),
+    ] = None
+    """Search for the cheapest rematerialisation and the largest microbatch that fit in so many GB a
+    chip; `chip` is what JAX gives to programs, a TPU's whole memory, three quarters of a GPU's."""
 
 
 def run(argv: list[str]) -> int:
     """Run `maxmars plan`."""
-    words = _with_max_memory_value(argv)
-    arguments = parse_arguments(PlanArguments, words, prog="maxmars plan", example="gpt2")
+    arguments = parse_arguments(PlanArguments, argv, prog="maxmars plan", example="gpt2")
     if arguments.topology is None:
         raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
     _choose_devices(arguments.topology)
@@ -92,7 +91,7 @@ def run(argv: list[str]) -> int:
         print(f"use: {' '.join(overrides)}")
     if arguments.output is not None:
         write_json(arguments.output, plan.to_json() | {"overrides": overrides})
-    print(f"next, on those chips: {_train_command(words, overrides)}")
+    print(f"next, on those chips: {_train_command(argv, overrides)}")
     return 0
 
 
@@ -118,25 +117,9 @@ def _choose_devices(topology: str) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def _with_max_memory_value(argv: list[str]) -> list[str]:
-    """The command line with a value for a `--max-memory` that has none."""
-    words = []
-    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        words.append(word)
-        if word.replace("_", "-") == "--max-memory" and not re.match(r"\.?\d", following):
-            words.append("chip")
-    return words
-
-
-def _max_bytes(text: str, chip_bytes: int | None) -> int:
-    if text == "chip":
-        if chip_bytes is None:
-            raise UsageError("--max-memory needs a number of GB: a fake CPU device has no memory.")
-        return chip_bytes
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < math.inf:
-        raise UsageError(f"--max-memory {text} must be a positive number of GB.")
-    return round(size * 1e9)
+def _max_bytes(size: float | Literal["chip"], chip_bytes: int | None) -> int:
+    if size != "chip":
+        return round(size * 1e9)
+    if chip_bytes is None:
+        raise UsageError("--max-memory needs a number of GB: a fake CPU device has no memory.")
+    return chip_bytes

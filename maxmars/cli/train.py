@@ -12,14 +12,8 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from maxmars.cli.workdirs import naming_workdir
-from maxmars.config.checks import Group, NotNegative, Positive, Rule
-from maxmars.config.command_line import (
-    ConfigArguments,
-    UsageError,
-    parse_arguments,
-)
-from maxmars.config.options import HOSTS, RUN
+from maxmars.cli.parse import ConfigArguments, parse_arguments
+from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
 from maxmars.config.secrets import hide_words
 from maxmars.distributed.exits import EXIT_CODE, Starting
 
@@ -36,7 +30,6 @@ class TrainArguments(ConfigArguments):
         "maxmars train quickstart",
         "maxmars train gpt2:size=small,optimizer=mars --data.path DIR --workdir runs/1",
     )
-    GROUP: ClassVar[Group] = RUN
     FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
         "data.path",
@@ -64,17 +57,17 @@ class TrainArguments(ConfigArguments):
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
     """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
     when a run continues; without it, fields that define the run are refused."""
-    profile: Annotated[str | None, Group("log"), tyro.conf.arg(metavar="FIRST:LAST")] = None
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace these steps, such as 20:24, into the run's directory `profile`, for TensorBoard's xprof
     and Perfetto, and print which operations took the time."""
-    coordinator: Annotated[str | None, HOSTS, tyro.conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two. On TPU
     pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""
-    num_processes: Annotated[Positive[int] | None, HOSTS, tyro.conf.arg(metavar="N")] = None
+    num_processes: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of processes of the run; 1 alone ignores the cluster."""
-    process_id: Annotated[NotNegative[int] | None, HOSTS, tyro.conf.arg(metavar="I")] = None
+    process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
-    start_timeout_s: Annotated[Positive[float], HOSTS, tyro.conf.arg(metavar="SECONDS")] = 300.0
+    start_timeout_s: Annotated[Positive[float], tyro.conf.arg(metavar="SECONDS")] = 300.0
     """How long to wait for all processes to come before the start fails."""
 
 
@@ -99,7 +92,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes
     from maxmars.distributed.failures import ExitIfPeerIsLost
-    from maxmars.distributed.files import resolve
+    from maxmars.distributed.files import naming, resolve
     from maxmars.plan.trace import trace_tables
     from maxmars.train import InitFrom, train
     from maxmars.train.lives import Life
@@ -114,7 +107,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     profile = _parse_steps(arguments.profile)
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     workdir = resolve(arguments.workdir or _default_workdir(arguments))
-    with naming_workdir(workdir), Life(workdir) as life:
+    with naming(workdir), Life(workdir) as life:
         starting.before_exit = life.stopped
         if processes.is_first(arguments.process_id):
             life.begin()
@@ -162,16 +155,15 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
 class VerifyResumeArguments(ConfigArguments):
     """Prove on this hardware that a killed and continued run equals an undisturbed one.
 
-    Trains the config for a few steps: undisturbed, once more as a control, and a third time, killed
-    with SIGKILL and then continued. Says whether all losses and the last state agree bit by bit,
-    writes receipt.json and receipt.txt, and exits with 1 if they do not.
+    Trains the config for a few steps, kills the run with SIGKILL, continues it, and computes all
+    steps again undisturbed. Says whether the last states agree bit by bit, writes receipt.json and
+    receipt.txt, and exits with 1 if they do not.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars verify-resume quickstart",
         "maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40",
     )
-    GROUP: ClassVar[Group] = Group("proof", "The runs that are compared.")
     FIRST: ClassVar[tuple[str, ...]] = (
         "steps",
         "checkpoint-step",
@@ -187,11 +179,11 @@ class VerifyResumeArguments(ConfigArguments):
     steps: Annotated[
         int, Rule(lambda steps: steps > 1, "must be at least 2"), tyro.conf.arg(metavar="N")
     ] = 20
-    """Steps of each run."""
+    """Steps of the run."""
     checkpoint_step: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Kill the third run after the checkpoint of this step; None takes half of the steps."""
+    """Kill the run after the checkpoint of this step; None takes half of the steps."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory to make, for the runs and the receipt; None is runs/NAME-verify-resume."""
+    """Directory to make, for the run and the receipt; None is runs/NAME-verify-resume."""
 
 
 def run_verify_resume(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ configs. The files are
     cells/CONTENDER/SETTING,seed=SEED/result.json     how it ended: only a finished cell has it
 
     cells.jsonl                                  instead of result.json: a result a line
+    sources/SHA256/FILE.py                       a copy of each Python file that a config names
 
 where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
 such as `,b1=0.95`. A result alone is enough to continue and to report: the other files of a
@@ -24,6 +25,7 @@ import dataclasses
 import hashlib
 import json
 import operator
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ import maxmars
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
-from maxmars.config.user_code import sources_in, split_source
+from maxmars.config.user_code import sources_in, split_source, with_sources
 from maxmars.distributed.files import (
     json_number,
     read_json,
@@ -46,6 +48,7 @@ COMPARISON = "compare.json"
 _RESULT = "result.json"
 _PACKED = "cells.jsonl"
 _COST = "cost.json"
+_SOURCES = "sources"
 _FORMAT = 3
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
@@ -245,6 +248,46 @@ def stored_code(workdir: Path) -> Code:
     return _read_fields(workdir).get("code", {})
 
 
+def _keep_code(code: Code, workdir: Path) -> None:
+    """Copy the files of the code to where `with_kept_code` finds them."""
+    for path, digest in {item for digests in code.values() for item in digests.items()}:
+        target = _kept(Path(path), digest, workdir)
+        if not _has_digest(target, digest) and _has_digest(Path(path), digest):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def _kept(path: Path, digest: str, workdir: Path) -> Path:
+    return workdir / _SOURCES / digest[:16] / path.name
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def with_kept_code(config: TrainConfig, contender: str, workdir: Path) -> TrainConfig:
+    """A config of a contender that names Python files as they were when its comparison began: where
+    they lay then, or the copies in `workdir`.
+
+    Raises:
+      FileNotFoundError: a file is gone or was changed, and there is no copy.
+    """
+    code = stored_code(workdir).get(contender, {})
+
+    def place(source: str) -> str:
+        path, name = split_source(source)
+        digest = code.get(str(path), "")
+        for candidate in (path, _kept(path, digest, workdir)):
+            if _has_digest(candidate, digest):
+                return f"{candidate}:{name}"
+        raise FileNotFoundError(
+            f"{path} is not the file that {contender} was trained with (SHA-256 {digest}), and "
+            f"{workdir / _SOURCES} holds no copy of that."
+        )
+
+    return with_sources(config, place)
+
+
 def open_comparison(comparison: Comparison, workdir: Path) -> None:
     """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
 
@@ -282,6 +325,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
         "code": {name: digests for name, digests in code.items() if digests},
     }
     write_json(workdir / COMPARISON, fields)
+    _keep_code(code, workdir)
 
 
 def _is_same_code(
@@ -396,7 +440,7 @@ def _curve_from_json(fields: Any) -> Curve:
 def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
     """The results of all finished cells of the contenders of these names, whatever their settings
     and seeds."""
-    rows = read_json_lines(workdir / _PACKED, lambda row: _result(row) is not None)
+    rows = read_json_lines(workdir / _PACKED)
     for name in names:
         paths = (workdir / "cells" / name).glob(f"*/{_RESULT}")
         rows += [read_json(path) for path in paths]
@@ -427,9 +471,9 @@ def pack_comparison(workdir: Path, out: Path) -> int:
 
     Args:
       workdir: directory of the comparison.
-      out: another directory; gets `compare.json`, `cells.jsonl` and the contenders' `cost.json`,
-        also of contenders that the comparison had before. An earlier copy of the same comparison is
-        replaced.
+      out: another directory; gets `compare.json`, `cells.jsonl`, `sources` and the contenders'
+        `cost.json`, also of contenders that the comparison had before. An earlier copy of the same
+        comparison is replaced.
 
     Returns:
       The number of finished cells.
@@ -464,6 +508,8 @@ def pack_comparison(workdir: Path, out: Path) -> int:
         cost = Path("cells", name, _COST)
         if (workdir / cost).is_file():
             write_text(out / cost, (workdir / cost).read_text())
+    if (workdir / _SOURCES).is_dir():
+        shutil.copytree(workdir / _SOURCES, out / _SOURCES, dirs_exist_ok=True)
     return len(results)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed.files import read_json
+from maxmars.distributed.workdir import CHECKPOINTS, CONFIG
 from maxmars.train.metrics import read_metrics
 
 VALIDATION_LOSS = "validation loss"
@@ -97,12 +98,12 @@ def read_run(workdir: Path, name: str) -> Line:
       ValueError: there is no run, another version of maxmars wrote it, or it has no losses yet.
     """
     try:
-        config = from_dict(read_json(workdir / "config.json"))
+        config = from_dict(read_json(workdir / CONFIG))
     except TypeError:  # fields are missing, or of other types
         config = None
     if not isinstance(config, TrainConfig):
         try:
-            config = read(workdir / "checkpoints").run_config()
+            config = read(workdir / CHECKPOINTS).run_config()
         except FileNotFoundError:
             raise ValueError(
                 f"{workdir} holds no run: there is no config.json in it, or a damaged one, and no "

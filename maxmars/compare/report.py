@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.cells import describe_setting
 from maxmars.compare.curves import (
     RATES_AND_NORMS,
@@ -32,14 +33,13 @@ from maxmars.compare.figures import (
     require_matplotlib,
 )
 from maxmars.compare.grids import LEARNING_RATE
-from maxmars.compare.receipt import write_receipts
 from maxmars.compare.statistics import CONFIDENCE
 from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
 from maxmars.compare.tables import escape_markdown, fold, interval, markdown_table, print_table
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import json_number, read_json, write_json, write_text
-from maxmars.train.metrics import ACTIVITIES, read_sessions, run_seconds, shares
+from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 _NONE = "–"
 _NEXT = 3  # settings that are named of those that a search did not reach
@@ -73,7 +73,6 @@ def write_report(workdir: Path) -> Summary:
         *_comparison_figures(summary, workdir),
     ]
     write_json(workdir / "report.json", summary_json(summary))
-    write_receipts(summary, workdir)
     _write_markdown(workdir, blocks)
     return summary
 
@@ -99,7 +98,7 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
         return ours == {item.get("run") for item in earlier if isinstance(item, dict)}
 
     check_out(out, is_ours)
-    sessions = {name: read_sessions(workdir) for name, workdir in workdirs.items()}
+    sessions = {name: sessions_of(read_journal(workdir)) for name, workdir in workdirs.items()}
     seconds = {name: run_seconds(found) for name, found in sessions.items() if found}
     data = [
         {

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from maxmars.checkpoint.digest import combine, digest
+from maxmars.checkpoint.journal import read_journal
 from maxmars.checkpoint.lock import FileLock, acquire, is_owned
 from maxmars.compare.cells import (
     Cell,
@@ -38,6 +39,7 @@ from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, most_cells_left, next_cells
 from maxmars.config import TrainConfig
+from maxmars.config.errors import in_words
 from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
@@ -45,13 +47,13 @@ from maxmars.distributed import programs, sharding
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json, write_json
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.language_model import num_parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import train
 from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
-from maxmars.train.receipts import read_receipts
 from maxmars.train.reporter import DivergedError
 from maxmars.train.step import make_initializer, make_train_step
 
@@ -154,7 +156,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                     break
                 write_result(result, workdir)
                 # A finished cell is never continued, and the states of a whole grid fill a disk.
-                shutil.rmtree(cell.directory(workdir) / "checkpoints", ignore_errors=True)
+                shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)
             finally:
                 lock.release()
             results = read_results(comparison, workdir)  # others may have finished some as well
@@ -239,7 +241,7 @@ def _refusal(cell: Cell, contender: Contender) -> str | None:
     try:
         _check_optimizer(config)
     except ValueError as error:
-        return f"the optimizer refuses it: {error}"
+        return f"the optimizer refuses it: {in_words(error)}"
     return None
 
 
@@ -296,7 +298,8 @@ def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -
             diverged = f"the validation loss ended at {loss:.4g}, but had been {lowest:.4g}."
             loss = math.inf
     rows = read_metrics(directory)
-    receipts = read_receipts(directory)
+    lines = read_journal(directory)
+    states = [line["digest"] for line in lines if "digest" in line]
     return CellResult(
         cell=cell,
         loss=loss,
@@ -307,9 +310,9 @@ def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -
         tokens=start[1],
         curve=curve,
         train_losses=tuple((r["step"], float(r["train/loss"])) for r in rows if "train/loss" in r),
-        final_state=receipts[-1]["digest"] if receipts and diverged is None else None,
-        environment=read_json(directory / "environment.json") or {},
-        data=next((r["data"] for r in reversed(receipts) if "data" in r), None),
+        final_state=states[-1] if states and diverged is None else None,
+        environment=read_json(directory / ENVIRONMENT) or {},
+        data=next((line["data"] for line in reversed(lines) if "data" in line), None),
     )
 
 

@@ -14,6 +14,7 @@ from maxmars.config.data import (
     PythonSourcesConfig,
     TokenShardsConfig,
 )
+from maxmars.config.load import load_config
 from maxmars.config.model import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.config.optimizer import (
     AdamWConfig,
@@ -40,42 +41,3 @@ from maxmars.config.train import (
     from_dict,
     to_dict,
 )
-
-__all__ = [
-    "AdEMAMixConfig",
-    "AdamWConfig",
-    "AdoptConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DataOptions",
-    "EvalConfig",
-    "GPT2Config",
-    "GrainConfig",
-    "GrainPart",
-    "GrainSource",
-    "GuardConfig",
-    "LionConfig",
-    "LogConfig",
-    "MarsConfig",
-    "MeshConfig",
-    "MixtureChange",
-    "MixtureConfig",
-    "MixturePart",
-    "ModelConfig",
-    "ModuleConfig",
-    "MuonConfig",
-    "NAdamWConfig",
-    "OptaxConfig",
-    "OptimizerConfig",
-    "Order",
-    "Packing",
-    "PythonSourcesConfig",
-    "ScheduleConfig",
-    "SoapConfig",
-    "SophiaConfig",
-    "TokenShardsConfig",
-    "TrainConfig",
-    "differences",
-    "from_dict",
-    "to_dict",
-]

@@ -1,4 +1,4 @@
-"""The rules that many fields of a config share, and groups of fields, written as annotations.
+"""The rules that many fields of a config share, written as annotations.
 
 `num_steps: Positive[int]` is an integer that must be greater than zero; the class checks it when it
 is built, as every subclass of `CheckedConfig` does.
@@ -32,16 +32,7 @@ class RuleError(ValueError):
     def __init__(self, config_class: type, field: str, value: Any, words: str) -> None:
         """`words` say the rule, such as "must not be negative"."""
         super().__init__(f"{config_class.__name__}.{field}={value} {words}.")
-        self.config_class, self.field, self.words = config_class, field, words
-
-
-@dataclass(frozen=True)
-class Group:
-    """A heading of `--help`. As an annotation of a field it puts the field's option there, in place
-    of the group of the dataclass around it."""
-
-    title: str
-    about: str = ""
+        self.field, self.value, self.words = field, value, words
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class CheckedConfig:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for name, value in vars(self).items():
-            if not _fits(value, hints[name]):
+            if not fits(value, hints[name]):
                 each = "a tuple, each item " if typing.get_origin(hints[name]) is tuple else ""
                 words = f"must be {each}{expected(hints[name])}"
                 raise RuleError(type(self), name, repr(value), words)
@@ -102,17 +93,17 @@ def _rules_in(hint: Any) -> list[Rule]:
     return own + [rule for part in typing.get_args(hint) for rule in _rules_in(part)]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type: an integer is a number too, but True is neither."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _fits(value, parts[0])
+        return fits(value, parts[0])
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in parts)
     if origin is tuple and parts[1:] == (Ellipsis,):
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
     if hint in (int, float):
         kinds = (int, float) if hint is float else int
         return isinstance(value, kinds) and not isinstance(value, bool)
@@ -140,7 +131,7 @@ def read_as(kind: Any, value: Any) -> Any:
         wanted = "a list" if origin is tuple else "an object"
         raise ValueError(f"{json.dumps(value)[:60]} must be {wanted}")
     if not is_record and origin is not dict:
-        if kind is not Any and not _fits(value, kind):
+        if kind is not Any and not fits(value, kind):
             raise ValueError(f"{json.dumps(value)[:60]} must be {expected(kind)}")
         return value
     kinds = _hints(kind) if is_record else dict.fromkeys(value, parts[1])

@@ -7,10 +7,18 @@ They are raised where they happen, by us or by a library, and printed as one lin
 from __future__ import annotations
 
 import contextlib
+import sysconfig
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 # What shows a stack trace instead is what no user can cause: TypeError, AssertionError and others.
 EXTERNAL_ERRORS = (OSError, ValueError, ImportError, KeyError)
+
+_LIBRARIES = [
+    Path(__file__).resolve().parents[1],
+    *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
+]
 
 
 @contextlib.contextmanager
@@ -27,15 +35,26 @@ def about(what: object) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """What an error says, behind the notes of `about`, the outermost first."""
+    """What an error says, behind the notes of `about`, the outermost first, and the place in the
+    user's own file that it comes from."""
     # JAX's own note, on the traceback that it shortened, has several lines.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    words = [*reversed(notes), str(error) or type(error).__name__]
+    own = filter(None, [place_in_own_file(error)])
+    words = [*own, *reversed(notes), str(error) or type(error).__name__]
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         words[-1:] = [str(error.filename)] * bool(error.filename) + [error.strerror]
     elif isinstance(error, KeyError) and len(error.args) == 1:
         words[-1] = f"there is no {error.args[0]!r}"
     return ": ".join(dict.fromkeys(words))
+
+
+def place_in_own_file(error: BaseException) -> str | None:
+    """`FILE.py:LINE` of the user's where an error was raised; None where it was in a library."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(folder in path.parents for folder in _LIBRARIES):
+            return f"{path.name}:{frame.lineno}"
+    return None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from maxmars.config.checks import (
     CheckedConfig,
     Count,
     CountOrZero,
-    Group,
     Positive,
     Rule,
     require,
@@ -187,9 +186,9 @@ class TrainConfig(CheckedConfig):
     """Parts of the batch that go through the model one after the other; saves memory, and changes
     neither the tokens of a step nor, rounding aside, its gradient. None takes the fewest that
     divide over the mesh and fit in memory by an estimate."""
-    gradient_clip_norm: Annotated[Positive[float] | None, Group("optimizer")] = 1.0
+    gradient_clip_norm: Positive[float] | None = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
-    gradient_multiplier: Annotated[Positive[float], Group("optimizer")] = 1.0
+    gradient_multiplier: Positive[float] = 1.0
     """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
     where others average; a multiplier equal to its number of microbatches reproduces that."""
     model: ModelConfig
@@ -201,7 +200,7 @@ class TrainConfig(CheckedConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    hang_timeout_s: Annotated[Positive[float] | None, Group("guard")] = 600.0
+    hang_timeout_s: Positive[float] | None = 600.0
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, and checkpoints
     may take ten times this. None waits for ever."""

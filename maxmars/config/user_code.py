@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
 import sys
-import traceback
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -77,20 +75,6 @@ def load_function(source: str, *, field: str = "source") -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{field}={source!r}: {path} has no function {name!r}.")
     return function
-
-
-@contextlib.contextmanager
-def telling_refusals(source: str) -> Generator[None]:
-    """Tell a `ValueError` that the file of `FILE.py:NAME` itself raises, as of an option, in one
-    line. Any other exception keeps its traceback, by which its author finds the mistake."""
-    try:
-        yield
-    except ValueError as error:
-        path, _ = split_source(source)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if last.filename != str(path):
-            raise
-        raise ValueError(f"{path.name}:{last.lineno}: {error}") from error
 
 
 def sources_in(config: Any) -> list[str]:

@@ -245,7 +245,7 @@ def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfi
         return stream
     end = _END_OF_TEXT.get(stream.tokenizer)
     if end is None:
-        end = tokenizer_of_tokens(stream.directory, stream.tokenizer).eot
+        end = tokenizer_of_tokens(stream).eot
     plan = read_plan(stream, model.max_seq_len) if config.packing == "best_fit" else None
     return PackedStream(stream, end, plan)
 

@@ -18,7 +18,7 @@ from jaxtyping import Int32, Int64
 
 from maxmars.config import GrainSource, ModelConfig
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function, split_source, telling_refusals
+from maxmars.config.user_code import load_function, split_source
 
 Batch = dict[str, np.ndarray]
 """Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
@@ -123,8 +123,7 @@ class OwnData:
                 f"the function cannot be called with {', '.join(arguments)} ({error}); it is "
                 "windows(*, split, length, **options) with the keys of data.options"
             ) from None
-        with telling_refusals(self.source):
-            dataset = function(**arguments)
+        dataset = function(**arguments)
         if isinstance(dataset, grain.IterDataset):
             raise self._wrong(
                 "it returned a grain.IterDataset, in which a run cannot find its place again in "

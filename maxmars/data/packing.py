@@ -388,6 +388,16 @@ class PackedStream:
             tokens = self._stream.read_windows(starts, length)
             return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
         assert isinstance(self._stream, TokenShards)  # other formats have no plans
+        # A window with a whole document "ab" and the end "yz" of a long one, whose last token
+        # before that, x, the window before has predicted ("." ends a document, "_" is padding):
+        #
+        #   tokens     .  a  b  .  x  y  z  .  .  .     all but the first: pieces, then padding
+        #   filled     -  *  *  *  *  *  *  *  -  -     what the pieces hold
+        #   begins     *  -  -  *  *  -  -  *  *  *     a segment begins: at "." and at x
+        #   mask       -  *  *  *  -  *  *  *  -  -     predicted: not x, which has no token before
+        #
+        # All windows are read at once: the pieces of one lie one after the other in `places`, and
+        # assigning to `tokens[filled]` deals their tokens out in that order.
         places, lengths, counts = self._plan.pieces(starts // self._plan.length)
         sizes = np.abs(lengths)
         used = np.add.reduceat(sizes, np.cumsum(counts) - counts)  # tokens of each window
@@ -395,6 +405,8 @@ class PackedStream:
         filled = (column > 0) & (column <= used[:, None])
         tokens = np.full(filled.shape, self._end_of_text, np.int32)
         tokens[filled] = self._stream.read_pieces(places, sizes)
+        # The first token of each piece that continues a document, first as places in the joined
+        # pieces, then in the windows.
         first, continues = np.zeros(sizes.sum(), bool), np.zeros_like(filled)
         first[np.cumsum(sizes) - sizes] = lengths < 0
         continues[filled] = first

@@ -40,10 +40,8 @@ from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
 from maxmars.data.formats import examine
 from maxmars.data.sources import (
-    FORMAT,
     METADATA,
     PLAN,
-    TFDS_FORMAT,
     VERSION,
     DocumentStarts,
     Metadata,
@@ -63,8 +61,7 @@ from maxmars.data.tasks import (
     token_dtype,
     write_task,
 )
-from maxmars.data.tfds_writer import to_tfds
-from maxmars.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, Tokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     Workdir,
@@ -88,7 +85,6 @@ _RECORD = re.compile(r"\d+\.json")
 _TEMPORARY = re.compile(r"\..+\.tmp")
 _ABANDONED_S = 3600.0  # a task touches its files every minute
 _BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; for estimates only
-_TFDS_BYTES_A_TOKEN = 2.5
 _REQUESTS_AT_ONCE = 16
 
 Records = dict[int, dict[str, Any]]
@@ -148,23 +144,16 @@ class Preparation:
     """Tokens a file at most."""
     task_bytes: int | None = None
     """Text of a task, about; None chooses by the size of the corpus."""
-    record_tokens: int | None = None
-    """Make a TFDS dataset with records of so many tokens; None makes token shards."""
     command: str | None = None
     """The command line, recorded."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
-        for name in ("shard_tokens", "task_bytes", "record_tokens"):
+        for name in ("shard_tokens", "task_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be greater than zero.")
-        if self.record_tokens is not None and is_remote(self.out):
-            raise ValueError(
-                f"{self.out}: TFDS datasets are written to disks only; prepare on a disk and copy "
-                "the directory, or leave out --format tfds."
-            )
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
@@ -187,15 +176,10 @@ class Preparation:
             "validation_fraction": self.validation_fraction,
             "shard_tokens": self.shard_tokens,
             "task_bytes": self.task_bytes,
-            "record_tokens": self.record_tokens,
+            "record_tokens": None,  # so that it is the plan of an earlier version, which goes on
             "num_tasks": len(self.tasks),
         }
         return json.dumps(fields, indent=2) + "\n"
-
-    @property
-    def _shards(self) -> Workdir:
-        """Where the token shards go; those of a TFDS dataset are deleted at the end."""
-        return self.out if self.record_tokens is None else self.out / _TASKS
 
     def is_finished(self) -> bool:
         """Whether the directory is complete."""
@@ -246,7 +230,7 @@ class Preparation:
         if METADATA not in names:
             return
         try:
-            read_metadata(self.out, format=None)
+            read_metadata(self.out)
         except ValueError as error:
             raise FileExistsError(
                 f"{self.out} exists and is no preparation of this version ({error}); delete it or "
@@ -324,7 +308,7 @@ class Preparation:
         try:
             with self._on_full_disk():
                 record = write_task(
-                    self._shards,
+                    self.out,
                     self.corpus,
                     self.tokenizer,
                     number,
@@ -366,8 +350,7 @@ class Preparation:
         if METADATA not in names:
             return None
         if metadata is None:  # read before anything goes: it may be somebody else's
-            format = FORMAT if self.record_tokens is None else TFDS_FORMAT
-            metadata = read_metadata(self.out, format=format)
+            metadata = read_metadata(self.out)
         self._clean(names)
         return metadata
 
@@ -382,10 +365,7 @@ class Preparation:
             splits = {split: self._join(split, records) for split in SPLITS}
             splits = {split: found for split, found in splits.items() if found.num_tokens}
             self._check_splits(splits)
-            eot_token = None
-            if isinstance(self.tokenizer, JsonTokenizer):
-                eot_token = self.tokenizer.eot_token
-                write_bytes(self.out / JsonTokenizer.name, self.tokenizer.content)
+            save(self.tokenizer, self.out)
             metadata = Metadata(
                 tokenizer=self.tokenizer.name,
                 tokenizer_digest=self.tokenizer.digest,
@@ -394,13 +374,7 @@ class Preparation:
                 splits=splits,
                 source=self.source,
                 command=self.command,
-                eot_token=eot_token,
             )
-            if self.record_tokens is not None:
-                write_metadata(self._shards, metadata)
-                metadata = to_tfds(
-                    Path(os.fspath(self._shards)), Path(os.fspath(self.out)), self.record_tokens
-                )
             self._remove_unlisted(metadata)
             write_metadata(self.out, metadata)
         return metadata
@@ -474,8 +448,7 @@ class Preparation:
         text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(self.tasks), 1))
         tokens = text / (1 if isinstance(self.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
         itemsize = np.dtype(token_dtype(self.tokenizer)).itemsize
-        extra = 0 if self.record_tokens is None else _TFDS_BYTES_A_TOKEN
-        needed, free = tokens * (itemsize + extra), shutil.disk_usage(_existing(self.out)).free
+        needed, free = tokens * itemsize, shutil.disk_usage(_existing(self.out)).free
         if needed > free:
             raise ValueError(
                 f"{self.out}: the tokens of {short(text)}B of text need about {short(needed)}B, "
@@ -536,13 +509,13 @@ class Preparation:
         documents, file = None, f"{split}_documents.bin"
         if len(starts):
             data = starts.astype("<u8").tobytes()
-            write_bytes(self._shards / file, data)
+            write_bytes(self.out / file, data)
             sha256 = hashlib.sha256(data).hexdigest()
             documents = DocumentStarts(file=file, count=len(starts), sha256=sha256)
         return Split(
             num_tokens=int(num_tokens[-1]),
             num_documents=sum(part["num_documents"] for part in found),
-            shards=tuple(_with_generations(self._shards, shards)),
+            shards=tuple(_with_generations(self.out, shards)),
             documents=documents,
         )
 

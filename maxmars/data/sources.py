@@ -3,9 +3,9 @@
 A directory of token shards holds `train_00000.bin`, ..., `val_00000.bin`, ...: raw little-endian
 token ids, uint16 or uint32; and `meta.json`, which describes them (see `Metadata`). The shards of a
 split, in the order of `meta.json`, are one stream of tokens. `train_documents.bin` and
-`val_documents.bin` say where in the stream each document starts: raw little-endian uint64. A
-`tokenizer.json` that the text was prepared with lies beside them. `meta.json` is written last: a
-directory without it is unfinished, and has `plan.json`.
+`val_documents.bin` say where in the stream each document starts: raw little-endian uint64.
+`tokenizer.json` and `tokenizer_config.json` are the tokenizer (`data/tokenizer.py`). `meta.json` is
+written last: a directory without it is unfinished, and has `plan.json`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Metadata(CheckedConfig):
     source: str
     command: str | None = None
     eot_token: str | None = None
-    """The token that ends a document, of a `tokenizer.json` that lies in the directory."""
+    """Read by nobody: earlier versions wrote here what `tokenizer_config.json` says now."""
     record_tokens: NotNegative[int] | None = None
     """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 

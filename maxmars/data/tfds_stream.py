@@ -1,9 +1,8 @@
 """Tokens in a TFDS dataset of ArrayRecord files, read without TensorFlow.
 
 The dataset has a feature `tokens`: every record holds a run of token ids, and the records of a
-split, one after the other, are its stream. Datasets that `maxmars data prepare --format tfds`
-writes have a `meta.json` beside TFDS's own files that names the tokenizer; of any other, it is
-taken to be GPT-2's.
+split, one after the other, are its stream. The tokenizer is taken to be GPT-2's, unless a
+`meta.json` lies beside TFDS's own files, as maxmars wrote it until 0.2, that names another.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class TfdsTokens:
     def __init__(self, directory: Path, split: str) -> None:
         self.directory: Workdir = directory
         metadata: Metadata | None = None
-        if (directory / "meta.json").is_file():  # of our own writer
+        if (directory / "meta.json").is_file():  # of versions up to 0.2
             metadata = read_metadata(directory, format=TFDS_FORMAT)
         self.tokenizer = GPT2Tokenizer.name
         self.tokenizer_digest: str | None = None

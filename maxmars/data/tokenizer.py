@@ -1,53 +1,51 @@
 """Tokenizers: plain bytes, GPT-2's byte-pair encoding, and any `tokenizer.json`.
 
-The tokens of a data set, a run and a Hugging Face model each come with their tokenizer:
+Tokens, runs, exports and Hugging Face models keep their tokenizer in one form, Hugging Face's:
+`tokenizer.json`, and `tokenizer_config.json`, which names the token that ends a document. `load`
+reads a directory of any of these, and `save` writes one.
 
-* tokens on disk name it in `meta.json`, and have their `tokenizer.json` beside them if it is one;
-* a run has `tokenizer/description.json`, `{"name": "gpt2"}` for example, and `tokenizer.json`
-  beside it if the name is that;
-* a Hugging Face directory has `tokenizer.json`, or only `vocab.json` and `merges.txt`.
-
-Plain bytes need no library. GPT-2's encoding is tiktoken's, and a `tokenizer.json` is read by the
-library tokenizers (both in the extra `hf`).
+Plain bytes need no library. GPT-2's encoding is tiktoken's, and any other `tokenizer.json` is read
+by the library tokenizers (both in the extra `hf`). Which of the three a file is, its vocabulary
+tells: those of bytes and GPT-2 are known by their digest.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Integer, UInt16
 
+from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import (
     Workdir,
     read_json_object,
     reporting,
     write_bytes,
     write_json,
-    write_text,
 )
 
 END_OF_TEXT = "<|endoftext|>"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
-# GPT-2's published files, by the names under which tiktoken caches them (SHA-1 of their addresses).
-_GPT2_CACHED = {
-    "vocab.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-    "merges.txt": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-}
-_DESCRIPTION = "description.json"
-_TOKENIZER, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
-_COPY = "copy the one that they were prepared with there"
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
+_GENERATION = "generation_config.json"
+_BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
+_GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
+
+Tokens = Integer[np.ndarray, " tokens"]
+Pieces = Callable[[Tokens, bool], str]
+"""From tokens, and whether they are the last, to the text that is certain now; see `pieces`."""
 
 
 @runtime_checkable
@@ -56,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which `load_tokenizer` finds it."""
+        """`byte`, `gpt2`, or `tokenizer.json` for any other."""
         ...
 
     @property
@@ -68,8 +66,23 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def ends(self) -> Sequence[int]:
+        """Ids of the tokens at which the model ends a text: `eot`, and what else its files name."""
+        ...
+
+    @property
     def digest(self) -> str:
         """SHA-256 of all that decides the tokens, in hex."""
+        ...
+
+    @property
+    def content(self) -> bytes:
+        """The `tokenizer.json` that means the same."""
+        ...
+
+    @property
+    def eot_token(self) -> str:
+        """The name of `eot` in it."""
         ...
 
     @property
@@ -78,88 +91,114 @@ class Tokenizer(Protocol):
         of ASCII characters, whatever comes before and after. None: nowhere."""
         ...
 
-    def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
+    def encode(self, text: str) -> Tokens:
         """Token ids of a text. A special token that the text spells out is ordinary text, and a
         lone surrogate becomes `?`."""
         ...
 
-    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
+    def decode(self, tokens: Tokens) -> str:
         """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         ...
 
+    def pieces(self) -> Pieces:
+        """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
+        tokens; what may still change with the next tokens is held back, unless they are the last.
+        """
+        ...
 
-class ByteTokenizer:
+
+class _BytesOfTokens:
+    """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
+
+    def _bytes_of(self, token: int) -> bytes:
+        raise NotImplementedError
+
+    def decode(self, tokens: Tokens) -> str:
+        return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
+
+    def pieces(self) -> Pieces:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda tokens, is_last: decoder.decode(
+            b"".join(map(self._bytes_of, tokens.tolist())), is_last
+        )
+
+
+class ByteTokenizer(_BytesOfTokens):
     """One token for each UTF-8 byte, and one that ends a document."""
 
     name = "byte"
     vocab_size = 257
-    eot = 256
+    eot, eot_token = 256, END_OF_TEXT
+    ends: Sequence[int] = (256,)
+    digest = _BYTE_DIGEST
     cut_after = re.compile(r"[\x00-\x7f]")
 
     @property
-    def digest(self) -> str:
-        """SHA-256 over the bytes of every token in order of ids, in hex."""
-        return _vocabulary_digest([*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()])
+    def content(self) -> bytes:
+        return _byte_level_json([*(bytes([byte]) for byte in range(256)), END_OF_TEXT.encode()], [])
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
 
-    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
-
     def _bytes_of(self, token: int) -> bytes:
         if token == self.eot:
             return END_OF_TEXT.encode()
-        return bytes([token]) if 0 <= token < self.eot else _REPLACEMENT
+        return bytes([token]) if 0 <= token < self.eot else _REPLACEMENT.encode()
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(_BytesOfTokens):
     """GPT-2's byte-pair encoding, by tiktoken (extra `hf`).
 
-    Its vocabulary (1.5 MB) comes from the directory TIKTOKEN_CACHE_DIR or, failing that, from the
-    network.
+    Args:
+      ranks: the id of each token but the last. None takes them from the directory
+        TIKTOKEN_CACHE_DIR or, failing that, from the network (1.5 MB).
 
     Raises:
       ImportError: tiktoken is not installed.
-      FileNotFoundError: the vocabulary is not there and cannot be downloaded.
+      OSError, ValueError: the vocabulary is not there and cannot be downloaded.
     """
 
     name = "gpt2"
     vocab_size = 50257
-    eot = 50256
+    eot, eot_token = 50256, END_OF_TEXT
+    ends: Sequence[int] = (50256,)
+    digest = _GPT2_DIGEST
     # GPT-2's pattern never joins a character that is no space to a space after it.
     cut_after = re.compile(r"[!-~](?=[ \n])")
     # Its library fails where a million spaces come before another character. The pattern takes all
     # of them but the last as one piece, so a cut there does not change the tokens.
     _many_spaces = re.compile(r"[ \t\n\r]{500000,}(?=\S)")
 
-    def __init__(self) -> None:
-        try:
+    def __init__(self, ranks: dict[bytes, int] | None = None) -> None:
+        with needs_extra("hf"):
             import tiktoken
-        except ImportError as error:
-            raise ImportError(
-                "the gpt2 tokenizer needs tiktoken; install it with `pip install 'maxmars[hf]'`."
-            ) from error
-        try:
-            self._encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # OSError: every error of the network and the disk
-            cache = _gpt2_files()[_VOCABULARY].parent
-            raise FileNotFoundError(
-                f"the vocabulary of the gpt2 tokenizer is not in {cache} and could not be "
-                f"downloaded ({type(error).__name__}: {error}). Without network, set "
-                "TIKTOKEN_CACHE_DIR to a new directory on another machine, run `python -c 'import "
-                'tiktoken; tiktoken.get_encoding("gpt2")\'` there, copy the directory here and set '
-                "TIKTOKEN_CACHE_DIR to it."
-            ) from error
+            from tiktoken_ext.openai_public import r50k_pat_str
+        self._ranks = ranks
+        if ranks is not None:
+            self._encoding = tiktoken.Encoding(
+                self.name,
+                pat_str=r50k_pat_str,
+                mergeable_ranks=ranks,
+                special_tokens={END_OF_TEXT: self.eot},
+            )
+            return
+        with about(
+            "the vocabulary of gpt2 cannot be downloaded; without network, fill a directory on "
+            'another machine by `TIKTOKEN_CACHE_DIR=DIR python -c "import tiktoken; '
+            "tiktoken.get_encoding('gpt2')\"` and set TIKTOKEN_CACHE_DIR to its copy here"
+        ):
+            self._encoding = tiktoken.get_encoding(self.name)
 
-    def __reduce__(self) -> tuple[type[GPT2Tokenizer], tuple[()]]:
-        return GPT2Tokenizer, ()  # another process loads the vocabulary itself
+    def __reduce__(self) -> tuple[Any, ...]:
+        # tiktoken's part cannot be pickled.
+        return GPT2Tokenizer, (self._ranks,), {"ends": self.ends}
 
     @property
-    def digest(self) -> str:
-        """SHA-256 over the bytes of every token in order of ids, in hex."""
-        tokens = map(self._encoding.decode_single_token_bytes, range(self.eot))
-        return _vocabulary_digest([*tokens, END_OF_TEXT.encode()])
+    def content(self) -> bytes:
+        tokens = [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
+        ranks = {token: i for i, token in enumerate(tokens)}
+        merges = [_last_merge(token, ranks) for token in tokens if len(token) > 1]
+        return _byte_level_json([*tokens, END_OF_TEXT.encode()], merges)
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         cuts = [0, *(match.end() - 1 for match in self._many_spaces.finditer(text)), len(text)]
@@ -173,52 +212,32 @@ class GPT2Tokenizer:
             text = text.encode("utf-8", "replace").decode()
             return self._encoding.encode_to_numpy(text, disallowed_special=())
 
-    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
-
     def _bytes_of(self, token: int) -> bytes:
         if 0 <= token < self.vocab_size:
             return self._encoding.decode_single_token_bytes(token)
-        return _REPLACEMENT  # a model with a padded vocabulary has ids without a token
+        return _REPLACEMENT.encode()  # a model with a padded vocabulary has ids without a token
 
 
 class JsonTokenizer:
     """A Hugging Face `tokenizer.json`, by the library tokenizers (extra `hf`).
 
     Args:
-      path: the file.
+      content: of the file.
       eot_token: the token of its vocabulary that ends a document.
-      content: content of the file, if it is in memory; `path` then only names it in errors.
+      ends: ids of the tokens at which the model ends a text, besides that.
 
     Raises:
       ImportError: tokenizers is not installed.
-      FileNotFoundError: there is no such file.
       ValueError: the file is no tokenizer, or its vocabulary lacks `eot_token`.
     """
 
     name = _TOKENIZER
     cut_after = None  # a tokenizer.json may look at any context
 
-    def __init__(
-        self, path: str | Path, eot_token: str = END_OF_TEXT, *, content: bytes | None = None
-    ) -> None:
-        self.path, self.eot_token = Path(path), eot_token
-        if content is None:
-            if not self.path.is_file():
-                raise FileNotFoundError(f"there is no tokenizer file {path}; check the path.")
-            content = self.path.read_bytes()
-        self.content = content
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(
-                "a tokenizer.json needs the library tokenizers; install it with "
-                "`pip install 'maxmars[hf]'`."
-            ) from error
-        try:
+    def __init__(self, content: bytes, eot_token: str, ends: Sequence[int] = ()) -> None:
+        self.content, self.eot_token = content, eot_token
+        with _library() as tokenizers:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is no tokenizer.json: {error}.") from error
         # A special token that a text spells out is ordinary text; texts are never cut or padded.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -226,379 +245,344 @@ class JsonTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if eot_token not in vocabulary:
             raise ValueError(
-                f"the vocabulary of {path} has no token {eot_token!r} to end documents with; name "
-                "the one that it has by --eot-token."
+                f"the vocabulary has no token {eot_token!r} to end documents with; name the one "
+                "that it has by --eot-token of `maxmars data prepare` and `maxmars import`, or as "
+                f"eos_token in a {_SETTINGS} beside it."
             )
         self.eot: int = vocabulary[eot_token]
+        self.ends = tuple(dict.fromkeys([self.eot, *ends]))
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(JsonTokenizer, content=self.content)
-        return make, (self.path, self.eot_token)
+        return JsonTokenizer, (self.content, self.eot_token, self.ends)
 
     @property
     def digest(self) -> str:
         """SHA-256 over the file and the end-of-text token, in hex."""
-        return _vocabulary_digest([self.content, self.eot_token.encode()])
+        return _digest([self.content, self.eot_token.encode()])
 
-    def encode(self, text: str) -> Integer[np.ndarray, " tokens"]:
+    def encode(self, text: str) -> Tokens:
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        runs = itertools.groupby(tokens.tolist(), lambda token: 0 <= token < self.vocab_size)
+    def decode(self, tokens: Tokens) -> str:
+        runs = itertools.groupby(tokens.tolist(), self._is_known)
         return "".join(
-            self._tokenizer.decode(list(run), skip_special_tokens=False)
-            if known
-            else "\N{REPLACEMENT CHARACTER}" * len(list(run))
+            self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
             for known, run in runs
         )
 
-    @property
-    def joins_bytes(self) -> bool:
-        """Whether a text is the bytes of its tokens, one after another."""
-        decoder = json.loads(self.content).get("decoder") or {}
-        return decoder.get("type") == "ByteLevel"
+    def pieces(self) -> Pieces:
+        from tokenizers.decoders import DecodeStream
 
-    def is_byte(self, token: int) -> bool:
-        """Whether a token is one byte of a character that has no token, such as `<0xE4>`."""
-        name = self._tokenizer.id_to_token(token) if token >= 0 else None
-        return re.fullmatch("<0x[0-9A-F]{2}>", name or "") is not None
+        stream, tokens, held, text = DecodeStream(), [], [], ""
 
+        def add(new: Tokens, is_last: bool) -> str:
+            nonlocal text
+            before = len(text)
+            for token in new.tolist():
+                tokens.append(token)
+                held.append(token)
+                # Of bytes like <0xE4> in a row, the last decides what the first mean.
+                if not re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token) or ""):
+                    text += stream.step(self._tokenizer, held) or ""
+                    held.clear()
+            if is_last:  # with what never became a whole character
+                text = self._decode(tokens)
+            return text[before:]
 
-class TextStream:
-    """The text of tokens that come one after another.
+        return add
 
-    All pieces joined are `tokenizer.decode` of all tokens, in whole characters: what may still
-    change with the next tokens is held back.
-    """
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # Each token of other tokenizers may depend on all that come before it.
-        self._forgets = not isinstance(tokenizer, JsonTokenizer) or tokenizer.joins_bytes
-        self._tokens: list[int] = []  # that decide the next text
-        self._num_shown = 0  # characters of their text
-
-    def add(self, tokens: Integer[np.ndarray, " tokens"], *, is_last: bool = False) -> str:
-        """Returns the text that is certain now, and with `is_last` all that is left."""
-        self._tokens += tokens.tolist()
-        end = len(self._tokens)
-        while not is_last and not self._forgets and end and self._is_byte(self._tokens[end - 1]):
-            end -= 1
-        text = self._tokenizer.decode(np.array(self._tokens[:end], np.int64))
-        # An incomplete character at the end is replaced; perhaps it becomes complete.
-        certain = text if is_last else text.rstrip(_REPLACEMENT.decode())
-        new, self._num_shown = certain[self._num_shown :], max(self._num_shown, len(certain))
-        if self._forgets and len(certain) == len(text):
-            self._tokens, self._num_shown = [], 0
-        return new
-
-    def _is_byte(self, token: int) -> bool:
-        return isinstance(self._tokenizer, JsonTokenizer) and self._tokenizer.is_byte(token)
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-_UNKNOWN = "unknown"  # of GrainConfig
-_NAMES = (ByteTokenizer.name, GPT2Tokenizer.name, _UNKNOWN)
+# --- directories ----------------------------------------------------------------------------------
 
 
-def load_tokenizer(name: str | Path, *, eot_token: str = END_OF_TEXT) -> Tokenizer:
-    """The tokenizer `byte` or `gpt2`, or the one in a local `tokenizer.json`.
+def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
+    """The tokenizer `byte` or `gpt2`, or that of a directory: of tokens, a run's `tokenizer`, an
+    export, a Hugging Face model's.
 
     Args:
-      name: the name, or a path that ends in `.json`.
-      eot_token: the token of a `tokenizer.json` that ends a document.
+      place: a name, a directory, or a file of any name that is a `tokenizer.json`. In a directory,
+        `vocab.json` and `merges.txt` will do.
+      eot_token: the token that ends a document; None takes the one that the files name.
 
     Raises:
-      ValueError: there is none of this name, or the file is no tokenizer.
+      FileNotFoundError: there is none.
+      ValueError: a file is malformed, or the vocabulary lacks the token that ends a document.
       ImportError: the library that it needs (extra `hf`) is not installed.
-      FileNotFoundError: there is no such file, or the vocabulary of `gpt2` is not there and cannot
-        be downloaded.
+      OSError: the vocabulary of `gpt2` cannot be downloaded.
     """
-    match str(name):
+    match place:
         case ByteTokenizer.name:
             return ByteTokenizer()
         case GPT2Tokenizer.name:
             return GPT2Tokenizer()
-        case path if path.endswith(".json"):
-            return JsonTokenizer(Path(path).expanduser(), eot_token)
-    if str(name) == _UNKNOWN:
+        case "unknown":  # of GrainConfig
+            raise ValueError(
+                "the tokens are those of a source of your own that names no tokenizer; train with "
+                "GrainConfig(tokenizer='byte') or 'gpt2' to generate text and to score the model "
+                "later."
+            )
+    path = Path(place).expanduser() if isinstance(place, str) else place
+    if path.suffix == ".json":
+        # Never as bytes or GPT-2's: where a text may be cut would change, and so the preparation.
+        return _open(_read(path.parent, path.name), eot_token, built_in=False)
+    return _open(_read(path), eot_token)
+
+
+def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = None) -> None:
+    """Write a tokenizer for `load`, and for `transformers.AutoTokenizer`, which gives the same
+    tokens of a text that spells out no special token.
+
+    Args:
+      tokenizer: any.
+      directory: is made if it is missing.
+      max_seq_len: of the model whose directory it is, if it is one.
+    """
+    _write(directory, tokenizer.name, tokenizer.content, tokenizer.eot_token, max_seq_len)
+    if max_seq_len is not None or len(tokenizer.ends) > 1:
+        ends = list(tokenizer.ends) if len(tokenizer.ends) > 1 else tokenizer.eot
+        write_json(directory / _GENERATION, {"bos_token_id": tokenizer.eot, "eos_token_id": ends})
+
+
+class Tokenized(Protocol):
+    """What tokens say of their tokenizer."""
+
+    tokenizer: str
+    tokenizer_digest: str | None
+
+    @property
+    def directory(self) -> Workdir: ...
+
+
+def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
+    """The tokenizer of tokens: in their directory or, if they have no files of it, by its name.
+
+    Raises:
+      ValueError: it is another one than made them, or they name none.
+      ImportError, OSError: see `load`.
+    """
+    if tokens.tokenizer_digest is None:  # of another program, or of a source of the user's
+        return load(tokens.tokenizer)
+    found = _read(tokens.directory)
+    tokenizer = _open(found, built_in=tokens.tokenizer != JsonTokenizer.name)
+    if tokenizer.digest != tokens.tokenizer_digest:
         raise ValueError(
-            "the tokens are those of a source of your own that names no tokenizer; train with "
-            "GrainConfig(tokenizer='byte') or 'gpt2' to generate text and to score the model later."
+            f"the tokenizer in {tokens.directory} is not the one that made the tokens beside it; "
+            "copy that one there."
         )
-    raise ValueError(
-        f"there is no tokenizer {str(name)!r}; choose byte, gpt2, or the path of a tokenizer.json."
+    return tokenizer
+
+
+def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
+    """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
+    if tokens.tokenizer_digest is not None:
+        found = _read(tokens.directory)
+        _write(directory, tokens.tokenizer, found.content, found.end or END_OF_TEXT)
+    elif tokens.tokenizer == ByteTokenizer.name:
+        save(ByteTokenizer(), directory)
+    elif tokens.tokenizer == GPT2Tokenizer.name:
+        _write(directory, GPT2Tokenizer.name, None, END_OF_TEXT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """What the files of a directory say."""
+
+    place: Workdir
+    content: bytes | None
+    """The `tokenizer.json`; None is GPT-2's."""
+    end: str | None
+    """The token that ends a document."""
+    ends: Sequence[int] = ()
+    """Ids of all tokens at which the model ends a text."""
+
+
+def _write(
+    directory: Workdir, name: str, content: bytes | None, end: str, max_seq_len: int | None = None
+) -> None:
+    if content is not None:
+        write_bytes(directory / _TOKENIZER, content)
+    settings: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    is_gpt2 = name == GPT2Tokenizer.name
+    settings["tokenizer_class"] = "GPT2Tokenizer" if is_gpt2 else "PreTrainedTokenizerFast"
+    settings["clean_up_tokenization_spaces"] = False
+    if max_seq_len is not None:
+        settings["model_max_length"] = max_seq_len
+    write_json(directory / _SETTINGS, settings)
+
+
+def _read(directory: Workdir, file: str = _TOKENIZER) -> _Files:
+    with reporting(directory):
+        names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+
+        def fields(name: str) -> dict[str, Any]:
+            return read_json_object(directory / name) if name in names else {}
+
+        settings = fields("special_tokens_map.json") | fields(_SETTINGS)
+        end, kind = settings.get("eos_token"), settings.get("tokenizer_class", "")
+        if not settings:  # earlier versions named a kind, of a run and beside tokens
+            old = fields("description.json") or fields("meta.json")
+            kind, end = old.get("name") or old.get("tokenizer"), old.get("eot_token")
+        if kind == ByteTokenizer.name:
+            content = ByteTokenizer().content
+        elif kind == GPT2Tokenizer.name:
+            content = None
+        elif file in names:
+            content = (directory / file).read_bytes()
+        elif _VOCABULARY in names:
+            content = _from_vocabulary(directory, is_prefixed=settings.get("add_prefix_space"))
+        elif str(kind).startswith("GPT2Tokenizer"):
+            content = None
+        else:
+            raise FileNotFoundError(
+                f"{directory} has no tokenizer: neither {file} nor {_VOCABULARY} and {_MERGES}. "
+                "Copy the one there that the tokens were made with, or name byte, gpt2, or the "
+                "path of another."
+            )
+        added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+        for token, i in fields("added_tokens.json").items():
+            added.setdefault(i, {"content": token})
+        if content is not None and added:
+            with about(directory):
+                content = _with_added(content, added, str(settings))
+        ids = fields(_GENERATION).get("eos_token_id")
+        if ids is None and file == _TOKENIZER:
+            ids = fields("config.json").get("eos_token_id")
+    return _Files(
+        place=directory,
+        content=content,
+        end=end["content"] if isinstance(end, dict) else end,
+        ends=ids if isinstance(ids, list) else [] if ids is None else [ids],
     )
 
 
-def tokenizer_of_tokens(directory: Workdir, name: str) -> Tokenizer:
-    """The tokenizer of a directory of tokens, on a disk or in a bucket.
-
-    Args:
-      directory: where the tokens are, with `meta.json` and `tokenizer.json` if it is one.
-      name: name of the tokenizer.
-
-    Raises:
-      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
-    """
-    if name != JsonTokenizer.name:
-        return load_tokenizer(name)
-    content, eot_token = _tokenizer_of_tokens(directory)
-    return JsonTokenizer(str(directory / name), eot_token, content=content)
-
-
-def copy_tokenizer(source: Workdir, name: str, target: Workdir) -> None:
-    """Write the tokenizer of tokens for `load_saved_tokenizer`; no library is needed.
-
-    Args:
-      source: the directory of the tokens; see `tokenizer_of_tokens`.
-      name: name of the tokenizer.
-      target: directory to make, usually `tokenizer` in a run.
-    """
-    if name == JsonTokenizer.name:
-        content, eot_token = _tokenizer_of_tokens(source)
-        _write_tokenizer(target, name, eot_token, content)
-    else:
-        _write_tokenizer(target, name)
+def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
+    """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
+    with about(found.place):
+        if found.content is None:
+            tokenizer = GPT2Tokenizer()
+            tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *found.ends]))
+            return tokenizer
+        fields = json.loads(found.content)
+        vocabulary = _vocabulary(fields)
+        token_of = {number: token for token, number in vocabulary.items()}
+        ends = [number for number in found.ends if number in token_of]
+        named = [found.end, *map(token_of.__getitem__, ends), END_OF_TEXT]
+        end = eot_token or next((token for token in named if token in vocabulary), END_OF_TEXT)
+        is_candidate = built_in and vocabulary and end == END_OF_TEXT
+        tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
+        match _digest(tokens):
+            case ByteTokenizer.digest:
+                tokenizer = ByteTokenizer()
+            case GPT2Tokenizer.digest:
+                tokenizer = GPT2Tokenizer({token: rank for rank, token in enumerate(tokens[:-1])})
+            case _:
+                return JsonTokenizer(found.content, end, ends)
+        tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *ends]))
+        return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, target: Workdir) -> None:
-    """Write a tokenizer for `load_saved_tokenizer`, into a directory to make."""
-    if isinstance(tokenizer, JsonTokenizer):
-        _write_tokenizer(target, tokenizer.name, tokenizer.eot_token, tokenizer.content)
-    else:
-        _write_tokenizer(target, tokenizer.name)
-
-
-class DamagedTokenizerError(ValueError):
-    """A saved tokenizer is not what was saved."""
-
-
-def load_saved_tokenizer(directory: Workdir) -> Tokenizer:
-    """The tokenizer that `save_tokenizer` or `copy_tokenizer` wrote into a directory.
-
-    Raises:
-      DamagedTokenizerError: it cannot be read, or is not what was written.
-      ValueError, ImportError, FileNotFoundError: see `load_tokenizer`.
-    """
+def _vocabulary(fields: Any) -> dict[str, int]:
+    """The id of each token in a `tokenizer.json`; none where the library shall say what is wrong
+    with it."""
     try:
-        with reporting(directory):
-            fields = read_json_object(directory / _DESCRIPTION)
-            name: Any = fields.get("name")
-            eot_token = fields.get("eot_token", END_OF_TEXT)
-            content = (directory / name).read_bytes() if name == JsonTokenizer.name else b""
-        if name not in (*_NAMES, JsonTokenizer.name) or not isinstance(eot_token, str):
-            raise ValueError(f"{_DESCRIPTION} names no tokenizer, but {name!r}")
-        # Earlier versions recorded no SHA-256.
-        if content and fields.get("sha256") not in (None, hashlib.sha256(content).hexdigest()):
-            raise ValueError(f"{name} does not have the SHA-256 in {_DESCRIPTION}")
-        if name == JsonTokenizer.name:
-            return JsonTokenizer(str(directory / name), eot_token, content=content)
-    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
-        raise DamagedTokenizerError(str(error).rstrip(".")) from error
-    return load_tokenizer(name)
-
-
-def _write_tokenizer(
-    target: Workdir, name: str, eot_token: str | None = None, content: bytes | None = None
-) -> None:
-    fields = {"name": name}
-    if content is not None and eot_token is not None:
-        write_bytes(target / name, content)
-        fields |= {"eot_token": eot_token, "sha256": hashlib.sha256(content).hexdigest()}
-    write_text(target / _DESCRIPTION, json.dumps(fields) + "\n")
-
-
-def _tokenizer_of_tokens(directory: Workdir) -> tuple[bytes, str]:
-    """The `tokenizer.json` beside tokens and its end-of-text token, compared with `meta.json`.
-
-    Raises:
-      ValueError: it is damaged, or another one.
-    """
-    with reporting(directory):
-        fields = read_json_object(directory / "meta.json")
-        path = directory / JsonTokenizer.name
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no tokenizer file {path}; {_COPY}.")
-        content = path.read_bytes()
-    eot_token = fields.get("eot_token", END_OF_TEXT)
-    digest = fields.get("tokenizer_digest")
-    if digest is not None and digest != _vocabulary_digest([content, str(eot_token).encode()]):
-        raise ValueError(f"{path} is not the tokenizer that made the tokens beside it; {_COPY}.")
-    return content, eot_token
-
-
-def _vocabulary_digest(vocabulary: Iterable[bytes]) -> str:
-    """SHA-256 over the bytes of every token in order of ids, in hex."""
-    sha = hashlib.sha256()
-    for token in vocabulary:
-        sha.update(len(token).to_bytes(4, "little") + token)
-    return sha.hexdigest()
-
-
-# --- Hugging Face directories --------------------------------------------------------------------
-
-
-def load_hf_tokenizer(directory: str | Path, vocab_size: int) -> tuple[Tokenizer, bool]:
-    """The tokenizer in a Hugging Face directory, and whether the directory has one.
-
-    It is read from `tokenizer.json`, or from `vocab.json` and `merges.txt`. Files that mean our
-    `byte` or `gpt2` give these. Without files, a vocabulary of GPT-2's size is taken for GPT-2's.
-
-    Args:
-      directory: of the model.
-      vocab_size: number of tokens that the model knows.
-
-    Raises:
-      FileNotFoundError: there is no tokenizer, and the vocabulary is not GPT-2's; or one file of
-        two is missing.
-      ImportError: the library that it needs (extra `hf`) is not installed.
-      ValueError: its files are malformed, or it has tokens that the model does not know.
-    """
-    directory = Path(directory)
-    path = directory / _TOKENIZER
-    if path.is_file():
-        content = path.read_bytes()
-    elif (directory / _VOCABULARY).is_file() or (directory / _MERGES).is_file():
-        path = directory / _VOCABULARY
-        content = _from_vocabulary(directory)
-    elif vocab_size == GPT2Tokenizer.vocab_size:
-        return GPT2Tokenizer(), False
-    else:
-        raise FileNotFoundError(
-            f"{directory} has no tokenizer (neither {_TOKENIZER} nor {_VOCABULARY} and {_MERGES}), "
-            f"and its vocabulary of {vocab_size} tokens is not GPT-2's; copy the {_TOKENIZER} that "
-            "it was trained with into it."
+        tokens = fields["model"]["vocab"]  # Unigram's is a list of pairs, others' a dict
+        vocabulary = (
+            {t: i for i, (t, _) in enumerate(tokens)} if isinstance(tokens, list) else tokens
         )
-    try:
-        fields = json.loads(content)
-        added = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
-        vocabulary = {**fields["model"]["vocab"]} | added
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        fields, vocabulary = {}, {}  # the library says what is wrong, or knows this kind of model
-    found: Tokenizer | None = _built_in(fields, vocabulary)
-    if found is None:
-        found = JsonTokenizer(path, _end_of_text(directory, vocabulary), content=content)
-    if found.vocab_size > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {directory} has {found.vocab_size} tokens, but the model only "
-            f"{vocab_size}; put the {_TOKENIZER} that it was trained with there."
-        )
-    return found, True
+        return vocabulary | {t["content"]: t["id"] for t in fields.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
 
 
-def write_hf_tokenizer(directory: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
-    """Write the files by which `transformers.AutoTokenizer` gives the same tokens.
-
-    Text that spells out the end-of-text token is ordinary text to us, and that token there.
-
-    Raises:
-      FileNotFoundError: tiktoken keeps no files of GPT-2's vocabulary.
-      ValueError: there are no such files for this kind of tokenizer.
-    """
-    end_of_text, kind = END_OF_TEXT, "PreTrainedTokenizerFast"
-    match tokenizer:
-        case JsonTokenizer(content=content, eot_token=end_of_text):
-            pass
-        case GPT2Tokenizer():
-            for file, cached in _gpt2_files().items():
-                if not cached.is_file():
-                    raise FileNotFoundError(
-                        f"tiktoken keeps no {cached}, which holds GPT-2's {file}; set "
-                        "TIKTOKEN_CACHE_DIR to a directory for it."
-                    )
-                shutil.copyfile(cached, directory / file)
-            content, kind = _from_vocabulary(directory), "GPT2Tokenizer"
-        case ByteTokenizer():
-            content = _byte_level_json(_byte_vocabulary(), [], END_OF_TEXT, split_words=False)
-        case _:
-            raise ValueError(f"a tokenizer {tokenizer.name!r} has no form in a {_TOKENIZER}.")
-    write_bytes(directory / _TOKENIZER, content)
-    settings = {
-        "tokenizer_class": kind,
-        "bos_token": end_of_text,
-        "eos_token": end_of_text,
-        "unk_token": end_of_text,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_seq_len,
-    }
-    write_json(directory / _SETTINGS[0], settings)
+def _plain_tokens(fields: dict[str, Any], vocabulary: dict[str, int]) -> list[bytes]:
+    """The bytes of each token, in order of ids, where a text is cut as GPT-2's and no further
+    changed; none of any other tokenizer."""
+    split = fields.get("pre_tokenizer") or {}
+    is_plain = split.get("type") == "ByteLevel" and split.get("add_prefix_space") is False
+    if fields.get("normalizer") is not None or not is_plain:
+        return []
+    byte_of = {character: byte for byte, character in enumerate(_characters())}
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    if vocabulary[tokens[-1]] != len(tokens) - 1 or not byte_of.keys() >= set("".join(tokens)):
+        return []
+    return [bytes(byte_of[character] for character in token) for token in tokens]
 
 
-def _built_in(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer | None:
-    """`byte` or `gpt2`, if a `tokenizer.json` means the same (and `gpt2` is at hand)."""
-    split = fields.get("pre_tokenizer")
-    if fields.get("normalizer") is not None or not isinstance(split, dict):
-        return None
-    if split.get("type") != "ByteLevel" or split.get("add_prefix_space") is not False:
-        return None
-    if vocabulary == _byte_vocabulary():
-        return ByteTokenizer()
-    cached = _gpt2_files()[_VOCABULARY]
-    if (
-        len(vocabulary) == GPT2Tokenizer.vocab_size
-        and cached.is_file()
-        and vocabulary == read_json_object(cached)
-    ):
-        try:
-            return GPT2Tokenizer()
-        except ImportError:
-            return None
-    return None
-
-
-def _gpt2_files() -> dict[str, Path]:
-    """Where tiktoken caches GPT-2's files."""
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    directory = Path(cache) if cache else Path(tempfile.gettempdir()) / "data-gym-cache"
-    return {file: directory / name for file, name in _GPT2_CACHED.items()}
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """The id of each byte, under the character that stands for it in GPT-2's files: printable ones
-    for themselves, the others for U+0100 and following."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    characters = [chr(byte if byte in printable else next(others)) for byte in range(0x100)]
-    return {character: i for i, character in enumerate([*characters, END_OF_TEXT])}
-
-
-def _from_vocabulary(directory: Path) -> bytes:
+def _from_vocabulary(directory: Workdir, *, is_prefixed: Any) -> bytes:
     """The `tokenizer.json` that `vocab.json` and `merges.txt` stand for."""
-    vocabulary = read_json_object(directory / _VOCABULARY)
-    if not (directory / _MERGES).is_file():
-        raise FileNotFoundError(f"{directory} has {_VOCABULARY} but no {_MERGES} beside it.")
-    lines = (directory / _MERGES).read_text(encoding="utf-8").split("\n")
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    end_of_text = _end_of_text(directory, vocabulary)
-    if type(vocabulary.get(end_of_text)) is not int:
-        raise ValueError(
-            f"{directory / _VOCABULARY} has no token {end_of_text!r} to end documents with; name "
-            "the one that it has as eos_token in tokenizer_config.json."
+    with about(directory / _VOCABULARY), _library() as tokenizers:
+        theirs = tokenizers.ByteLevelBPETokenizer.from_file(
+            str(directory / _VOCABULARY),
+            str(directory / _MERGES),
+            add_prefix_space=is_prefixed is True,
         )
-    add_prefix_space = _settings(directory).get("add_prefix_space") is True
-    return _byte_level_json(vocabulary, merges, end_of_text, add_prefix_space=add_prefix_space)
+        return theirs.to_str().encode()
 
 
-def _byte_level_json(
-    vocabulary: dict[str, int],
-    merges: list[str],
-    end_of_text: str,
-    *,
-    add_prefix_space: bool = False,
-    split_words: bool = True,
-) -> bytes:
-    """A `tokenizer.json` of byte-level BPE. With `split_words`, no merge crosses the border of a
-    word as GPT-2's pattern finds it."""
+def _with_added(content: bytes, added: dict[int, dict[str, Any]], settings: str) -> bytes:
+    """A `tokenizer.json` with the tokens that other files add to it.
+
+    Raises:
+      ValueError: the library, which counts on from the last id, would give one another id.
+    """
+    if (
+        _vocabulary(json.loads(content)).items()
+        >= {t["content"]: i for i, t in added.items()}.items()
+    ):
+        return content
+    with _library() as tokenizers:
+        theirs = tokenizers.Tokenizer.from_str(content.decode())
+        for number, flags in sorted(added.items()):
+            # Where no flags are said, a token is special if the settings name it as one.
+            special = flags.get("special", repr(flags["content"]) in settings)
+            flags = {"normalized": not special, **flags, "special": special}
+            add = theirs.add_special_tokens if special else theirs.add_tokens
+            add([tokenizers.AddedToken(**flags)])
+            if theirs.token_to_id(flags["content"]) != number:
+                raise ValueError(
+                    f"the added token {flags['content']!r} has the id {number}, where the library "
+                    f"tokenizers gives it {theirs.token_to_id(flags['content'])}"
+                )
+        return theirs.to_str().encode()
+
+
+@contextlib.contextmanager
+def _library() -> Generator[Any]:
+    """The library tokenizers, which raises plain `Exception`."""
+    with needs_extra("hf"):
+        import tokenizers
+    try:
+        yield tokenizers
+    except Exception as error:
+        raise ValueError(str(error)) from error
+
+
+def _byte_level_json(tokens: Sequence[bytes], merges: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A `tokenizer.json` of byte-level BPE; the last token ends documents. Without merges, no word
+    needs to be cut out of a text."""
+    characters = _characters()
+
+    def spelt(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    lines = [f"{spelt(left)} {spelt(right)}" for left, right in merges]
     byte_level = {
         "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
+        "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": split_words,
+        "use_regex": bool(lines),
     }
+    vocabulary = {spelt(token): i for i, token in enumerate(tokens)}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = {"id": vocabulary[end_of_text], "content": end_of_text, "special": True} | flags
+    special = {"id": len(tokens) - 1, "content": spelt(tokens[-1]), "special": True} | flags
     fields = {
         "version": "1.0",
         "truncation": None,
@@ -608,26 +592,33 @@ def _byte_level_json(
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": lines},
     }
     return json.dumps(fields, ensure_ascii=False).encode()
 
 
-def _end_of_text(directory: Path, vocabulary: dict[str, int]) -> str:
-    """The token that ends a document, as the tokenizer's settings or the model's config say."""
-    token = _settings(directory).get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str):
-        return token
-    config = directory / "config.json"
-    number = read_json_object(config).get("eos_token_id") if config.is_file() else None
-    return next((name for name, i in vocabulary.items() if i == number), END_OF_TEXT)
+@functools.cache
+def _characters() -> list[str]:
+    """The character that stands for each byte in files of byte-level BPE: printable ones for
+    themselves, the others for U+0100 and following."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(0x100)]
 
 
-def _settings(directory: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name in _SETTINGS:
-        if (directory / name).is_file():
-            settings = read_json_object(directory / name) | settings
-    return settings
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two tokens that BPE joins last on its way from the bytes of a token to it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [left + right for left, right in itertools.pairwise(parts)]
+        i = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
+        parts[i : i + 2] = [pairs[i]]
+    return parts[0], parts[1]
+
+
+def _digest(vocabulary: Iterable[bytes]) -> str:
+    """SHA-256 over the bytes of every token in order of ids, in hex."""
+    sha = hashlib.sha256()
+    for token in vocabulary:
+        sha.update(len(token).to_bytes(4, "little") + token)
+    return sha.hexdigest()

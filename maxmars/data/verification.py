@@ -121,8 +121,8 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
 
     def _run(self) -> None:
         try:
-            found = read_json_lines(self._record, _is_line, repair=True)
-            known = {line["file"]: line for line in found}
+            found = read_json_lines(self._record, "file", "sha256")
+            known = {line["file"]: line for line in found if _is_line(line)}
             with contextlib.closing(LineFile(self._record, self._may_write)) as lines:
                 for file in self._files:
                     before = known.get(str(file.path))

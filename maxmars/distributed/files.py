@@ -21,7 +21,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import IO, Any
 
@@ -253,12 +253,6 @@ def _read_bytes(path: Workdir) -> bytes | None:
             return None
 
 
-def append_line(path: Workdir, line: str) -> None:
-    """Add a line to a file, which is made if there is none."""
-    with contextlib.closing(LineFile(path)) as lines:
-        lines.write(line)
-
-
 def set_aside(path: Workdir) -> Workdir:
     """Rename what is at a path to `NAME.damaged`, or `NAME.damaged-2` and so on.
 
@@ -358,51 +352,31 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
     return file.read(1) == b"\n"
 
 
-def read_json_lines(
-    path: Workdir, is_sound: Callable[[dict[str, Any]], bool], *, repair: bool = False
-) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines for which `is_sound` holds; none if there is no file.
+def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
+    """The JSON objects in a file of lines, those that have all of `keys`; none without a file.
 
-    Other lines are skipped with one warning: damaged bookkeeping must not stop a run. A last line
-    without an end was being written when the process was killed, and is skipped silently.
-
-    Args:
-      path: the file. Where it cannot be read, a warning says why, and there are no objects.
-      is_sound: whether an object is one of this file.
-      repair: move the other lines to `NAME.damaged`, so that the next reader is not told again;
-        only for the owner of the file.
+    Other lines are skipped, and one warning counts them. A last line without an end was being
+    written when the process was killed, and is skipped silently.
     """
-    try:
-        *lines, torn = (_read_bytes(path) or b"").split(b"\n")
-    except OSError as error:
-        _LOGGER.warning("%s cannot be read, and counts as empty: %s", path, error)
-        return []
-    found, sound, damaged = [], [], {}
+    *lines, _ = (_read_bytes(path) or b"").split(b"\n")
+    found, damaged = [], []
     for number, line in enumerate(lines, 1):
-        try:
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict) and is_sound(value):
+        if isinstance(value, dict) and all(key in value for key in keys):
             found.append(value)
-            sound.append(line)
         elif line.strip():
-            damaged[number] = line
+            damaged.append(number)
     if damaged:
-        numbers = list(damaged)
-        which = f"lines {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"line {numbers[0]}"
-        told = f"{path}: {len(damaged)} damaged of {len(lines)} lines skipped ({which})"
-        told += f", and kept in {path.name}.damaged" if repair else ""
-        _LOGGER.warning("%s", told)
-    if repair and (damaged or torn):
-        kept = path.with_name(f"{path.name}.damaged")
-        write_bytes(kept, (_read_bytes(kept) or b"") + _joined([*damaged.values(), torn]))
-        write_bytes(path, _joined(sound))
+        _LOGGER.warning(
+            "%s: %d damaged of %d lines skipped, first line %d",
+            path,
+            len(damaged),
+            len(lines),
+            damaged[0],
+        )
     return found
-
-
-def _joined(lines: Iterable[bytes]) -> bytes:
-    return b"".join(line + b"\n" for line in lines)
 
 
 def read_json(path: Workdir) -> Any:
@@ -412,7 +386,8 @@ def read_json(path: Workdir) -> Any:
       ValueError: it is no JSON.
     """
     with about(path):
-        return json.loads(read_text(path) or "null")
+        text = read_text(path)
+        return None if text is None else json.loads(text)
 
 
 def read_json_object(path: Workdir) -> dict[str, Any]:

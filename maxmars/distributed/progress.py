@@ -25,6 +25,7 @@ import rich.text
 from maxmars.config.numbers import duration
 from maxmars.config.secrets import hide
 from maxmars.distributed.files import LineFile, Workdir
+from maxmars.distributed.workdir import LOGS, of_process
 
 _PLAIN_EVERY_S = 10.0, 60.0  # at first, and after an hour and a half
 _BAR_WIDTH = 20
@@ -237,7 +238,7 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         self, workdir: Workdir, process: int, *, may_write: Callable[[], None] = lambda: None
     ) -> None:
         """Open `<workdir>/logs/host_<process>.log`; for `may_write` see `files.LineFile`."""
-        self.path = workdir / "logs" / f"host_{process:03d}.log"
+        self.path = workdir / of_process(LOGS, process, ".log")
         self._lines = LineFile(self.path, may_write)
 
     def write(self, text: str) -> None:

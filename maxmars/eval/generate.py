@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
 from maxmars.config import GPT2Config, ModelConfig
-from maxmars.data.tokenizer import TextStream
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
@@ -40,7 +39,7 @@ _SMALLEST_BUCKET = 16
 
 Tokens = Integer[np.ndarray, " _"]
 End = Literal["end_of_text", "length", "is_complete"]
-"""Why a continuation ended: at the token `stop`, after `max_new_tokens`, or by `is_complete`."""
+"""Why a continuation ended: at a token of `stop`, after `max_new_tokens`, or by `is_complete`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,8 @@ def generate_texts(
 ) -> list[str]:
     """Continue texts; returns each continuation without its prompt.
 
-    An empty prompt starts at an end-of-text token, and such a token ends a continuation. For the
+    An empty prompt starts at an end-of-text token, and a continuation ends at any of the tokens at
+    which the model ends a text. For the
     arguments and errors see `generate_tokens`; `sampling` None is `Sampling()`.
     """
     tokenizer = model.tokenizer
@@ -141,7 +141,7 @@ def generate_texts(
         sampling=sampling or Sampling(),
         seed=seed,
         batch_size=batch_size,
-        stop=tokenizer.eot,
+        stop=tokenizer.ends,
     )
     return [tokenizer.decode(tokens) for tokens in found]
 
@@ -154,7 +154,7 @@ def generate_tokens(
     sampling: Sampling,
     seed: int = 0,
     batch_size: int = 16,
-    stop: int | None = None,
+    stop: int | Sequence[int] | None = None,
     is_complete: Callable[[Tokens], bool] | None = None,
 ) -> list[Tokens]:
     """Continue token ids; returns each continuation without its prompt.
@@ -206,7 +206,7 @@ def stream_texts(
     `stream_tokens`.
     """
     tokenizer = model.tokenizer
-    texts = [TextStream(tokenizer) for _ in prompts]
+    texts = [tokenizer.pieces() for _ in prompts]
     for pieces in stream_tokens(
         model,
         [encode_context(prompt, tokenizer) for prompt in prompts],
@@ -214,11 +214,11 @@ def stream_texts(
         sampling=sampling or Sampling(),
         seed=seed,
         batch_size=batch_size,
-        stop=tokenizer.eot,
+        stop=tokenizer.ends,
         seen=seen,
     ):
         for piece in pieces:
-            text = texts[piece.index].add(piece.tokens, is_last=piece.end is not None)
+            text = texts[piece.index](piece.tokens, piece.end is not None)
             yield TextPiece(
                 index=piece.index, text=text, num_tokens=len(piece.tokens), end=piece.end
             )
@@ -232,7 +232,7 @@ def stream_tokens(
     sampling: Sampling,
     seed: int = 0,
     batch_size: int = 16,
-    stop: int | None = None,
+    stop: int | Sequence[int] | None = None,
     is_complete: Callable[[Tokens], bool] | None = None,
     every_s: float = 0.05,
     seen: Counter[bytes] | None = None,
@@ -252,7 +252,7 @@ def stream_tokens(
       seed: seed of the sampling.
       batch_size: number of prompts continued at once; rounded up to a multiple of the mesh's batch
         shards.
-      stop: a continuation ends before this token.
+      stop: a continuation ends before this token, or before the first of several.
       is_complete: called every few tokens with a prompt's new tokens; True ends the continuation.
         Since tokens are drawn several at a time, the caller must cut what is too much.
       every_s: tokens come one by one, or several at a time if that many take less than these
@@ -287,7 +287,7 @@ def stream_tokens(
             rows=[*rows, *[padding] * (num_rows - len(rows))],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=-1 if stop is None else stop,
+            stop=() if stop is None else tuple(np.atleast_1d(stop).tolist()),
             every_s=every_s,
         )
         for drawn in batch.draw():
@@ -327,10 +327,11 @@ class _Row:
     new: list[int] = field(default_factory=list)
     end: End | None = None
 
-    def add(self, tokens: list[int], stop: int) -> Tokens:
-        """Returns those that come before `stop`."""
-        if stop in tokens:
-            self.end, tokens = "end_of_text", tokens[: tokens.index(stop)]
+    def add(self, tokens: list[int], stop: Sequence[int]) -> Tokens:
+        """Returns those that come before one of `stop`."""
+        end = next((i for i, token in enumerate(tokens) if token in stop), None)
+        if end is not None:
+            self.end, tokens = "end_of_text", tokens[:end]
         self.context += tokens
         self.new += tokens
         return np.array(tokens, np.int32)
@@ -346,12 +347,14 @@ class _Batch:
     rows: Sequence[_Row]
     max_new_tokens: int
     sampling: Sampling
-    stop: int
-    """-1 for none."""
+    stop: Sequence[int]
     every_s: float
 
     def draw(self) -> Iterator[Int[np.ndarray, "rows some"]]:
         """Draw tokens until all rows have ended; the caller adds them to the rows."""
+        # A cache has as many slots as the answer can need at most, so that one program serves all
+        # of it. Where the context is full, it is cut to half of the longest and read again into a
+        # new cache; `prompt_slots` then keeps that program's shape at each such cut.
         longest = self.model.config.max_seq_len
         num_prompt = max(len(row.context) for row in self.rows)
         prompt_slots, num_slots = 0, bucket_length(num_prompt + self.max_new_tokens, longest)
@@ -393,7 +396,9 @@ class _Batch:
                 config=model.config,
                 num_slots=num_slots,
             )
-        # Processes of one mesh must all draw the same number.
+        # A call of the program draws up to `_CHUNK` tokens: many, where nobody watches; as many as
+        # `every_s` allows, by the clock of the last call, where somebody reads along. Processes of
+        # one mesh must all draw the same number, and have different clocks.
         size = _CHUNK if self.every_s == float("inf") or model.mesh.is_multi_process else 1
         start, end = num_drawn, min(self.max_new_tokens, last)
         while start < end and not self._has_ended():
@@ -405,7 +410,7 @@ class _Batch:
                     cache,
                     _to_device(np.array([row.end is not None for row in rows]), model.mesh),
                     keys,
-                    np.array([num_drawn, limit - num_drawn, self.stop], np.int32),
+                    np.array([num_drawn, limit - num_drawn, *self.stop], np.int32),
                     config=model.config,
                     sampling=self.sampling,
                     num_tokens=model.tokenizer.vocab_size,
@@ -457,7 +462,7 @@ def _draw(
     cache: KVCache | TokenCache,
     ended: Bool[Array, " B"],
     keys: UInt32[Array, "B 2"],
-    numbers: Int[Array, " 3"],
+    numbers: Int[Array, " numbers"],
     *,
     config: ModelConfig,
     sampling: Sampling,
@@ -467,11 +472,11 @@ def _draw(
 
     `hidden` is the last hidden state of each row, which predicts its next token. `numbers` are how
     many new tokens were drawn before this cache was filled, how many new tokens the cache may get,
-    and the token at which a row ends. Ids from `num_tokens` on, which pad the vocabulary, are never
-    drawn.
+    and the tokens at which a row ends. Ids from `num_tokens` on, which pad the vocabulary, are
+    never drawn.
     """
     model = make_model(config, params)
-    num_before, limit, stop = numbers
+    num_before, limit, stop = numbers[0], numbers[1], numbers[2:]
     row_keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
     start = cache.num_new
 
@@ -483,7 +488,7 @@ def _draw(
         tokens = choose(logits, step_keys, sampling)
         drawn = jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, cache.num_new - start))
         hidden, cache = decode(model, tokens, cache)
-        return hidden, cache, ended | (tokens == stop), drawn
+        return hidden, cache, ended | jnp.isin(tokens, stop), drawn
 
     def not_done(state: tuple[Any, ...]) -> Bool[Array, ""]:
         _, cache, ended, _ = state

@@ -444,7 +444,7 @@ class HellaSwagInLoop:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        tokenizer = tokenizer_of_tokens(tokens.first.directory, tokens.tokenizer)
+        tokenizer = tokenizer_of_tokens(tokens.first)
         kept = questions
         if config.eval.hellaswag_too_long == "leave_out":
             kept = fitting(questions, tokenizer, config.model.max_seq_len)

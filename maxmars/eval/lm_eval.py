@@ -196,7 +196,7 @@ class Answers:
                 sampling=options.sampling,
                 seed=self._seed,
                 batch_size=self._batch_size or _GENERATION_ROWS,
-                stop=tokenizer.eot,
+                stop=tokenizer.ends,
                 is_complete=is_complete,
             )
             for number, text in zip(numbers, map(tokenizer.decode, found), strict=True):

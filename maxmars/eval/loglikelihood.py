@@ -138,6 +138,14 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
 
 def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _Row:
     """A row of a context and its continuations; their numbers over all choices are the values."""
+    # The context c0 c1 c2 with the continuations "a0 a1" and "b0 b1 b2":
+    #
+    #   tokens             c0 c1 c2 | a0 | b0 b1     the last token of each predicts nothing
+    #   positions           0  1  2 |  3 |  3  4     as if each came right after the context
+    #   continuation_ids    0  0  0 |  1 |  2  2     attention sees its own and those of 0
+    #
+    #   sources             2  3 |  2  4  5          the places that predict them: c2, at 2, the
+    #   targets            a0 a1 | b0 b1 b2          first of both
     end = len(context)
     tokens, positions, continuation_ids = [context], [np.arange(end)], [np.zeros(end)]
     sources, targets, owners = [], [], []
@@ -218,6 +226,9 @@ class LogLikelihoods:
             if isinstance(self._config, ModuleConfig):
                 length = min(length, self._config.max_seq_len)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
+            # A batch is a matrix of `height` rows of `length` tokens on each of the devices. Their
+            # sources and targets are one list a device, padded to a whole number of chunks, of
+            # which only those with targets (`num_chunks`) are worked off.
             height = -(-min(count, len(rows)) // self._shards)
             while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
                 height = -(-height // 2)  # for the last rows: few programs and few empty rows

@@ -278,7 +278,7 @@ def _open_windows(
         num_windows=num_windows or EvalConfig.num_windows,
         batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
     )
-    tokenizer = tokenizer_of_tokens(stream.directory, stream.tokenizer)
+    tokenizer = tokenizer_of_tokens(stream)
     return _Windows(batches=batches, tokenizer=tokenizer, directory=stream.directory)
 
 

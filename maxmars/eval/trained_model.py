@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -24,19 +23,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
-from maxmars.checkpoint.receipts import recorded_code
+from maxmars.checkpoint.journal import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import split_source
-from maxmars.data.tokenizer import (
-    DamagedTokenizerError,
-    Tokenizer,
-    load_hf_tokenizer,
-    load_saved_tokenizer,
-    save_tokenizer,
-    write_hf_tokenizer,
-)
+from maxmars.data import tokenizer as tokenizers
+from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import (
     Workdir,
@@ -51,6 +44,7 @@ from maxmars.distributed.files import (
     write_text,
 )
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
 from maxmars.model import hub, huggingface
 from maxmars.model.language_model import (
     LanguageModel,
@@ -59,8 +53,6 @@ from maxmars.model.language_model import (
     param_shardings,
 )
 
-CHECKPOINTS, TOKENIZER, IMPORTED_FROM = "checkpoints", "tokenizer", "imported_from.json"
-MODEL_SOURCE = "sources/model"
 """Where a working directory keeps the file of a `ModuleConfig`."""
 
 _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
@@ -94,6 +86,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     trust_code: bool = False,
+    eot_token: str | None = None,
 ) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
 
@@ -105,6 +98,8 @@ def load(
       mesh: the parameters go here, in the shardings of training. It may be of any size and of any
         number of processes, all of which call. None is the first device of this process.
       trust_code: see `find_target`, which `path` may have come from.
+      eot_token: the token that ends a document, where a Hugging Face model's files name none or
+        another one.
 
     Raises:
       FileNotFoundError: there is no model at this path, or no tokenizer.
@@ -131,7 +126,8 @@ def load(
         multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
         config = dataclasses.replace(config, vocab_pad_multiple=multiple)
         huggingface.open_weights(directory, config)  # find errors before anything is loaded
-        tokenizer, name, source = target.tokenizer(config), target.name, target.source
+        tokenizer = target.tokenizer(config, eot_token)
+        name, source = target.name, target.source
         state_digest = None
         params = huggingface.load_params(directory, config, abstract_params(config))
     else:
@@ -181,24 +177,18 @@ class RunTarget:
         """The tokenizer that the run was trained with.
 
         Raises:
-          FileNotFoundError: the run's directory has none, or see `load_saved_tokenizer`.
-          ValueError: it is damaged.
-          ImportError: see `load_saved_tokenizer`.
+          FileNotFoundError: the run's directory has none.
+          ValueError, ImportError, OSError: see `maxmars.data.tokenizer.load`.
         """
         directory = self.workdir / TOKENIZER
-        way_out = (
-            "copy it from where the run was trained, or start its `maxmars train` command again, "
-            "which writes it anew from the data."
-        )
         if not directory.is_dir():
             raise FileNotFoundError(
-                f"{directory} is missing: a run keeps its tokenizer beside its checkpoints, and "
-                f"text cannot be read without it; {way_out}"
+                f"{directory} is missing: a run keeps the tokenizer of its data there. Copy it "
+                "from where the run was trained, or start its `maxmars train` command again, which "
+                "writes it anew; data of your own name it by GrainConfig(tokenizer='byte') or "
+                "'gpt2'."
             )
-        try:
-            return load_saved_tokenizer(directory)
-        except DamagedTokenizerError as error:
-            raise ValueError(f"{directory} is damaged ({error}); {way_out}") from error
+        return tokenizers.load(directory)
 
     def model_config(self, stored: Checkpoint) -> ModelConfig:
         """The configuration of the model in a checkpoint, to use it here.
@@ -240,11 +230,8 @@ def keep_source(source: Path, folder: Workdir) -> None:
 
 def kept_sha256(kept: Workdir) -> str | None:
     """The SHA-256, in hex, that a kept file must have; None where none is recorded."""
-    try:
-        words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
-    except (ValueError, IsADirectoryError):
-        return None
-    return words[0] if words and re.fullmatch("[0-9a-f]{64}", words[0]) else None
+    words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
+    return words[0] if words else None
 
 
 def check_code(kept: Workdir, source: str, workdir: Workdir) -> None:
@@ -288,21 +275,37 @@ class HFTarget:
         """The target that means the same files."""
         return str(self.directory) if self.snapshot is None else self.snapshot.source
 
-    def tokenizer(self, config: GPT2Config) -> Tokenizer:
+    def tokenizer(self, config: GPT2Config, eot_token: str | None = None) -> Tokenizer:
         """The directory's own tokenizer.
 
         Where there is none, and the vocabulary has the size of GPT-2's, it is GPT-2's; a note on
         stderr says so.
 
+        Args:
+          config: of the model.
+          eot_token: the token that ends a document; None takes the one that the files name.
+
         Raises:
-          FileNotFoundError, ImportError, ValueError: see `load_hf_tokenizer`.
+          FileNotFoundError: there is none, and the vocabulary is not GPT-2's.
+          ValueError: it has tokens that the model does not know.
+          ImportError, OSError: see `maxmars.data.tokenizer.load`.
         """
-        tokenizer, is_its_own = load_hf_tokenizer(self.directory, config.vocab_size)
-        if not is_its_own and processes.is_primary():
-            print(
-                f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
-                "vocabulary has its size.",
-                file=sys.stderr,
+        try:
+            tokenizer = tokenizers.load(self.directory, eot_token=eot_token)
+        except FileNotFoundError:
+            if config.vocab_size != GPT2Tokenizer.vocab_size or eot_token is not None:
+                raise
+            tokenizer = GPT2Tokenizer()
+            if processes.is_primary():
+                print(
+                    f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
+                    "vocabulary has its size.",
+                    file=sys.stderr,
+                )
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has {tokenizer.vocab_size} tokens, but the "
+                f"model only {config.vocab_size}; put the one that it was trained with there."
             )
         return tokenizer
 
@@ -428,7 +431,7 @@ def export_model(
             max_file_bytes=max_file_bytes,
         )
         if tokenizer is not None:
-            write_hf_tokenizer(directory, tokenizer, config.max_seq_len)
+            tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
         if config.document_end_id is not None:
             notes.append(
                 "The model keeps attention within documents (document_end_id="
@@ -487,12 +490,14 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
     return array if layout.stacked else [array]
 
 
-def import_model(source: str | Path, out: str | Path) -> TrainedModel:
+def import_model(
+    source: str | Path, out: str | Path, *, eot_token: str | None = None
+) -> TrainedModel:
     """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
 
     `out` can be used wherever a run's directory can, but there is no training to continue. It
     appears complete or not at all, and its `imported_from.json` names the source. `source` is a
-    Hugging Face directory, or a model on the hub; see `load`.
+    Hugging Face directory, or a model on the hub, and `eot_token` as for `load`.
 
     Returns:
       The model.
@@ -507,10 +512,10 @@ def import_model(source: str | Path, out: str | Path) -> TrainedModel:
     if isinstance(target, RunTarget):
         raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
     with _in_the_making(out) as directory:
-        model = load(target)
+        model = load(target, eot_token=eot_token)
         _check_space(out, directory, sharding.bytes_of(model.params))
         save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
-        save_tokenizer(model.tokenizer, directory / TOKENIZER)
+        tokenizers.save(model.tokenizer, directory / TOKENIZER)
         write_json(directory / IMPORTED_FROM, {"source": model.source})
     return model
 

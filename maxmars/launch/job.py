@@ -27,7 +27,7 @@ from tyro.conf import Positional, arg
 import maxmars
 from maxmars.config.checkout import COMMIT, git_commit
 from maxmars.config.checks import CheckedConfig, NotNegative, UsageError
-from maxmars.config.command_line import find_config
+from maxmars.config.load import find_config
 from maxmars.config.user_code import split_source
 
 CONSTRAINTS = "launch-constraints.txt"

@@ -442,8 +442,7 @@ def write_model(
 ) -> list[Path]:
     """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` loads.
 
-    It gets weights, `config.json` and, where the end of a text is known, `generation_config.json`.
-    The host holds the arrays of one file at a time.
+    It gets weights and `config.json`. The host holds the arrays of one file at a time.
 
     Args:
       directory: to write into.
@@ -494,9 +493,6 @@ def write_model(
             raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
         path.chmod(mode)  # safetensors lets none but the owner read it, whatever the umask says
     write_json(directory / _CONFIG, config_fields(config, dtype=dtype, end_of_text=end_of_text))
-    if end_of_text is not None:
-        ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        write_json(directory / "generation_config.json", ids)
     return paths
 
 

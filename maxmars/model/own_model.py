@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.config import ModuleConfig
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function, telling_refusals
+from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, ShardingRules, constrain, gathered
 from maxmars.model import cross_entropy
 
@@ -54,7 +54,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
             "vocab_size, max_seq_len, **options) with the keys of model.options",
         ) from None
     # Flax would split each array at once, over a mesh whose axes have the names of the array's.
-    with nnx.use_eager_sharding(False), telling_refusals(config.make):
+    with nnx.use_eager_sharding(False):
         module = make(**arguments)
     if not isinstance(module, nnx.Module):
         raise _wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")

@@ -207,6 +207,10 @@ class Exchange:
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.copies) * share, share)
         if not any(self.cuts):
             return x
+        # Eight matrices [6, 10], cut 2 x 2 over four devices, two for each owner: x is [8, 3, 5].
+        # After the all-to-all, part j of x holds the pieces that device j had of our two matrices:
+        # [4 x 2, 3, 5], that is [2, 2, own 2, 3, 5]. The pieces of an axis go beside their counts,
+        # [own 2, 2, 3, 2, 5], and join: [2, 6, 10].
         counts, ndim = self._counts(), len(self.cuts)
         x = self._all_to_all(x).reshape(*counts, -1, *x.shape[1:])
         beside = [axis for i in range(ndim) for axis in (i, ndim + 1 + i)]

@@ -107,7 +107,9 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
         mask = options.get("mask")
         trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
         functions = {name: tree for name, tree in trees.items() if is_function(tree)}
-        # Raises here rather than in init.
+        # The specs and masks are not known before init or update hand over the parameters, so the
+        # optimizer is made anew there; it has no state of its own, and `jit` makes it once. Made
+        # here, too, it says at once which of its arguments are wrong.
         plain = make(*args, **options | dict.fromkeys(functions))
 
         def of(tree: Tree) -> optax.GradientTransformationExtraArgs:

@@ -583,10 +583,14 @@ def _homes(
 ) -> Homes:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
     shape, cuts = layout.shape, layout.cuts
-    # A lone matrix with one side: the other side's rows are independent.
+    # Three questions decide where everything lies.
+    # 1. What is a matrix of its own, which an owner gets whole? The leaf's matrices; but of a lone
+    #    matrix with one preconditioned side the rows of the other side (`dealt`), as they are
+    #    independent but for the sum of their Gram matrices.
     dealt = None if spec.batch or all(sides) else sides.index(False)
     stack = spec.batch if dealt is None else (spec.rows, spec.cols)[dealt]
     inner = tuple(axis for axis in spec.inner if axis not in stack)
+    # 2. Who are the owners? The devices along the mesh axes that cut a matrix.
     axes = tuple(name for axis in inner for name in cuts[axis])
     owners = num_devices(axes, mesh)
     rows, cols = (math.prod(shape[axis] for axis in side) for side in (spec.rows, spec.cols))
@@ -601,7 +605,8 @@ def _homes(
         matrix_shape=(rows, cols),
         dealt=dealt,
     )
-    # Owners keep the state where they divide the stack, that is where its one axis can be cut.
+    # 3. Does the state stay with the owners between steps (`kept`)? Where they divide the stack:
+    #    then it is an array that is cut along the stack's axis, which any mesh can restore.
     within_blocks = {axis + 1 for axis, _ in spec.unfold}
     kept = (
         len(stack) == 1
@@ -636,6 +641,7 @@ def _homes(
             matrix_shape=(size, size),
         )
 
+    # A state whose fields are the homes of the state's fields: count, m, v, L, R, Q_L, Q_R.
     homes = ScaleBySoapState(None, moment, moment, square(0), square(1), square(0), square(1))
     summed = () if dealt is None else tuple(name for names in cuts for name in names)
     return Homes(mesh=mesh, grads=grads, state=homes, sum_axes=summed)

@@ -261,7 +261,22 @@ def scopes_of(path: str) -> set[str]:
     return {found[0] for found in words if found}
 
 
-# Trip counts. A loop is run here with nothing but the integers that its condition depends on.
+# Trip counts. libtpu writes none, so a loop is run here, with nothing but the integers that its
+# condition depends on. One over the layers of a model looks like this, without its arrays:
+#
+#   condition (state) { i = get-tuple-element(state), index=0
+#                       n = constant(48)
+#                       ROOT compare(i, n), direction=LT }
+#   body (state)      { i = get-tuple-element(state), index=0
+#                       one = constant(1)
+#                       next = add(i, one)
+#                       ROOT tuple(next, ...) }
+#   while(start), condition=condition, body=body
+#
+# `_value` asks for the root of the condition, which asks for element 0 of the state: the first time
+# that of `start`, later that of the body's root, to which `_advance` has come. The known elements
+# are a dict from their path in the tuple to the integer. Elsewhere the bound is not a constant but
+# an element of the state too, which no iteration changes (`_invariant`).
 
 _MOST_TRIPS = 10_000  # running a loop that never ends must not take long
 _SAME = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")

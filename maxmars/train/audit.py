@@ -1,10 +1,9 @@
-"""Check by its receipts that a run is one trajectory: what is in its workdir was computed in order.
+"""Check by its journal that a run is one trajectory: what is in its workdir was computed in order.
 
-The chain of receipts (see `receipts.py`) is followed from the newest checkpoint back to the first
-step. Each checkpoint that is still there must be one of the chain, and hold the arrays that its
-receipt names; the metrics must be those that the receipts vouch for, without a step that is missing
-or double; each session must have a receipt, and no line of the receipts may be missing or foreign.
-`--replay` computes some steps again.
+The journal (see `journal.py`) must be whole, each line after the one above it. Its trajectory leads
+from the first step to the newest checkpoint. Each checkpoint that is still there must be one of it,
+and hold the arrays that its line names; the metrics must be those that the lines vouch for, without
+a step that is missing or double. `--replay` computes some steps again.
 """
 
 from __future__ import annotations
@@ -12,46 +11,53 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
-import math
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from flax.traverse_util import unflatten_dict
 
-from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load_arrays, read
+from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load, load_arrays, read
+from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since
+from maxmars.checkpoint.journal import Line, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
-from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, differences
+from maxmars.config import (
+    CheckpointConfig,
+    EvalConfig,
+    LogConfig,
+    TrainConfig,
+    differences,
+    from_dict,
+)
 from maxmars.config.user_code import sources_in, split_source, text_digests
-from maxmars.distributed.files import is_remote, resolve, write_text
+from maxmars.data.batches import TrainBatches, open_data
+from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.sharding import training_mesh
-from maxmars.eval.trained_model import MODEL_SOURCE, check_code
-from maxmars.train.auto import with_remat
-from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
-from maxmars.train.loop import train
-from maxmars.train.metrics import read_metrics, read_sessions
-from maxmars.train.receipts import (
-    FILE,
-    Receipt,
-    chain_to,
-    read_receipts,
+from maxmars.distributed.workdir import (
+    JOURNAL,
+    MODEL_SOURCE,
+    OPTIMIZER_SOURCE,
+    SOURCES,
+    SUMMARY,
+)
+from maxmars.eval.trained_model import check_code
+from maxmars.train.auto import choose_microbatches, choose_remat, memory_bytes_of, with_remat
+from maxmars.train.journal import (
+    began_in,
+    broken_links,
+    changes_of_config,
+    lines_to,
+    trajectory,
     unvouched,
 )
-from maxmars.train.resume import (
-    fixed_schedule,
-    is_same_place,
-    read_changes,
-    rounding_changes,
-)
+from maxmars.train.metrics import read_metrics
+from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
+from maxmars.train.step import init_train_state, make_hyperparams, make_train_step
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -65,19 +71,19 @@ class Audit:
     last_step: int
     """Of the newest checkpoint."""
     first_step: int
-    """Where the receipts begin."""
-    receipts: int
-    """Links of the chain."""
+    """Where the journal begins."""
+    lines: int
+    """Of the journal, that the trajectory consists of."""
     sessions: int
-    """Sessions of the chain."""
+    """That the trajectory consists of."""
     changes: list[str]
     """What changed on the way that may change the rounding, and at which step."""
     config_changes: list[str]
-    """Which fields of the config changed, and at which step, by `config_changes.jsonl`."""
+    """Which fields of the config changed, and at which step."""
     problems: list[str]
     """Where the run is not one trajectory; empty if it is."""
     uncovered_metrics: int
-    """Lines of metrics after the last receipt, which vouches for none of them."""
+    """Lines of metrics after the newest checkpoint, which nothing vouches for."""
     replayed: str | None
     """The steps that were computed again, in words."""
 
@@ -93,12 +99,15 @@ class Audit:
         """The result, in lines for people."""
         lines = [f"{self.workdir}: {self.verdict}"]
         lines[0] += f", steps {self.first_step} to {self.last_step}"
-        lines[0] += f" (sessions: {self.sessions}, receipts: {self.receipts})"
+        lines[0] += f" (sessions: {self.sessions}, lines of its journal: {self.lines})"
         lines += [f"  broken: {problem}" for problem in self.problems]
         lines += [f"  changed: {change}" for change in self.changes]
         lines += [f"  config changed: {change}" for change in self.config_changes]
         if self.first_step:
-            lines.append(f"  no receipts of the steps before {self.first_step}")
+            lines.append(
+                f"  the steps before {self.first_step} have the records of an older maxmars, which "
+                "are not judged"
+            )
         if self.uncovered_metrics:
             lines.append(
                 f"  {self.uncovered_metrics} lines of metrics after step {self.last_step} are not "
@@ -138,6 +147,11 @@ def audit(
     directory = resolve(found[0].parent)  # of the run, also where its checkpoints were named
     steps = list_steps(found[0])
     newest = read(found[0])
+    if newest.journal is None:
+        raise ValueError(
+            f"no line of {directory / JOURNAL} tells of the checkpoint of step {newest.step}: an "
+            "older maxmars wrote it, whose records are not judged. The next start begins a journal."
+        )
     wide = {kind.partition("[")[0] for kind in newest.types.values()} & _WIDE
     if compare_arrays and wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -146,65 +160,44 @@ def audit(
         )
     if not trust_code and isinstance(newest.config, TrainConfig):
         _check_kept_code(directory, newest.config)
-    receipts = read_receipts(directory)
-    chain, problems = _chain(newest, receipts)
-    by_hash = {receipt["hash"]: receipt for receipt in chain}
+    lines = read_journal(directory)
+    told = lines_to(lines, newest.journal)
+    chain = trajectory(told or ())
+    problems = [
+        f"{JOURNAL} is not whole: its line `{line['kind']}` of step {line['step']} was not written "
+        "after the line above it"
+        for line in broken_links(lines)
+    ]
+    if told is None:
+        problems.append(f"{JOURNAL} lacks the line of the checkpoint of step {newest.step}")
+    summary = read_json(directory / SUMMARY) or {}
+    if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
+        problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
-    kept = _kept(found[0], steps, newest)
-    for step in steps:
-        is_older = not chain or step <= chain[0]["step"]
-        try:
-            checkpoint = read(found[0], step)
-            problems += _check_checkpoint(checkpoint, step, by_hash, is_older=is_older)
-            if compare_arrays:
-                log(f"checkpoint {step}: comparing the arrays with their digests")
-                for part in _parts(checkpoint):
-                    load_arrays(checkpoint, unflatten_dict(part))
-        except (ValueError, DamagedError) as error:
-            if step in kept:
-                problems.append(f"the checkpoint of step {step} is damaged: {error}")
-            else:
-                log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
+    problems += _check_checkpoints(found[0], steps, newest, chain, log, arrays=compare_arrays)
     rows = read_metrics(directory)
-    last = chain[-1]["step"] if chain else newest.step
-    problems += _check_metrics(rows, chain, receipts)
-    problems += _check_sessions(directory, chain, receipts)
+    problems += _check_metrics(rows, lines, newest.journal)
     replayed = None
     if replay is not None and not problems:
         replayed, problem = _replay(found[0], steps, chain, replay, log)
         problems += [problem] if problem else []
-    began = [receipt for receipt in chain if receipt["kind"] == "began"]
     return Audit(
         workdir=str(directory),
         last_step=newest.step,
         first_step=chain[0]["step"] if chain else newest.step,
-        receipts=len(chain),
-        sessions=len(began),
-        changes=_changes(began),
-        config_changes=[
-            f"at step {step}: {told}"
-            for step, told in read_changes(directory, before=newest.step).items()
-        ],
+        lines=len(chain),
+        sessions=len(began_in(chain)),
+        changes=_changes(began_in(chain)),
+        config_changes=[f"at step {s}: {told}" for s, told in changes_of_config(chain).items()],
         problems=problems,
-        uncovered_metrics=sum(row["step"] > last for row in rows),
+        uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
     )
 
 
-def _chain(newest: Checkpoint, receipts: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
-    """The receipts that lead to the newest checkpoint, in order, and where the chain breaks."""
-    if not newest.receipt:
-        return [], [f"the checkpoint of step {newest.step} has no receipt"]
-    chain, missing = chain_to(newest.receipt, receipts)
-    if missing is None:
-        return chain, []
-    before = f"before step {chain[0]['step']}" if chain else f"of step {newest.step}"
-    return chain, [f"{FILE} lacks the receipt {before} ({missing[:16]})"]
-
-
 def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
     """Compare the user's own files that a run keeps with the SHA-256 that it recorded of each."""
-    parts = {MODEL_SOURCE: config.model, OPTIMIZER_SOURCE: config.optimizer, "sources": config.data}
+    parts = {MODEL_SOURCE: config.model, OPTIMIZER_SOURCE: config.optimizer, SOURCES: config.data}
     for folder, part in parts.items():
         for source in sources_in(part):
             kept = workdir / folder / split_source(source)[0].name
@@ -212,53 +205,71 @@ def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
                 check_code(kept, source, workdir)
 
 
-def _check_links(chain: Sequence[Receipt]) -> list[str]:
-    """Each receipt goes on from the state, and the data, of the one before."""
+def _check_links(chain: Sequence[Line]) -> list[str]:
+    """Each line goes on from the state, and the data, of the one before."""
     problems, batch_size = [], 0
     for before, after in zip([None, *chain], chain, strict=False):
-        same = before is not None and after["kind"] == "began"
-        if same and (before["step"], before["digest"]) != (after["step"], after["digest"]):
-            problems.append(f"the session that began at step {after['step']} had another state")
-        if same and before["position"] != after["position"]:
-            problems.append(f"the session that began at step {after['step']} had other data")
+        step = after["step"]
         if after["kind"] == "began":
-            batch_size = after["batch_size"]
+            batch_size = after["config"]["global_batch_size"]
+            if before is None and (not step or after["earlier"]):
+                continue
+            if before is None or (before["step"], before["digest"]) != (step, after["digest"]):
+                problems.append(f"the session that began at step {step} had another state")
+            elif before["position"] != after["position"]:
+                problems.append(f"the session that began at step {step} had other data")
         elif before is not None:
             taken = after["position"] - before["position"]
-            if taken != (after["step"] - before["step"]) * batch_size:
+            if taken != (step - before["step"]) * batch_size:
                 problems.append(
-                    f"{taken} examples were read between steps {before['step']} and {after['step']}"
+                    f"{taken} examples were read between steps {before['step']} and {step}"
                 )
-    data = {receipt["data"] for receipt in chain if receipt["kind"] == "began"}
+    data = {line["data"] for line in began_in(chain)}
     if len(data) > 1:
         problems.append(f"the sessions read {len(data)} different data")
     return problems
 
 
-def _kept(directory: Any, steps: Sequence[int], newest: Checkpoint) -> set[int]:
-    """The steps that the run keeps; a kill may have come while another one was being deleted."""
+def _check_checkpoints(
+    directory: Any,
+    steps: Sequence[int],
+    newest: Checkpoint,
+    chain: Sequence[Line],
+    log: Callable[[str], None],
+    *,
+    arrays: bool,
+) -> list[str]:
+    """Each checkpoint is one that the trajectory names, with the arrays of its digests."""
+    problems, saved = [], {hash_of(line): line for line in chain if line["kind"] == "saved"}
     retention = Retention(newest.run_config().checkpoint)
     for step in steps:
         with contextlib.suppress(ValueError):  # damaged: it is none of the best
             retention.record(step, read(directory, step).metrics)
-    return retention.kept(steps)
-
-
-def _check_checkpoint(
-    checkpoint: Checkpoint, step: int, chain: dict[str, Receipt], *, is_older: bool
-) -> list[str]:
-    """A checkpoint, whose directory is that of `step`, is one that the chain names.
-
-    One that is older than the chain may have no receipt.
-    """
-    receipt = chain.get(checkpoint.receipt.get("hash", ""))
-    if receipt is None and (checkpoint.receipt or not is_older):
-        return [f"the checkpoint of step {step} is not of this run: {FILE} does not lead to it"]
-    said = checkpoint.step, checkpoint.digest, checkpoint.data_position
-    told = said if receipt is None else (receipt["step"], receipt["digest"], receipt["position"])
-    if said != told or step != said[0]:
-        return [f"the checkpoint of step {step} is not the one of its receipt"]
-    return []
+    for step in steps:
+        try:
+            checkpoint = read(directory, step)
+            line = saved.get(checkpoint.journal or "")
+            said = (checkpoint.step, checkpoint.digest, checkpoint.data_position)
+            if line is not None and (line["step"], line["digest"], line["position"]) != said:
+                problems.append(f"the checkpoint of step {step} is not the one of its line")
+            elif step != checkpoint.step:
+                problems.append(f"the checkpoint of step {step} is that of step {said[0]}")
+            elif line is None and (checkpoint.journal or not chain or step > chain[0]["step"]):
+                problems.append(
+                    f"the checkpoint of step {step} is not of this run: {JOURNAL} does not lead "
+                    "to it"
+                )
+            if arrays:
+                log(f"checkpoint {step}: comparing the arrays with their digests")
+                for part in _parts(checkpoint):
+                    load_arrays(checkpoint, unflatten_dict(part))
+        except (ValueError, DamagedError) as error:
+            # A kill may have come while a checkpoint was deleted that the run does not keep.
+            if step in retention.kept(steps):
+                problems.append(f"the checkpoint of step {step} is damaged: {error}")
+            else:
+                log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
+    return problems
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDtypeStruct]]:
@@ -284,9 +295,9 @@ def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDt
 
 
 def _check_metrics(
-    rows: Sequence[dict[str, Any]], chain: Sequence[Receipt], receipts: Sequence[Receipt]
+    rows: Sequence[dict[str, Any]], lines: Sequence[Line], checkpoint: str
 ) -> list[str]:
-    """The metrics are those that the receipts vouch for, each step's loss once and in order."""
+    """The metrics are those that the journal vouches for, each step's loss once and in order."""
     losses = [row["step"] for row in rows if "train/loss" in row]
     problems = [
         f"metrics.jsonl has the training loss of step {step} {count} times"
@@ -295,56 +306,14 @@ def _check_metrics(
     ]
     if losses != sorted(losses):
         problems.append("the training losses in metrics.jsonl are out of order")
-    for first, last in unvouched(rows, chain, receipts):
+    for first, last in unvouched(rows, lines, checkpoint):
         where = f"of step {last}" if first == last else f"between steps {first} and {last}"
         problems.append(f"metrics.jsonl is not what was recorded {where}")
     return problems
 
 
-def _check_sessions(
-    workdir: Any, chain: Sequence[Receipt], receipts: Sequence[Receipt]
-) -> list[str]:
-    """Each session of `sessions.jsonl` has a receipt where it began, and one where it ended if it
-    completed the run; and no receipt is missing or foreign.
-
-    Sessions before the first receipt have none in a run that is older than receipts.
-    """
-    problems, sessions = [], read_sessions(workdir)
-    begun: list[float] = []
-    ended: set[float] = set()
-    for receipt in receipts:
-        if receipt["kind"] == "began":
-            begun.append(receipt["session"])
-        elif receipt["kind"] == "ended":
-            ended |= {*begun[-1:]}
-    oldest = min(begun, default=math.inf) if chain and chain[0]["step"] else 0.0
-    if begun:
-        problems += [
-            f"sessions.jsonl has a session of steps {s.first_step} to {s.last_step} without a "
-            "receipt"
-            for s in sessions
-            if s.start >= oldest and s.start not in begun
-        ]
-    problems += [
-        f"{FILE} lacks the end of the session that began at step {s.first_step}"
-        for s in sessions
-        if s.done and s.start in begun and s.start not in ended
-    ]
-    path = workdir / FILE
-    damaged = path.read_bytes().count(b"\n") - len(receipts) if path.is_file() else 0
-    if damaged:
-        problems.append(f"{FILE} has lines ({damaged}) that cannot be read, or have a wrong hash")
-    above = [None, *(receipt["hash"] for receipt in receipts)]
-    problems += [
-        f"{FILE} is not whole: its line `{receipt['kind']}` of step {receipt['step']} was not "
-        "written after the line above it"
-        for before, receipt in zip(above, receipts, strict=False)
-        if receipt["above"] != before
-    ]
-    return problems
-
-
-def _changes(began: Sequence[Receipt]) -> list[str]:
+def _changes(began: Sequence[Line]) -> list[str]:
+    """What changed from session to session that may change the rounding, by step."""
     changes = []
     for before, after in itertools.pairwise(began):
         earlier, now = before["environment"], after["environment"]
@@ -352,81 +321,119 @@ def _changes(began: Sequence[Receipt]) -> list[str]:
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
-        if before["batch_size"] != after["batch_size"]:
-            found.append(f"global_batch_size {before['batch_size']} -> {after['batch_size']}")
-        found += rounding_changes(_rounding(before), _rounding(after))
+        then, config = (from_dict(line["config"]) for line in (before, after))
+        if then.global_batch_size != config.global_batch_size:
+            found.append(
+                f"global_batch_size {then.global_batch_size} -> {config.global_batch_size}"
+            )
+        found += rounding_changes(
+            rounding_of(then, earlier["platform"]), rounding_of(config, now["platform"])
+        )
         changes += [f"at step {after['step']}: {', '.join(found)}"] if found else []
     return changes
-
-
-def _rounding(began: Receipt) -> dict[str, Any]:
-    """What `rounding_of` said where a session began; older sessions recorded less."""
-    older = {"num_microbatches": began["microbatches"]} if "microbatches" in began else {}
-    return began.get("rounding", older)
 
 
 def _replay(
     directory: Any,
     steps: Sequence[int],
-    chain: Sequence[Receipt],
+    chain: Sequence[Line],
     count: int,
     log: Callable[[str], None],
 ) -> tuple[str | None, str | None]:
     """Compute steps again; what was done, and what came out wrong."""
-    if is_remote(directory):
-        raise ValueError(f"--replay {count} needs the run on a disk; copy {directory} there.")
-    saved = {receipt["step"]: receipt for receipt in chain if receipt["kind"] == "saved"}
-    starts = [step for step in steps if step + count in saved]
-    if not starts:
-        known = sorted({last - first for first in steps for last in saved if last > first})
-        if not known:
-            raise ValueError(
-                f"--replay {count}: no checkpoint that is still there is before a saved one; train "
-                "on, or keep more by checkpoint.keep_last."
-            )
+    saved = {line["step"]: line for line in chain if line["kind"] == "saved"}
+    # The state of step 0 is made anew, if it was made from the seed.
+    is_from_seed = chain[0]["step"] == 0 and chain[0]["init_from"] is None
+    starts = sorted({*steps, *([0] if is_from_seed else [])})
+    ranges = [(first, first + count) for first in reversed(starts) if first + count in saved]
+    if not ranges:
+        known = sorted({last - first for first in starts for last in saved if last > first})
         raise ValueError(
-            f"--replay {count}: no checkpoint that is still there is {count} steps before a saved "
-            f"one; take one of {', '.join(map(str, known))}."
+            f"--replay {count}: nothing that is still there is {count} steps before a saved step; "
+            f"take one of {', '.join(map(str, known))}."
         )
-    tried = (
-        (first, _replay_config(directory, steps, chain, first, first + count))
-        for first in reversed(starts)
-    )
-    first, config = next((found for found in tried if found[1] is not None), (0, None))
-    if config is None:
-        end = min(step for step in steps if step >= starts[-1] + count)
-        began = _began_between(chain, starts[-1] + 1, end)
+    made = [(first, last, _makers(chain, first, last)) for first, last in ranges]
+    first, last, makers = next((found for found in made if len(found[2]) == 1), made[0])
+    if len(makers) > 1:
+        when = " or ".join(str(began["step"]) for began in makers[1:])
         raise ValueError(
-            f"--replay {count}: the config changed on the way, at step "
-            f"{' or '.join(map(str, began))}; take another K."
+            f"--replay {count}: the config changed on the way, at step {when}; take another K."
         )
-    last = first + count
+    config = from_dict(makers[0]["config"])
     _check_own_code(chain, first, saved[last], config)
-    checkpoint = read(directory, first)
-    before, _ = chain_to(checkpoint.receipt, chain) if checkpoint.receipt else ([], None)
-    changed = [name for name, _, _ in differences(checkpoint.run_config(), config)]
     log(f"computing steps {first + 1} to {last} again")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copytree(directory / str(first), folder / "checkpoints" / str(first))
-        # Without the receipts and metrics of before, the run would say that they are lost.
-        write_text(folder / FILE, "".join(json.dumps(receipt) + "\n" for receipt in before))
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copy(directory.parent / "metrics.jsonl", folder)
-        train(config, folder, resume_overrides=changed, quiet=True)
-        digest = read(folder / "checkpoints", last).digest
-    if digest == saved[last]["digest"]:
+    found = _digest_after(directory, makers[0], config, first, last, log)
+    if found == saved[last]["digest"]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
     return None, (
         f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}, end with the digest {digest[:16]}, not "
+        f"{jax.devices()[0].device_kind}, end with the digest {found[:16]}, not "
         f"{saved[last]['digest'][:16]}"
     )
 
 
-def _check_own_code(
-    chain: Sequence[Receipt], first: int, end: Receipt, config: TrainConfig
-) -> None:
+def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
+    """The sessions that made the steps after `first` up to `last`; one whose config makes the steps
+    as the one before did does not count."""
+
+    def of_steps(began: Line) -> TrainConfig:
+        config = from_dict(began["config"])
+        return dataclasses.replace(
+            config,
+            num_steps=last,
+            schedule=fixed_schedule(config),
+            eval=EvalConfig(every=None),
+            checkpoint=CheckpointConfig(every=None),
+            log=LogConfig(),
+        )
+
+    makers: list[Line] = []
+    for began in began_in(chain):
+        if began["step"] <= first:
+            makers = [began]
+        elif began["step"] < last and differences(of_steps(makers[-1]), of_steps(began)):
+            makers.append(began)
+    return makers
+
+
+def _digest_after(
+    directory: Any,
+    began: Line,
+    config: TrainConfig,
+    first: int,
+    last: int,
+    log: Callable[[str], None],
+) -> str:
+    """Restore the state of step `first`, make the steps up to `last`, and digest the state."""
+    mesh = training_mesh(config)
+    if is_same_place(began["environment"], mesh):
+        config = dataclasses.replace(config, num_microbatches=config.microbatches)
+    else:  # what was chosen there need not fit here
+        config = dataclasses.replace(config, num_microbatches=None)
+        if "model.remat" in config.asked:
+            config = with_remat(config, "auto")
+    tokens = open_data(config.data, "train", model=config.model)
+    if tokens.digest() != began["data"]:
+        raise ValueError(f"the data in {config.data} are others than those of the run.")
+    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), log)
+    config = choose_remat(config, mesh, log, types=tokens.types)
+    train_step = make_train_step(config, mesh, tokens.types)
+    position = 0
+    if first:
+        loaded = load(directory, train_step.abstract_state, first)
+        position = loaded.checkpoint.data_position
+        hyperparams = make_hyperparams(config, mesh)
+        state = dataclasses.replace(loaded.state, hyperparams=hyperparams)
+    else:
+        state = init_train_state(config, mesh)
+    batches = TrainBatches(tokens, config, mesh, position=position)
+    with contextlib.closing(batches):
+        for _ in range(first, last):
+            state, _ = train_step(state, next(batches))
+    return combine(digest(state))
+
+
+def _check_own_code(chain: Sequence[Line], first: int, end: Line, config: TrainConfig) -> None:
     """The user's own files that a config names are those that made the steps from `first` on.
 
     Sessions that are older than this record name no files.
@@ -446,48 +453,3 @@ def _check_own_code(
                 f"text of {changed[0]} (SHA-256 {own_code[changed[0]][:16]}) than is there now; "
                 "put that text there, or take another K."
             )
-
-
-def _replay_config(
-    directory: Any, steps: Sequence[int], chain: Sequence[Receipt], first: int, last: int
-) -> TrainConfig | None:
-    """The config that the steps after `first` up to `last` were made with, to make them again.
-
-    A checkpoint holds the config of the session that saved it. None where it changed on the way, or
-    where checkpoints that are gone would have to tell it.
-    """
-    after = min(step for step in steps if step >= last)
-    if not _began_between(chain, first, last):
-        after = first
-    made, other = read(directory, after), read(directory, first)
-    config, before = (_short_config(checkpoint, last) for checkpoint in (made, other))
-    return (
-        config
-        if not _began_between(chain, first + 1, after) or not differences(config, before)
-        else None
-    )
-
-
-def _began_between(chain: Sequence[Receipt], first: int, end: int) -> list[int]:
-    """The steps from `first` on and before `end` at which sessions began."""
-    began = (receipt["step"] for receipt in chain if receipt["kind"] == "began")
-    return sorted({step for step in began if first <= step < end})
-
-
-def _short_config(checkpoint: Checkpoint, last: int) -> TrainConfig:
-    """The config of a checkpoint, to train up to step `last` as it did, and nothing else."""
-    config = checkpoint.run_config()
-    if is_same_place(checkpoint, config, training_mesh(config)):
-        config = dataclasses.replace(config, num_microbatches=config.microbatches)
-    else:  # what was chosen there need not fit here
-        config = dataclasses.replace(config, num_microbatches=None)
-        if "model.remat" in config.asked:
-            config = with_remat(config, "auto")
-    return dataclasses.replace(
-        config,
-        num_steps=last,
-        schedule=fixed_schedule(config),
-        eval=EvalConfig(every=None),
-        checkpoint=CheckpointConfig(every=None),
-        log=LogConfig(every=1),
-    )

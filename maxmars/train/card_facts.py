@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxmars.checkpoint import Checkpoint
+from maxmars.checkpoint.journal import Line, read_journal
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.config import TrainConfig
 from maxmars.distributed.files import (
@@ -21,13 +21,20 @@ from maxmars.distributed.files import (
     read_json_object,
     resolve,
 )
+from maxmars.distributed.workdir import DATA, IMPORTED_FROM
 from maxmars.eval.hellaswag import describe_count
 from maxmars.eval.report import harness_rows
-from maxmars.eval.trained_model import IMPORTED_FROM, Exported
+from maxmars.eval.trained_model import Exported
 from maxmars.train.audit import Audit, audit
-from maxmars.train.metrics import Session, read_metrics, read_sessions
-from maxmars.train.receipts import Receipt, chain_to, read_receipts
-from maxmars.train.resume import read_changes
+from maxmars.train.journal import (
+    Session,
+    began_in,
+    changes_of_config,
+    lines_to,
+    sessions_of,
+    trajectory,
+)
+from maxmars.train.metrics import read_metrics
 
 _PATH = re.compile(
     # Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
@@ -104,55 +111,40 @@ class Facts:
         self.workdir: Workdir = resolve(stored.path).parent.parent
         self.rows: list[dict[str, Any]] = []
         self.sessions: list[Session] = []
-        self.chain: list[Receipt] = []
+        self.chain: list[Line] = []
         if self.config is None:
             return
         rows = read_metrics(self.workdir)
         self.rows = [row for row in rows if 0 <= row["step"] <= stored.step]
-        self.sessions = read_sessions(self.workdir)
-        if stored.receipt:
-            self.chain, _ = chain_to(stored.receipt, read_receipts(self.workdir))
+        lines = read_journal(self.workdir)
+        self.sessions = sessions_of(lines)
+        self.chain = trajectory(lines_to(lines, stored.journal) or ())
 
     @property
-    def began(self) -> list[Receipt]:
-        """The receipts with which the sessions before the checkpoint began."""
-        return [receipt for receipt in self.chain if receipt["kind"] == "began"]
+    def began(self) -> list[Line]:
+        """The lines with which the sessions before the checkpoint began."""
+        return began_in(self.chain)
 
     @cached_property
     def data(self) -> list[dict[str, Any]]:
         """The parts of the data; none where they were not recorded."""
-        found = None
-        with contextlib.suppress(OSError):
-            found = read_json(self.workdir / "data.json")
-        parts = found.get("parts") if isinstance(found, dict) else None
-        kinds = {"name": str, "weight": float | int, "num_tokens": int, "tokenizer": str}
-        kinds |= {"num_documents": int | None, "source": str | None}
-        if isinstance(parts, list) and all(
-            isinstance(part, dict)
-            and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
-            for part in parts
-        ):
-            return parts
-        return []
+        return (read_json(self.workdir / DATA) or {"parts": []})["parts"]
 
     @property
     def changes(self) -> dict[int, str]:
         """The fields of the config that changed on the way, in words, by step."""
-        return read_changes(self.workdir, self.stored.step)
+        return changes_of_config(self.chain)
 
     @property
     def imported_from(self) -> str:
         """The Hugging Face model of an import, in words; empty where that is unknown."""
-        with contextlib.suppress(OSError):
-            found = read_json(self.workdir / IMPORTED_FROM)
-            if isinstance(found, dict) and isinstance(found.get("source"), str):
-                return f" from `{public(found['source'])}`"
-        return ""
+        found = read_json(self.workdir / IMPORTED_FROM)
+        return "" if found is None else f" from `{public(found['source'])}`"
 
     @property
     def tokens(self) -> int:
         """Tokens that the model was trained on, as `summary.json` counts them."""
-        return self.stored.data_position * self.stored.model.max_seq_len
+        return self.stored.tokens
 
     def last(self, key: str) -> tuple[int, float] | None:
         """Step and value of the last line that has a metric."""
@@ -189,13 +181,13 @@ class Facts:
 
     @property
     def is_from_scratch(self) -> bool:
-        """Whether the receipts say that the first weights were drawn at random."""
+        """Whether the journal says that the first weights were drawn at random."""
         return bool(self.began) and self.began[0]["step"] == 0 and not self._start
 
     @property
     def _start(self) -> Any:
         """The `init_from` of the first session; True where that is unknown."""
-        return self.began[0].get("init_from", True) if self.began else True
+        return self.began[0]["init_from"] if self.began else True
 
     @property
     def origin(self) -> str | None:

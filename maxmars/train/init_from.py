@@ -12,8 +12,6 @@ exact MARS the parameters of the step before); step, data and schedule start ane
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +21,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxmars.checkpoint import Checkpoint, find, load, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
+from maxmars.checkpoint.journal import read_journal
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, is_remote, read_json, resolve, write_json
+from maxmars.distributed.files import Workdir, is_remote, resolve
 from maxmars.eval.trained_model import HFTarget, find_target
 from maxmars.model import hub, huggingface
-from maxmars.train.receipts import chain_to, read_receipts
+from maxmars.train.journal import origin
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, abstract_train_state, init_train_state
-
-_LOGGER = logging.getLogger(__name__)
-
-_RECORD = "init_from.json"
-_ORIGIN = {"path": str, "optimizer_state": bool}  # the fields that a start is compared by
 
 # Fields of the model that its weights depend on. The vocabulary's padding is not among them.
 _SAME = (
@@ -90,9 +84,9 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
         raise _no_optimizer_state(source.path)
 
     def recorded() -> str:
-        origin, _ = _read_origin(workdir, None)
-        is_same = origin is not None and origin["path"] == source.path
-        return str(origin["weights"]) if origin and is_same and "weights" in origin else source.path
+        begun = origin(workdir, read_journal(workdir))
+        is_same = begun is not None and begun["path"] == source.path
+        return begun["weights"] if begun is not None and is_same else source.path
 
     begun = processes.text_from_primary(recorded) or source.path
     return dataclasses.replace(source, commit=hub.fetch(begun).source)
@@ -136,19 +130,17 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
         model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)
         parts = {"params": huggingface.load_params(target.directory, model, abstract.params)}
     parts["params"] = _padded(parts["params"], abstract.params, config.model)
-    origin = {
+    start = {
         "path": path,
         "weights": str(weights),
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
     }
-    return Initial(state=init_train_state(config, mesh, parts), origin=origin)
+    return Initial(state=init_train_state(config, mesh, parts), origin=start)
 
 
-def check_origin(workdir: Workdir, source: InitFrom | None, saved: Checkpoint | None) -> None:
+def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:
     """Check that `source` agrees with the start that is recorded in `workdir`.
-
-    `saved` is the newest checkpoint; None where there is none to continue from.
 
     A run that continues need not name its source again, and may not name another. A run that was
     killed before it saved anything starts anew, and must name a source, which may be another one.
@@ -156,63 +148,29 @@ def check_origin(workdir: Workdir, source: InitFrom | None, saved: Checkpoint | 
     Raises:
       ValueError: they do not agree; every process of the run raises.
     """
-    problem, record = None, workdir / _RECORD
-    if processes.is_primary() and (saved is not None) == (source is not None):
-        origin, is_known = _read_origin(workdir, saved)
-        if not is_known and source is not None:
-            _LOGGER.warning("%s is damaged: whether the run started from these is unknown", record)
-        elif not is_known:
+    problem = None
+    if processes.is_primary() and continues == (source is not None):
+        begun = origin(workdir, read_journal(workdir))
+        if source is not None:
+            problem = _other_origin(workdir, source, begun)
+        elif begun is not None:
             problem = (
-                f"{record} is damaged, and the run in {workdir} has saved nothing yet: give the "
-                "same --init-from again, or delete the file to start from random weights."
-            )
-        elif source is not None:
-            problem = _other_origin(workdir, source, origin)
-        elif origin is not None:
-            problem = (
-                f"the run in {workdir} was to start from {origin['path']} and has saved nothing "
-                "yet: give the same --init-from again. To start from random weights, delete "
-                f"{record}, or choose another --workdir."
+                f"the run in {workdir} was to start from {begun['path']} and has saved nothing "
+                "yet: give the same --init-from again, or choose another --workdir."
             )
     if not processes.all_processes(problem is None):
         raise ValueError(problem or "process 0 refuses --init-from; it says why.")
 
 
-def _read_origin(workdir: Workdir, saved: Checkpoint | None) -> tuple[dict[str, Any] | None, bool]:
-    """What a run started from, None for random weights, and whether that is known.
-
-    Where the record is damaged or missing, the receipts of the newest checkpoint may tell.
-    """
-    record = workdir / _RECORD
-    found = read_json(record)
-    if isinstance(found, dict) and all(isinstance(found.get(n), k) for n, k in _ORIGIN.items()):
-        return found, True
-    if saved is not None and saved.receipt:
-        chain, missing = chain_to(saved.receipt, read_receipts(workdir))
-        if missing is None and "init_from" in chain[0]:
-            return chain[0]["init_from"], True
-    return None, not os.path.lexists(record)
-
-
-def rebuild_origin(workdir: Workdir, saved: Checkpoint) -> None:
-    """Write `init_from.json` of a run that continues anew, where it is damaged and the receipts
-    tell it; only the primary process does."""
-    record = workdir / _RECORD
-    origin, _ = _read_origin(workdir, saved)
-    if origin is not None and origin != read_json(record):
-        write_json(record, origin)
-        _LOGGER.warning("%s was damaged or missing; it is written anew from the receipts", record)
-
-
-def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | None) -> str | None:
+def _other_origin(workdir: Workdir, source: InitFrom, begun: dict[str, Any] | None) -> str | None:
     """Why a run may not continue with this source: it started from another one."""
-    if origin is None:
+    if begun is None:
         start = f"random weights, not from {source.path}"
-    elif _place(source) not in (origin["path"], origin.get("weights")):
-        start = f"{origin['path']}, not from {source.path}"
-    elif origin["optimizer_state"] != source.optimizer_state:
-        preposition = "with" if origin["optimizer_state"] else "without"
-        start = f"{origin['path']} {preposition} its optimizer state"
+    elif _place(source) not in (begun["path"], begun["weights"]):
+        start = f"{begun['path']}, not from {source.path}"
+    elif begun["optimizer_state"] != source.optimizer_state:
+        preposition = "with" if begun["optimizer_state"] else "without"
+        start = f"{begun['path']} {preposition} its optimizer state"
     else:
         return None
     return (
@@ -224,12 +182,6 @@ def _other_origin(workdir: Workdir, source: InitFrom, origin: dict[str, Any] | N
 def _place(source: InitFrom) -> str:
     """The absolute path of a source, or its name on the hub."""
     return source.path if hub.is_on_hub(source.path) else str(resolve(source.path))
-
-
-def record_origin(workdir: Workdir, initial: Initial) -> None:
-    """Write `init_from.json` into the directory of a new run; only the primary process does."""
-    if processes.is_primary():
-        write_json(workdir / _RECORD, initial.origin)
 
 
 def _no_optimizer_state(path: Any) -> ValueError:

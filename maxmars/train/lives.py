@@ -40,9 +40,7 @@ from maxmars.distributed.files import (
     reporting,
     write_json,
 )
-
-FILE = "lives.json"
-FAILED = "failed.json"
+from maxmars.distributed.workdir import CHECKPOINTS, FAILED, LIVES, LOGS
 
 _SLURM_JOB = "SLURM_JOB_ID"
 _MOST_CRASHES = 3
@@ -104,11 +102,11 @@ class Life(contextlib.AbstractContextManager["Life"]):
           ValueError: too many lives in a row came to nothing, or the run was stopped too often.
           OSError, ImportError: the working directory cannot be read.
         """
-        if self._record is not None or is_owned(self._workdir / "checkpoints", _PATIENCE_S):
+        if self._record is not None or is_owned(self._workdir / CHECKPOINTS, _PATIENCE_S):
             return
         self._job = os.environ.get(_SLURM_JOB) or uuid.uuid4().hex
-        newest = max(list_steps(self._workdir / "checkpoints"), default=0)
-        record = _read(self._workdir / FILE)
+        newest = max(list_steps(self._workdir / CHECKPOINTS), default=0)
+        record = _read(self._workdir / LIVES)
         if newest > record["step"]:
             record["lives"] = []
         if newest >= record["step"] + _FEWEST_STEPS:
@@ -192,7 +190,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         self._record = None
         error = ValueError(
             f"{self._workdir}: {reason}, so this start ends as well. Look at what the last ones "
-            f"printed, and in {self._workdir / 'logs'}; the same command, given again, tries anew."
+            f"printed, and in {self._workdir / LOGS}; the same command, given again, tries anew."
         )
         self._leave_error(error)  # the other processes may never meet this one
         raise error
@@ -229,7 +227,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
             if record["lives"] or record["stops"]:
                 self._write(record)
             else:
-                self._remove(FILE)
+                self._remove(LIVES)
             for _ in range(3 if self._made else 0):
                 # This life made the directory, and nothing is to be left of a run that was refused.
                 # Another process that fails as well may write its error meanwhile.
@@ -259,7 +257,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
     def own_error(self) -> str | None:
         """The error of its own that a process of this life left, if one did."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             told = read_json(self._workdir / FAILED)
             if self._job is not None and isinstance(told, dict) and told.get("job") == self._job:
                 return f"{told['host']} says: {told['error']}"
@@ -272,7 +270,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
     def _write(self, record: _Record) -> None:
         with contextlib.suppress(OSError):  # bookkeeping never stops a run
             make_directory(self._workdir)
-            write_json(self._workdir / FILE, record)
+            write_json(self._workdir / LIVES, record)
 
 
 def _read(path: Workdir) -> _Record:

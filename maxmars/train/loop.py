@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from maxmars.config import TrainConfig
 from maxmars.distributed import processes
 from maxmars.distributed.exits import Starting
 from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequestedError, StopRequests
 from maxmars.distributed.files import Workdir, resolve
+from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
-from maxmars.train.metrics import Goodput, read_metrics
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
 from maxmars.train.summary import write_summary
-from maxmars.train.tracer import StepTracer, TraceTables, check_profile
-from maxmars.train.watchdog import Watchdog
+from maxmars.train.tracer import StepTracer, TraceTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +55,22 @@ def train(
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
 
-    Writes `config.json`, `environment.json`, `tokenizer/`, `metrics.jsonl`, `sessions.jsonl`,
-    `receipts.jsonl`, `summary.json`, `checkpoints/` and `logs/` into `workdir`. Every process of a
+    `distributed/workdir.py` names the files that it writes into `workdir`. Every process of a
     distributed run calls this.
 
     Args:
       config: what to train.
       workdir: directory of the run, on a disk or `gs://`.
-      init_from: weights that a new run starts from, recorded in `init_from.json`; None draws them
+      init_from: weights that a new run starts from, which the journal records; None draws them
         at random. A run that continues takes None, or what it started from.
       resume_overrides: dotted names of fields that change on purpose when the run continues (see
-        `resume`); `config_changes.jsonl` records the changes.
+        `resume`); the journal records the changes.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
       trace_tables: makes tables of what took the time in these steps.
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
-      command: the command line, which `sessions.jsonl` records.
+      command: the command line, which the journal records.
       memory_bytes: memory of a device that a step may count on, for what the run chooses by it;
         None asks the device.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
@@ -87,28 +83,27 @@ def train(
       FileNotFoundError: there is no data, or nothing to start from.
       OSError, ImportError: `workdir` cannot be written to; see `files.require_access`.
     """
-    started, goodput = time.monotonic(), Goodput(command=command)
     workdir = resolve(workdir)
-    if profile is not None:  # before anything is written
-        check_profile(profile, workdir, 0, config.num_steps)
+    tracer = StepTracer(profile, workdir, trace_tables)
+    tracer.check(0, config.num_steps)  # before anything is written
+    life = life or Life(workdir)
+    clock = Clock(config.hang_timeout_s, life.own_error)
     with contextlib.ExitStack() as stack:
-        life = life or Life(workdir)
         peers = stack.enter_context(ExitIfPeerIsLost(life.lost))
-        watchdog = stack.enter_context(Watchdog(config.hang_timeout_s, life.own_error))
+        stack.enter_context(clock)
         run = open_run(
             config,
             workdir,
             init_from=init_from,
             resume_overrides=resume_overrides,
-            watchdog=watchdog,
-            goodput=goodput,
+            clock=clock,
+            command=command,
             stack=stack,
             memory_bytes=memory_bytes,
             quiet=quiet,
         )
         stack.push(peers)  # before the files are closed, which may wait for peers
-        config, num_steps = run.config, run.config.num_steps
-
+        num_steps, first_step = run.config.num_steps, run.step
         missing = _missing_evaluations(run)  # a stop or a kill may have come before them
         if run.step >= num_steps and not missing:
             run.progress.message(
@@ -116,83 +111,72 @@ def train(
                 "start anew with another --workdir."
             )
             return _result(run, done=True)
-        run.receipts.begin(read_metrics(workdir) if processes.is_primary() else ())
-        goodput.record(workdir, run.step, run.checkpointer.check_owner)
-        stack.enter_context(goodput)
-        tracer = None
-        if profile is not None:
-            check_profile(profile, workdir, run.step, num_steps)
-            tracer = StepTracer(*profile, Path(workdir), trace_tables)
-            stack.callback(tracer.close)
-        stops = stack.enter_context(StopRequests(before_leaving=life.leave))
-        if starting is not None:
-            starting.done()
-        run.verification.start(on_damage=stops.request)
-        before_evaluations = time.monotonic()
+        tracer.check(run.step, num_steps)
+        stops = _begin(run, stack, life, starting)
+        stack.callback(tracer.close)
+        reporter = StepReporter(run)
         steps = range(run.step + 1, num_steps + 1)
         if steps and _evaluate(run, missing, stops) is None:
             steps = range(0)  # it was to stop meanwhile
-        reporter = StepReporter(run, started + time.monotonic() - before_evaluations)
-        goodput.begin("compile")
-        save_due, first_step = False, run.step
 
         for step in steps:
-            # Data.
-            watchdog.begin(f"reading the tokens of step {step}", "tokens")
-            if tracer is not None:
-                tracer.begin(step, run.state)
-            with reporter.waiting():
+            with clock("data_wait", f"reading the tokens of step {step}", kind="tokens"):
                 batch = next(run.batches)
 
-            # Step. It is dispatched, and the metrics of the step before are fetched and reported
-            # while it runs.
-            watchdog.begin(f"step {step}", "step")
-            run.state, metrics = run.train_step(run.state, batch)
-            run.step = step
-            reporter.add(step, metrics)
-            if tracer is not None and step == tracer.last:
-                watchdog.rest()
-                with reporter.paused(), goodput.during("other"):
+            # The step is dispatched, and the metrics of the step before are fetched and reported
+            # while it runs. What comes after it all processes ask each other, as part of it.
+            with clock("steps", f"step {step}", kind="step"):
+                tracer.before(step, run.state)
+                run.state, metrics = run.train_step(run.state, batch)
+                run.step = step
+                reporter.add(step, metrics)
+                stop = step == num_steps or stops.due()
+                due = [] if stop else _evaluations_at(run, step)
+                save_due = not stop and run.checkpointer.is_due(step)
+                if stop or due or save_due:
+                    reporter.flush()  # a complete checkpoint implies the metrics of its steps
+            if step == tracer.last:
+                with clock("other"):
                     run.progress.message(tracer.end(metrics, run.train_step.text))
 
-            # Stop: before an evaluation, as there may be little time left to save. The same command
-            # makes the evaluation.
-            if step == num_steps or stops.due():
+            # Stop before an evaluation, as there may be little time left to save; the same command
+            # makes the evaluation. Evaluate before a save, so that the checkpoint carries the
+            # validation loss. While steps are skipped nothing is saved: each save may delete an
+            # older, better checkpoint.
+            if stop:
                 break
-
-            # Evaluate, then save, so that the checkpoint carries the validation loss. While steps
-            # are skipped nothing is saved: each save may delete an older, better checkpoint.
-            due = _evaluations_at(run, step)
-            every = config.checkpoint.every
-            save_due |= run.checkpointer.is_due(step) or (every is not None and step % every == 0)
-            if due or save_due:
-                reporter.flush()  # a complete checkpoint implies the metrics of its steps
-                watchdog.rest()
-                with reporter.paused():
-                    evaluated = _evaluate(run, due, stops)
-                    if evaluated is None:  # stopped within it
-                        break
-                    if save_due and not reporter.is_skipping:
-                        _save(run, evaluated)
-                        save_due = False
+            evaluated = _evaluate(run, due, stops)
+            if evaluated is None:  # stopped within it
+                break
+            if save_due and not reporter.is_skipping:
+                _save(run, evaluated)
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
         # saved of a run whose data turned out to be damaged.
-        reporter.flush()
         run.verification.check(patience_s=5.0 if run.step >= num_steps else 0.0)
-        watchdog.rest()
-        goodput.begin("other")
         if run.step > first_step:  # else it went on from a checkpoint of this step
             _save(run, {}, wait=True)
         done = run.step >= num_steps
         if done:
             done = _evaluate(run, _missing_evaluations(run), stops) is not None
-        run.writer.sync()  # the summary and the result read the metrics
-        run.receipts.end()
-        goodput.reached(run.step, done=done)
+        run.writer.sync()  # the summary reads the metrics
+        told = run.journal.ended(run.step, done=done)
         run.progress.close()
-        run.progress.message(write_summary(run, done=done))
+        run.progress.message(write_summary(run, done=done, journal=told))
         return _result(run, done=done)
+
+
+def _begin(
+    run: Run, stack: contextlib.ExitStack, life: Life, starting: Starting | None
+) -> StopRequests:
+    """Record that a session begins; from here on the run can be asked to stop."""
+    run.journal.begin(run.writer.kept)
+    run.writer.kept.clear()
+    stops = stack.enter_context(StopRequests(before_leaving=life.leave))
+    if starting is not None:
+        starting.done()
+    run.verification.start(on_damage=stops.request)
+    return stops
 
 
 def _evaluations_at(run: Run, step: int) -> list[Evaluation]:
@@ -202,12 +186,12 @@ def _evaluations_at(run: Run, step: int) -> list[Evaluation]:
 def _missing_evaluations(run: Run) -> list[Evaluation]:
     """The evaluations of the step where the run stands that its metrics do not have."""
     primary = processes.is_primary()  # only this process has the metrics
-    rows = read_metrics(run.workdir) if primary else []
-    made = {key for row in rows if row["step"] == run.step for key in row}
     return [
         evaluation
         for evaluation in _evaluations_at(run, run.step)
-        if not processes.all_processes(not primary or evaluation.metric in made)
+        if not processes.all_processes(
+            not primary or run.writer.last.get(evaluation.metric, (None, 0))[0] == run.step
+        )
     ]
 
 
@@ -218,7 +202,7 @@ def _evaluate(
     was to stop meanwhile."""
     found: dict[str, float] = {}
     for evaluation in evaluations:
-        with run.watchdog.watching(evaluation.name), run.goodput.during("evaluation"):
+        with run.clock("evaluation", evaluation.name):
             try:
                 metrics, text = evaluation.measure(run.state.params, stops.check)
             except StopRequestedError:
@@ -231,16 +215,15 @@ def _evaluate(
 
 def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
     """Save the step where the run stands, with the validation loss if `evaluated` has it."""
-    watching = run.watchdog.watching(f"writing the checkpoint of step {run.step}")
-    with watching, run.goodput.during("checkpoint"):
-        run.goodput.reached(run.step, write=True)
+    with run.clock("checkpoint", f"writing the checkpoint of step {run.step}"):
         run.writer.sync()  # a resume from this checkpoint finds the metrics of its steps
         blocked_s = run.checkpointer.save(
             run.step,
             run.state,
             data_position=run.batches.position,
             metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
-            receipt=run.receipts.save,
+            tokens=run.tokens(run.step),
+            journal=run.journal.saved,
             wait=wait,
         )
     if blocked_s is not None:
@@ -248,9 +231,7 @@ def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
 
 
 def _result(run: Run, *, done: bool) -> TrainResult:
-    losses: dict[str, float] = {}
-    for row in read_metrics(run.workdir) if processes.is_primary() else []:
-        losses |= {key: float(row[key]) for key in ("train/loss", "eval/loss") if key in row}
+    losses = {key: float(value) for key, (_, value) in run.writer.last.items() if "loss" in key}
     return TrainResult(
         done=done,
         step=run.step,

@@ -1,29 +1,15 @@
-"""What a run records: `metrics.jsonl`, and in `sessions.jsonl` where its time went.
-
-`README.md` beside this file lists the keys.
-
-Each start of the process is a session. Its times are written now and then; at most a minute before
-a kill is lost and counts as restart.
-"""
+"""What a run records of its steps: `metrics.jsonl`. `README.md` beside this file lists the keys."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxmars.distributed import processes
-from maxmars.distributed.files import (
-    LineFile,
-    Workdir,
-    json_number,
-    read_json_lines,
-    write_text,
-)
+from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines, write_text
+from maxmars.distributed.workdir import METRICS
 from maxmars.train.trackers import Trackers
 
 
@@ -54,12 +40,17 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._tokens, self._on_write = tokens, on_write
         self._lines: LineFile | None = None
         self._trackers = trackers or Trackers({}, lambda text: None)
+        self.kept: list[dict[str, Any]] = []
+        """The lines that were there, in the primary process."""
+        self.last: dict[str, tuple[int, Any]] = {}
+        """Step and value of the newest line with each key, in the primary process."""
         if processes.is_primary():
-            path = workdir / "metrics.jsonl"
-            found = read_metrics(workdir, repair=True) if resume_step else []
-            kept = [line for line in found if line["step"] <= resume_step]
+            path = workdir / METRICS
+            found = read_metrics(workdir) if resume_step else []
+            self.kept = [line for line in found if line["step"] <= resume_step]
             if path.exists():
-                write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+                write_text(path, "".join(json.dumps(line) + "\n" for line in self.kept))
+            self.last = {key: (line["step"], line[key]) for line in self.kept for key in line}
             self._lines = LineFile(path, may_write)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -69,6 +60,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
+            self.last |= {key: (step, value) for key, value in line.items()}
         self._on_write(step, metrics)
         self._trackers.write(step, metrics)
 
@@ -88,220 +80,9 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
 
-def read_metrics(workdir: Workdir, *, repair: bool = False) -> list[dict[str, Any]]:
-    """The lines of `<workdir>/metrics.jsonl` but for damaged ones; none if there is no such file.
+def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+    """The lines of `<workdir>/metrics.jsonl`; none if there is no such file.
 
     Each has the integer `step`; the other values are numbers, or "NaN", "Infinity", "-Infinity".
-    For `repair` see `files.read_json_lines`.
     """
-
-    def is_number(value: Any) -> bool:
-        is_finite = type(value) in (int, float) and abs(value) < math.inf
-        return is_finite or value in ("NaN", "Infinity", "-Infinity")
-
-    def is_sound(line: dict[str, Any]) -> bool:
-        whole = (line.get("step"), line.get("tokens", 0))
-        return all(type(n) is int for n in whole) and all(map(is_number, line.values()))
-
-    return read_json_lines(workdir / "metrics.jsonl", is_sound, repair=repair)
-
-
-_LONGEST_S = 1e11  # the times in a damaged line may be absurd
-
-ACTIVITIES = {
-    "steps": "steps that count",
-    "repeated": "steps lost to a stop, made again",
-    "data_wait": "waiting for data",
-    "compile": "first steps, which compile",
-    "start": "opening the run",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoints",
-    "restart": "between the sessions",
-    "other": "other",
-}
-"""What a run's time is spent on, and how a table calls it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """One start of the process, as far as it was recorded."""
-
-    start: float
-    """When it began, seconds since 1970."""
-    end: float
-    """When this was recorded."""
-    first_step: int
-    """Step that it went on from."""
-    last_step: int
-    """Step that it had reached."""
-    seconds: Mapping[str, float]
-    """Of each activity."""
-    done: bool
-    """Whether the run was complete: what comes later is no restart."""
-    command: str | None = None
-    """The command line that started it; None if there was none, as in Python."""
-
-
-def run_seconds(sessions: list[Session]) -> dict[str, float]:
-    """Seconds of each of `ACTIVITIES` over all sessions of a run, the last of which is the newest.
-
-    Steps that a later session made again count as `repeated`, at their session's mean time.
-    """
-    total = dict.fromkeys(ACTIVITIES, 0.0)
-    reached = math.inf  # what later sessions went on from
-    after = None
-    for session in reversed(sessions):
-        for name, seconds in session.seconds.items():
-            total[name] += seconds
-        made = session.last_step - session.first_step
-        lost = min(max(session.last_step - reached, 0), made)
-        if lost:
-            wasted = session.seconds["steps"] * lost / made
-            total["steps"] -= wasted
-            total["repeated"] += wasted
-        reached = min(reached, session.first_step)
-        if after is not None and not session.done:
-            total["restart"] += max(0.0, after.start - session.end)
-        after = session
-    return total
-
-
-def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each activity's share of the time."""
-    total = sum(seconds.values()) or 1.0
-    return {name: spent / total for name, spent in seconds.items()}
-
-
-class Goodput(contextlib.AbstractContextManager["Goodput"]):
-    """What this process spends its time on; always exactly one activity, at first `start`.
-
-    It keeps books in every process, and a file in the primary one once `record` was called.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-        *,
-        command: str | None = None,
-    ) -> None:
-        self._clock = clock
-        self._start, self._began = now(), clock()
-        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
-        self._activity, self._since = "start", clock()
-        self._earlier: list[Session] = []
-        self._first_step = self._last_step = 0
-        self._done = False
-        self._command = command
-        self._lines: LineFile | None = None
-        self._written = clock()
-
-    def record(
-        self, workdir: Workdir, step: int, may_write: Callable[[], None] = lambda: None
-    ) -> None:
-        """Read what earlier sessions left, and from now on write to `<workdir>/sessions.jsonl`.
-
-        This session goes on from `step`. A run that begins anew, at step 0, keeps the earlier
-        sessions: their steps were for nothing. For `may_write` see `files.LineFile`.
-        """
-        self._first_step = self._last_step = step
-        if not processes.is_primary():
-            return
-        path = workdir / "sessions.jsonl"
-        self._earlier = read_sessions(workdir, repair=True)
-        if path.exists():  # only the last line of each is of use
-            write_text(path, "".join(_line(session) + "\n" for session in self._earlier))
-        self._lines = LineFile(path, may_write)
-        self._write()
-
-    @property
-    def start(self) -> float:
-        """When this session began, seconds since 1970."""
-        return self._start
-
-    def begin(self, activity: str) -> None:
-        """What was done before is over, and this begins."""
-        now = self._clock()
-        self._seconds[self._activity] += now - self._since
-        self._activity, self._since = activity, now
-
-    @contextlib.contextmanager
-    def during(self, activity: str) -> Iterator[None]:
-        """Time spent here is this activity's; afterwards the one of before goes on."""
-        before = self._activity
-        self.begin(activity)
-        yield
-        self.begin(before)
-
-    def waited(self, seconds: float) -> None:
-        """So many seconds of the steps were spent waiting for data."""
-        self._seconds["steps"] -= seconds
-        self._seconds["data_wait"] += seconds
-
-    def reached(self, step: int, *, done: bool = False, write: bool = False) -> None:
-        """The run has come to this step, and perhaps to its end; written now and then."""
-        self._last_step, self._done = step, done
-        now = self._clock()
-        every_s = min(max(0.01 * (now - self._began), 5.0), 60.0)
-        if write or now - self._written > every_s:
-            self._write()
-
-    def share(self) -> float:
-        """Share of the run's time so far that went into steps that count."""
-        return shares(run_seconds(self.sessions()))["steps"]
-
-    def sessions(self) -> list[Session]:
-        """All of the run, this one as it stands."""
-        self.begin(self._activity)
-        now = Session(
-            start=self._start,
-            end=self._start + sum(self._seconds.values()),
-            first_step=self._first_step,
-            last_step=self._last_step,
-            seconds=dict(self._seconds),
-            done=self._done,
-            command=self._command,
-        )
-        return [*self._earlier, now]
-
-    def __exit__(self, *_: object) -> None:
-        if self._lines is not None:
-            self._write()
-            self._lines.close()
-
-    def _write(self) -> None:
-        self._written = self._clock()
-        if self._lines is not None:
-            self._lines.write(_line(self.sessions()[-1]))
-
-
-def read_sessions(workdir: Workdir, *, repair: bool = False) -> list[Session]:
-    """The sessions in `<workdir>/sessions.jsonl`, oldest first, but for damaged lines.
-
-    For `repair` see `files.read_json_lines`.
-    """
-
-    def is_time(value: Any) -> bool:
-        return type(value) in (int, float) and abs(value) < _LONGEST_S
-
-    def is_sound(line: dict[str, Any]) -> bool:
-        seconds = line.get("seconds")
-        return (
-            isinstance(seconds, dict)
-            and seconds.keys() == ACTIVITIES.keys()
-            and all(map(is_time, [line.get("start"), line.get("end"), *seconds.values()]))
-            and all(type(line.get(name)) is int for name in ("first_step", "last_step"))
-            and isinstance(line.get("done"), bool)
-            and isinstance(line.get("command"), str | None)
-        )
-
-    sessions = {}
-    for line in read_json_lines(workdir / "sessions.jsonl", is_sound, repair=repair):
-        session = Session(**{n: line[n] for n in Session.__dataclass_fields__ if n in line})
-        sessions[session.start] = session  # the last line of a session has all before it
-    return list(sessions.values())
-
-
-def _line(session: Session) -> str:
-    seconds = {name: round(spent, 3) for name, spent in session.seconds.items()}
-    return json.dumps(vars(session) | {"seconds": seconds})
+    return read_json_lines(workdir / METRICS, "step")

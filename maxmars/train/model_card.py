@@ -37,7 +37,7 @@ from maxmars.train.card_facts import (
     public,
     reported,
 )
-from maxmars.train.metrics import run_seconds, shares
+from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import describe_parameters, summarize_rules
 
 CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
@@ -320,7 +320,7 @@ def _training(facts: Facts) -> list[str]:
     rows["settings"] = ", ".join(f"{k}={v}" for k, v in settings.items())
     rows["gradient clip (norm)"] = config.gradient_clip_norm
     rows |= {f"changed at step {step:,}": told for step, told in facts.changes.items()}
-    rows["first weights"] = facts.origin or "unknown: receipts.jsonl does not say"
+    rows["first weights"] = facts.origin or "unknown: the journal does not say"
     rows["computed in"] = getattr(config.model, "compute_dtype", None)
     rows["seed"] = config.seed
     if (skipped := facts.last("train/skipped")) is not None and skipped[1]:
@@ -406,7 +406,7 @@ def _percent(share: float) -> str:
 
 
 def _hardware(facts: Facts) -> list[str]:
-    environments = [(receipt["step"], receipt["environment"]) for receipt in facts.began]
+    environments = [(began["step"], began["environment"]) for began in facts.began]
     environments = environments or [(None, facts.stored.environment)]
     lines = ["## Hardware and versions", ""]
     before = None
@@ -422,7 +422,7 @@ def _hardware(facts: Facts) -> list[str]:
         rates = [float(r[key]) for r in facts.rows if (key := "perf/tokens_per_sec") in r]
         lines.append(text + (f"; {short(np.median(rates))} tokens/s (median)" if rates else ""))
     elif facts.config is not None:
-        lines.append("- time unknown: the run's `sessions.jsonl` is missing or damaged")
+        lines.append("- time unknown: the run has no `journal.jsonl`")
     versions = {
         name: version
         for name in ("maxmars", "git_commit", "code", "python", "jax", "jaxlib", "flax", "optax")
@@ -458,15 +458,16 @@ def _receipts(facts: Facts) -> list[str]:
     lines += [
         "",
         f"`maxmars audit`: **{audited.verdict}**, steps {audited.first_step:,} to "
-        f"{audited.last_step:,} (sessions: {audited.sessions}, receipts: {audited.receipts}). "
-        "Receipts, metrics, sessions and what the checkpoints say of themselves were compared; no "
+        f"{audited.last_step:,} (sessions: {audited.sessions}, lines of its journal: "
+        f"{audited.lines}). "
+        "Journal, metrics and what the checkpoints say of themselves were compared; no "
         "step was computed again (`maxmars audit RUN --replay K` does that).",
         "",
     ]
     details = [f"- broken: {public(problem)}" for problem in audited.problems]
     details += [f"- changed {public(change)}" for change in audited.changes]
     if audited.first_step:
-        details.append(f"- no receipts of the steps before {audited.first_step:,}")
+        details.append(f"- steps before {audited.first_step:,}: the records of an older maxmars")
     return [*lines, *details, ""] if details else lines
 
 

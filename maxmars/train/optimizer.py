@@ -36,7 +36,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function, telling_refusals
+from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, like_params
 from maxmars.model.gpt2 import LAYERS
 from maxmars.model.language_model import (
@@ -357,8 +357,7 @@ def _own_optimizer(
             f"{', '.join(arguments)} ({error}); it is make(learning_rate, *, matrix_specs, mesh, "
             "**options) with the keys of optimizer.options."
         ) from None
-    with telling_refusals(optimizer.make):
-        tx = make(learning_rate, **arguments)
+    tx = make(learning_rate, **arguments)
     if not isinstance(tx, optax.GradientTransformation):
         raise ValueError(
             f"optimizer.make={optimizer.make!r} returned a {type(tx).__name__}; it must return an "

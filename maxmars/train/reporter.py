@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,10 +16,12 @@ import numpy as np
 
 from maxmars.config.chips import peak_flops
 from maxmars.config.numbers import short
-from maxmars.data.tokenizer import Tokenizer, load_saved_tokenizer
+from maxmars.data.tokenizer import Tokenizer, load
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
+from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
 from maxmars.model.language_model import flops_per_token
+from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
 
@@ -48,19 +48,16 @@ class DivergedError(ValueError):
 class StepReporter:
     """Takes the metrics of each step, and writes those that are due to the run's files."""
 
-    def __init__(self, run: Run, started: float) -> None:
-        """`started`: when the run was started (monotonic), less the time of evaluations since."""
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._started = started
         self._pending: tuple[int, Any] | None = None
         self._flops = flops_per_token(run.config.model)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * run.mesh.size
         self.is_skipping = False
         """Whether the update of the last step reported was not applied."""
-        self._since: float | None = None  # when the first step, which compiles, had ended
+        self._before: dict[str, float] | None = None  # seconds at the last line, by activity
         self._steps = -1
-        self._paused = self._waited = 0.0
         self._clipped: list[Any] = []  # of each step since the last line, still on the device
         self._rate_scales = learning_rate_scales(run.config.optimizer, run.config.model)
 
@@ -68,27 +65,12 @@ class StepReporter:
         """Report the step before and keep this one."""
         self.flush()
         self._pending = (step, metrics)
-        if self._since is None:
+        if self._before is None:
             jax.block_until_ready(metrics)
-            self._since, self._waited = time.monotonic(), 0.0
-            self._run.goodput.begin("steps")
-            seconds = self._since - self._started
+            self._before = self._run.clock.seconds
+            seconds = sum(self._before.values()) - self._before.get("evaluation", 0.0)
             self._run.writer.write(step, {"perf/time_to_first_step": seconds})
             self._run.progress.message(f"first step after {seconds:.1f} s")
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time spent here is waiting for data."""
-        started = time.monotonic()
-        yield
-        self._waited += time.monotonic() - started
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent here does not count as steps."""
-        started = time.monotonic()
-        yield
-        self._paused += time.monotonic() - started
 
     def flush(self) -> None:
         """Report the step that is kept, if there is one."""
@@ -110,8 +92,7 @@ class StepReporter:
         if consecutive_skips:
             reason = "a spike of the loss" if finite.item() else "not finite"
             self._skipped(step, values, consecutive_skips, reason)
-        values |= self._rates()
-        run.goodput.reached(step)
+        values |= self._rates(step)
         run.writer.write(step, values)
         line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"
         if "perf/tokens_per_sec" in values:
@@ -135,22 +116,25 @@ class StepReporter:
             self._clipped.clear()
         return values if norms is None else values | named_norms(norms)
 
-    def _rates(self) -> dict[str, float]:
-        if self._since is None or self._steps < 1:
+    def _rates(self, step: int) -> dict[str, float]:
+        """Of the steps since the last line, and their waits for data: nothing else counts."""
+        if self._before is None or self._steps < 1:
             return {}
-        now = time.monotonic()
-        seconds = (now - self._since - self._paused) / self._steps
-        tokens_per_sec = self._run.config.tokens_per_step / seconds
-        self._run.goodput.waited(self._waited)
+        now = self._run.clock.seconds
+        waited, stepped = (
+            (now.get(name, 0.0) - self._before.get(name, 0.0)) / self._steps
+            for name in ("data_wait", "steps")
+        )
+        tokens_per_sec = self._run.config.tokens_per_step / (stepped + waited)
         rates = {
             "perf/tokens_per_sec": tokens_per_sec,
-            "perf/step_time": seconds,
-            "perf/data_wait": self._waited / self._steps,
-            "perf/goodput": self._run.goodput.share(),
+            "perf/step_time": stepped + waited,
+            "perf/data_wait": waited,
+            "perf/goodput": shares(run_seconds(self._run.journal.sessions(step)))["steps"],
         }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
-        self._since, self._steps, self._paused, self._waited = now, 0, 0.0, 0.0
+        self._before, self._steps = now, 0
         return rates
 
     def _skipped(
@@ -163,7 +147,7 @@ class StepReporter:
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        path = run.workdir / "skipped_steps" / f"{step}.json"
+        path = run.workdir / SKIPPED_STEPS / f"{step}.json"
         where = f"its examples are in {path}"
         if processes.is_primary():
             try:
@@ -224,7 +208,7 @@ class StepReporter:
     @functools.cached_property  # also where there is none: the attempt may take a while
     def _tokenizer(self) -> Tokenizer | None:
         try:
-            return load_saved_tokenizer(self._run.workdir / "tokenizer")
+            return load(self._run.workdir / TOKENIZER)
         except (ValueError, ImportError, OSError):
             return None
 

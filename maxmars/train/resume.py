@@ -12,9 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,17 +32,15 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.config.user_code import split_source
-from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, append_line, read_json_lines
-from maxmars.eval.trained_model import MODEL_SOURCE, kept_sha256
+from maxmars.distributed.files import Workdir
+from maxmars.distributed.workdir import MODEL_SOURCE, OPTIMIZER_SOURCE
+from maxmars.eval.trained_model import kept_sha256
 from maxmars.model.attention import choose_attention
 from maxmars.train.auto import with_compute_dtype
-from maxmars.train.bookkeeping import OPTIMIZER_SOURCE
 from maxmars.train.step import abstract_train_state
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _SOURCES = {"model.make": MODEL_SOURCE, "optimizer.make": OPTIMIZER_SOURCE}
-_CHANGES = "config_changes.jsonl"
 _MAY_CHANGE = (
     "name",
     "num_steps",
@@ -142,12 +138,11 @@ def continued_config(
     return config
 
 
-def is_same_place(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> bool:
-    """Whether a run continues with its batch on the kind of devices and the mesh of before, so that
-    it keeps what it chose there."""
+def is_same_place(environment: Mapping[str, Any], mesh: Mesh) -> bool:
+    """Whether this is the mesh of before, on the same kind of devices, so that a run keeps what it
+    chose there."""
     now = {"mesh": dict(mesh.shape), "device_kinds": device_kinds(mesh)}
-    same_devices = all(saved.environment.get(name) == value for name, value in now.items())
-    return same_devices and saved.run_config().global_batch_size == config.global_batch_size
+    return all(environment.get(name) == value for name, value in now.items())
 
 
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
@@ -316,37 +311,3 @@ def check_data(saved: Checkpoint, digest: str, log: Callable[[str], None]) -> No
             f"the data here is {here}. Continue with the data of before, or start a new run on "
             f"these from its weights with --init-from {workdir} and another --workdir."
         )
-
-
-def record_changes(workdir: Workdir, step: int, stored: TrainConfig, config: TrainConfig) -> None:
-    """Append the fields that changed at `step` to `<workdir>/config_changes.jsonl`, if any did.
-
-    The line holds `step`, `time`, and `changed`: each field with its values before and now. A line
-    stays even if its session was killed before it saved a step. Only the primary process writes.
-    """
-    rows = differences(stored, config)
-    if rows and processes.is_primary():
-        changed = {name: [old, new] for name, old, new in rows}
-        line = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "changed": changed}
-        append_line(workdir / _CHANGES, json.dumps(line, default=to_dict))
-
-
-def read_changes(workdir: Workdir, before: int) -> dict[int, str]:
-    """What `record_changes` recorded at the steps before `before`, in words, by step.
-
-    Of several sessions that began at one step, the last counts. Damaged lines are left out.
-    """
-
-    def is_sound(line: dict[str, Any]) -> bool:
-        changed = line.get("changed")
-        return (
-            type(line.get("step")) is int
-            and isinstance(changed, dict)
-            and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
-        )
-
-    return {
-        line["step"]: ", ".join(f"{name} {a} -> {b}" for name, (a, b) in line["changed"].items())
-        for line in read_json_lines(workdir / _CHANGES, is_sound)
-        if line["step"] < before
-    }

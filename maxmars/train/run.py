@@ -29,8 +29,21 @@ from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, programs, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
+from maxmars.distributed.workdir import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    MODEL_SOURCE,
+    OPTIMIZER_SOURCE,
+    PARAMETERS,
+    SOURCES,
+    TOKENIZER,
+    VERIFIED,
+    of_process,
+)
 from maxmars.eval.hellaswag import HellaSwagInLoop
-from maxmars.eval.trained_model import MODEL_SOURCE, keep_source
+from maxmars.eval.trained_model import keep_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import check_model, num_parameters
@@ -44,26 +57,22 @@ from maxmars.train.auto import (
     memory_bytes_of,
     slow_network_warning,
 )
-from maxmars.train.bookkeeping import OPTIMIZER_SOURCE, clear
+from maxmars.train.clock import Clock
 from maxmars.train.init_from import (
     InitFrom,
     Initial,
     check_origin,
     fetch_source,
     load_initial,
-    rebuild_origin,
-    record_origin,
 )
-from maxmars.train.metrics import Goodput, MetricsWriter
+from maxmars.train.journal import Journal
+from maxmars.train.metrics import MetricsWriter
 from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
-from maxmars.train.receipts import Receipts
 from maxmars.train.resume import (
     check_data,
     continued_config,
     is_same_place,
-    record_changes,
     rounding_change,
-    rounding_of,
     saved_run,
 )
 from maxmars.train.step import (
@@ -74,7 +83,6 @@ from maxmars.train.step import (
     make_train_step,
 )
 from maxmars.train.trackers import check_trackers, open_trackers
-from maxmars.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +111,10 @@ class Run:
     checkpointer: Checkpointer
     data_digest: str
     verification: Verification
-    watchdog: Watchdog
-    receipts: Receipts
+    clock: Clock
+    journal: Journal
     writer: MetricsWriter
     progress: Progress
-    goodput: Goodput
     tokens: Callable[[int], int]
     """From a step to the tokens that the run has trained on after it."""
     state: TrainState
@@ -144,8 +151,8 @@ class Start:
     """Trained on so far; in earlier sessions a step may have had more or fewer."""
     digest: str
     """Of the state."""
-    receipt: dict[str, Any]
-    """In the checkpoint that was restored; empty where there is none."""
+    checkpoint: Checkpoint | None
+    """What was restored; None for a new run."""
 
 
 def open_run(
@@ -154,8 +161,8 @@ def open_run(
     *,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    watchdog: Watchdog,
-    goodput: Goodput,
+    clock: Clock,
+    command: str | None,
     stack: contextlib.ExitStack,
     memory_bytes: int | None = None,
     quiet: bool = False,
@@ -166,18 +173,16 @@ def open_run(
     """
     progress = stack.enter_context(Progress(quiet=quiet))
     checked = check(
-        config, workdir, init_from, resume_overrides, watchdog, progress.message, memory_bytes
+        config, workdir, init_from, resume_overrides, clock, progress.message, memory_bytes
     )
     checkpointer = lock(checked, workdir, progress, stack)
-    start = restore(checked, workdir, checkpointer, watchdog, progress.message)
+    start = restore(checked, workdir, checkpointer, clock, progress.message)
     config, owner = checked.config, checkpointer.check_owner
-    if checked.saved is not None:
-        record_changes(workdir, start.step, checked.saved.run_config(), config)
     batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
     stack.callback(batches.close)
     verification = Verification(
         own_share(checked.tokens.files) if config.data.verify else (),
-        workdir / "verified" / f"host_{jax.process_index():03d}.jsonl",
+        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
         may_write=owner,
     )
 
@@ -185,32 +190,28 @@ def open_run(
         return start.tokens + (step - start.step) * config.tokens_per_step
 
     trackers = open_trackers(config, workdir, start.step, log=progress.message)
-    receipts = Receipts(
-        workdir,
-        step=start.step,
-        digest=start.digest,
-        position=start.position,
-        previous=start.receipt,
-        about={
-            "session": goodput.start,
-            "batch_size": config.global_batch_size,
-            "rounding": rounding_of(config, checked.mesh.devices.flat[0].platform),
-            "data": checked.data_digest,
-            "own_code": text_digests(config),
-            "environment": environment(checked.mesh),
-            "init_from": None if checked.initial is None else checked.initial.origin,
-        },
-        tokens=tokens,
-        may_write=owner,
-    )
-    stack.callback(receipts.close)
+    told = None if start.checkpoint is None else start.checkpoint.journal
+    began = {
+        "step": start.step,
+        "digest": start.digest,
+        "position": start.position,
+        "command": command,
+        "config": to_dict(config),
+        "data": checked.data_digest,
+        "own_code": text_digests(config),
+        "environment": environment(checked.mesh),
+        "earlier": start.checkpoint is not None and told is None,
+    }
+    if start.checkpoint is None:  # a run that goes on has the origin of its first session
+        began["init_from"] = None if checked.initial is None else checked.initial.origin
+    journal = Journal(workdir, clock, began, checkpoint=told, may_write=owner)
     writer = MetricsWriter(
         workdir,
         start.step,
         tokens=tokens,
         may_write=owner,
         trackers=trackers,
-        on_write=receipts.add,
+        on_write=journal.add,
     )
     return Run(
         config=config,
@@ -222,11 +223,10 @@ def open_run(
         checkpointer=checkpointer,
         data_digest=checked.data_digest,
         verification=stack.enter_context(verification),
-        watchdog=watchdog,
-        receipts=receipts,
+        clock=clock,
+        journal=stack.enter_context(journal),
         writer=stack.enter_context(writer),
         progress=progress,
-        goodput=goodput,
         tokens=tokens,
         state=start.state,
         step=start.step,
@@ -238,7 +238,7 @@ def check(
     workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
     memory_bytes: int | None,
 ) -> Checked:
@@ -250,7 +250,7 @@ def check(
     mesh = sharding.training_mesh(config)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
-    saved = saved_run(workdir / "checkpoints", resume_overrides)
+    saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
     if saved is not None:
         config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
     messages: list[str] = []
@@ -261,7 +261,10 @@ def check(
             f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
-    kept = saved.run_config() if saved is not None and is_same_place(saved, config, mesh) else None
+    kept = None
+    if saved is not None and is_same_place(saved.environment, mesh):
+        kept = saved.run_config()
+        kept = kept if kept.global_batch_size == config.global_batch_size else None
     config = choose_precision(config, mesh, messages.append)
     check_model(config.model, mesh)
     check_optimizer(config.optimizer, config.model, mesh)
@@ -283,7 +286,7 @@ def check(
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:
             messages.append(f"attention is plain and slower: {attention.reason}")
-    check_origin(workdir, init_from, saved)
+    check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
@@ -295,7 +298,7 @@ def check(
         messages.append("data.verify is off: files are not compared with their checksums")
     next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
     programs.keep_beside(workdir, mesh.devices.flat[0].platform)
-    with watchdog.watching("choosing model.remat"):
+    with clock("start", "choosing model.remat"):
         config = choose_remat(
             config,
             mesh,
@@ -308,11 +311,11 @@ def check(
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, mesh)):
         messages.append(change)
-    evaluations = list(make_evaluations(config, mesh, tokens, watchdog, log))
+    evaluations = list(make_evaluations(config, mesh, tokens, clock, log))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
-        with watchdog.watching("reading the weights to start from"):
+        with clock("start", "reading the weights to start from"):
             initial = load_initial(config, mesh, init_from)
     return Checked(
         config=config,
@@ -332,20 +335,16 @@ def lock(
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
     checkpointer = Checkpointer(
-        workdir / "checkpoints", config, mesh=mesh, data_digest=checked.data_digest
+        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
     )
     stack.enter_context(checkpointer)
     if processes.is_primary():
-        clear(workdir)
-        stream = tokens.first
-        copy_tokenizer(stream.directory, stream.tokenizer, workdir / "tokenizer")
-        write_json(workdir / "config.json", to_dict(config))
-        write_json(workdir / "environment.json", environment(mesh))
-        write_json(workdir / "data.json", {"parts": tokens.describe()})
+        copy_tokenizer(tokens.first, workdir / TOKENIZER)
+        write_json(workdir / CONFIG, to_dict(config))
+        write_json(workdir / ENVIRONMENT, environment(mesh))
+        write_json(workdir / DATA, {"parts": tokens.describe()})
         table = describe_parameters(config.optimizer, config.model)
-        write_bytes(workdir / "parameters.txt", f"{table}\n".encode())
-        if checked.saved is not None:
-            rebuild_origin(workdir, checked.saved)
+        write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         if isinstance(config.model, ModuleConfig):
             path, _ = split_source(config.model.make)
             keep_source(path, workdir / MODEL_SOURCE)
@@ -353,7 +352,7 @@ def lock(
             path, _ = split_source(config.optimizer.make)
             keep_source(path, workdir / OPTIMIZER_SOURCE)
         for path in tokens.sources:
-            write_bytes(workdir / "sources" / path.name, path.read_bytes())
+            write_bytes(workdir / SOURCES / path.name, path.read_bytes())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -373,7 +372,7 @@ def restore(
     checked: Checked,
     workdir: Workdir,
     checkpointer: Checkpointer,
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
 ) -> Start:
     """Build the train step, and read the state from the newest sound checkpoint or make a new one.
@@ -383,21 +382,16 @@ def restore(
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
     train_step = make_train_step(config, mesh, checked.tokens.types)
-    step, position, tokens, receipt, found = 0, 0, 0, {}, None
-    with watchdog.watching("reading the checkpoint"):
+    step, position, tokens, saved = 0, 0, 0, None
+    with clock("start", "reading the checkpoint"):
         if checkpointer.latest_step() is not None:
             restored = checkpointer.restore(train_step.abstract_state)
-            step = restored.checkpoint.step
-            position, receipt = restored.checkpoint.data_position, restored.checkpoint.receipt
-            # Receipts of before do not tell the tokens, but then all examples had one length.
-            length = restored.checkpoint.run_config().model.max_seq_len
-            tokens = receipt.get("tokens", position * length)
-            found = restored.checkpoint.digest
+            saved = restored.checkpoint
+            step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
             hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
             state = dataclasses.replace(restored.state, hyperparams=hyperparams)
         elif initial is not None:
-            record_origin(workdir, initial)
             taken = (
                 "weights and optimizer state" if initial.origin["optimizer_state"] else "weights"
             )
@@ -405,8 +399,7 @@ def restore(
             state = initial.state
         else:
             state = init_train_state(config, mesh)
-        if found is None:
-            found = combine(digest(state))
+        found = combine(digest(state)) if saved is None else saved.digest
     return Start(
         train_step=train_step,
         state=state,
@@ -414,7 +407,7 @@ def restore(
         position=position,
         tokens=tokens,
         digest=found,
-        receipt=receipt,
+        checkpoint=saved,
     )
 
 
@@ -422,7 +415,7 @@ def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
     tokens: SplitTokens,
-    watchdog: Watchdog,
+    clock: Clock,
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
     """The evaluations that the config asks for: validation loss, HellaSwag.
@@ -456,7 +449,7 @@ def make_evaluations(
         def measure_loss(
             params: Any, before_batch: Callable[[], None]
         ) -> tuple[dict[str, float], str]:
-            watched = watchdog.over(batches, "batch of the evaluation")
+            watched = clock.over(batches, "evaluation", "batch of the evaluation")
             loss = validation_loss(eval_step, mesh, params, watched, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 

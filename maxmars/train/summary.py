@@ -13,7 +13,9 @@ from maxmars.config import GrainConfig
 from maxmars.config.numbers import duration, short
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
-from maxmars.train.metrics import ACTIVITIES, read_metrics, run_seconds, shares
+from maxmars.distributed.workdir import SUMMARY
+from maxmars.train.journal import ACTIVITIES, run_seconds, shares
+from maxmars.train.metrics import read_metrics
 from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
@@ -24,10 +26,11 @@ _MEANS = {
 }
 
 
-def write_summary(run: Run, *, done: bool) -> str:
+def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
     """Write `summary.json`, and return it as lines for people; fewer lines unless all is done.
 
-    Only the primary process, which has the metrics, writes; in the others it is one line.
+    Only the primary process, which has the metrics, writes; in the others it is one line. `journal`
+    is the hash of the last line of the journal, which so cannot be taken away.
     """
     end = f"done: {run.step} steps"
     if not done:
@@ -35,8 +38,8 @@ def write_summary(run: Run, *, done: bool) -> str:
         end = f"stopped after {run.step} steps; {saved}the same command continues."
     if not processes.is_primary():
         return end
-    found = _summary(run, done=done)
-    write_json(run.workdir / "summary.json", found)
+    found = _summary(run, done=done) | {"journal": journal}
+    write_json(run.workdir / SUMMARY, found)
     lines = _lines(found)
     if not done:
         return "\n".join([end, *lines[:2]])
@@ -64,7 +67,7 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         for key, value in row.items():
             values.setdefault(key, []).append(float(value))
             steps.setdefault(key, []).append(row["step"])
-    sessions = run.goodput.sessions()
+    sessions = run.journal.sessions(run.step, done=done)
     seconds = run_seconds(sessions)
     found: dict[str, Any] = {
         "name": run.config.name,

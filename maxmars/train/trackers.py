@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from maxmars.config import LogConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, read_json, write_json
+from maxmars.distributed.workdir import WANDB
 
 
 @runtime_checkable
@@ -157,11 +158,9 @@ class _WeightsAndBiases:
     def __init__(self, config: TrainConfig, workdir: Workdir, resume_step: int, mode: str) -> None:
         import wandb
 
-        known = read_json(workdir / "wandb.json") if resume_step else None
-        run_id = known.get("id") if isinstance(known, dict) else None
-        if not isinstance(run_id, str):  # a run that begins anew gets a new id
-            run_id = secrets.token_hex(4)
-            write_json(workdir / "wandb.json", {"id": run_id})
+        known = read_json(workdir / WANDB) if resume_step else None  # a new run gets a new id
+        run_id = secrets.token_hex(4) if known is None else known["id"]
+        write_json(workdir / WANDB, {"id": run_id})
         remote = is_remote(workdir)
         options: dict[str, Any] = {"mode": mode}  # WANDB_MODE may be more than its type allows
         self._run = wandb.init(

@@ -9,8 +9,7 @@ import pytest
 from tiny import short_config
 
 from maxmars.cli import main
-from maxmars.config import differences
-from maxmars.config.command_line import load_config, split_positionals
+from maxmars.config import differences, load_config
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 WORKDIR = ("--workdir", "nowhere")
@@ -99,14 +98,14 @@ def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, 
     [
         ([], "maxmars compare needs a config, for example"),
         ([TINY], "maxmars compare needs --workdir DIR"),
-        ([TINY, *WORKDIR, "--optimizers", "adamw,marss"], "optimizer=marss is not a choice"),
+        ([TINY, *WORKDIR, "--optimizers", "adamw,marss"], "'optimizer=marss' is not a choice"),
         ([TINY, *WORKDIR, "--optimizers", "mars,mars"], "must name optimizers, each once"),
         ([TINY, *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
         (
             [f"{TINY}:optimizer=mars", *WORKDIR, "--optimizers", "adamw"],
             "names its optimizer itself",
         ),
-        ([TINY, *WORKDIR, "--sizes", "0.3M,2M"], "size=2M is not a choice"),
+        ([TINY, *WORKDIR, "--sizes", "0.3M,2M"], "'size=2M' is not a choice"),
         (
             [f"{TINY}:size=1M", *WORKDIR, "--sizes", "0.3M,1M"],
             "names its size itself; leave that or --sizes out",
@@ -151,9 +150,3 @@ def test_what_cannot_be_compared(words, message, capsys):
         main(["compare", *words])
     assert stop.value.code in (1, 2)
     assert message in capsys.readouterr().err
-
-
-def test_positionals_and_options_are_told_apart():
-    words, options = split_positionals(["a.py", "--x", "1", "b.py", "--y=2", "--help", "c.py"])
-    assert words == ["a.py", "b.py", "c.py"]
-    assert options == ["--x", "1", "--y=2", "--help"]

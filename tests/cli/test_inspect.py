@@ -60,9 +60,8 @@ def test_damage_is_found(directory, capsys, name):
     assert f"lacks {name}" in text
 
 
-@pytest.mark.parametrize("options", [{"task_bytes": 700}, {"record_tokens": 64}])
-def test_the_same_stream_in_other_files(directory, tmp_path, capsys, options):
-    other = run(tmp_path / "other", **options)
+def test_the_same_stream_in_other_files(directory, tmp_path, capsys):
+    other = run(tmp_path / "other", task_bytes=700)
     code, text = inspect(capsys, directory, "--compare", other)
     assert code == 0
     assert "hold the same tokens" in text
@@ -85,11 +84,10 @@ def test_another_stream(directory, tmp_path, capsys):
 
 
 def test_no_sample_without_the_tokenizer(directory, capsys):
-    path = directory / "meta.json"
-    path.write_text(path.read_text().replace('"tokenizer": "byte"', '"tokenizer": "gone"'))
+    (directory / "tokenizer.json").write_text("{}")
     code, text = inspect(capsys, directory)
     assert code == 0
-    assert "no sample: there is no tokenizer 'gone'" in text
+    assert "no sample: " in text
 
 
 def test_no_such_directory(tmp_path, capsys):
@@ -129,9 +127,9 @@ def test_files_of_other_programs(tmp_path, capsys, write, num_files):
 def test_the_command_says_what_is_not_the_default(tmp_path):
     (tmp_path / "a.txt").write_text("one line\n" * 40)
     arguments = ["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "out")]
-    given = ["--format", "tfds", "--shard-tokens", "100", "--record-tokens", "64"]
+    given = ["--shard-tokens", "100", "--task-bytes", "300"]
     main([*arguments, *given, "--workers", "0"])
-    command = read_metadata(tmp_path / "out", format=None).command
+    command = read_metadata(tmp_path / "out").command
     assert command.startswith(f"maxmars {' '.join(arguments)} --tokenizer byte ")
     assert command.endswith(" ".join(given))
 

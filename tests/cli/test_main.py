@@ -87,10 +87,8 @@ SLURM = "launch slurm quickstart --name a --workdir b"
 ERRORS = [
     (2, "trian", "there is no command `trian`. Did you mean `train`?"),
     (2, "train --num-steps 3", "maxmars train needs a config: `maxmars train quickstart`, for"),
-    (2, "train quickstart --help optimzer", "no group optimzer (did you mean `optimizer`?); its"),
-    (2, "eval x --help hots", "no group hots (did you mean `hosts`?)"),
     (2, "train quickstart --batch-size 8", "(did you mean `--global-batch-size`?)"),
-    (2, "train gpt2 --optimizer.lr 1", "(did you mean `--optimizer.learning-rate`?)"),
+    (2, "train gpt2 --optimizer.learning 1", "(did you mean `--optimizer.learning-rate`?)"),
     (2, "verify-resume quickstart --steps 1", "--steps 1 must be at least 2."),
     (2, f"{TRAIN} --num-microbatches 9999", "multiple of num_microbatches=9999"),
     (2, f"{TRAIN} --init-optimizer-state True", "needs --init-from PATH"),
@@ -105,7 +103,7 @@ ERRORS = [
         f"{TRAIN} --workdir s3://b/run",
         "must be a path on a disk, or gs://BUCKET",
     ),
-    (1, f"{TRAIN} --workdir EMPTY/x", "EMPTY/x cannot be written (Not a directory); name another"),
+    (1, f"{TRAIN} --workdir EMPTY/x", "Not a directory"),
     (2, "generate x", "--prompt TEXT"),
     (2, "generate x --prompt a --prompt-file FILE", "either by --prompt"),
     (2, "generate x --prompt a --interactive", "or by --interactive"),
@@ -118,7 +116,7 @@ ERRORS = [
     (1, "generate x --prompt-file MISSING", "MISSING: No such file"),
     (2, "generate x --prompt a --output MISSING/out.jsonl", "does not exist"),
     (2, "generate x --prompt a --output .", "is a directory"),
-    (2, "generate x --prompt a --top-p 2", "--top-p 2 must lie in (0, 1]"),
+    (2, "generate x --prompt a --top-p 2", "--top-p 2.0 must lie in (0, 1]"),
     (1, "generate x --prompt a", "x does not exist; name the working directory of a run"),
     (2, "eval x --backend lm-eval", "needs --tasks"),
     (2, "eval x --backend lm-eval --tasks ,", "needs --tasks"),
@@ -146,7 +144,6 @@ ERRORS = [
     (2, "data prepare EMPTY.txt out --tasks=2/2", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --tasks=-1/2", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --workers=-1", "--workers -1 must not be negative"),
-    (1, "data prepare EMPTY.txt gs://b/out --format tfds", "written to disks only"),
     (1, "data prepare EMPTY.txt s3://b/out", "must be a path on a disk, or gs://BUCKET"),
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1: it is nested too deeply"),
     (1, "data prepare HUGE.txt out", "need about 17.6TB, but the disk has"),
@@ -203,6 +200,7 @@ def get_config():
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
+        ("raise ValueError('there are no books')", "there are no books"),
         ("raise KeyError('name')", "'name'"),
         ("raise RuntimeError", None),
         ("raise TypeError('a bug')", None),
@@ -220,13 +218,14 @@ def test_errors_of_libraries_are_one_line_and_bugs_are_not(raised, told, tmp_pat
             cli.main(words)
         return
     assert exit_code(*words) == 1
-    assert re.fullmatch(rf"maxmars: error: .*{told}.*\n", capsys.readouterr().err)
+    # The user's own file and its line come first.
+    assert re.fullmatch(rf"maxmars: error: own.py:2: .*{told}.*\n", capsys.readouterr().err)
 
 
 def test_an_error_is_told_behind_what_it_is_about():
     with pytest.raises(KeyError) as raised, about("runs/a"), about("meta.json"):
         {}["splits"]
-    assert in_words(raised.value) == "runs/a: meta.json: there is no 'splits'"
+    assert in_words(raised.value).endswith(": runs/a: meta.json: there is no 'splits'")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +309,7 @@ def test_data_prepare_and_inspect(tmp_path, capsys):
     cli.main(["data", "inspect", shared, "--compare", str(tmp_path / "whole")])
     assert "hold the same tokens" in capsys.readouterr().out
     command = read_metadata(shared).command
-    said = "--tokenizer byte --validation-fraction 0.1 --text-field body --format shards"
+    said = "--tokenizer byte --validation-fraction 0.1 --text-field body"
     assert command == f"maxmars data prepare '{source}' {shared} {said} --task-bytes 700"
     other = str(tmp_path / "other")
     options = ["--text-field", "body", "--workers", "0", "--validation-fraction", "0.5"]
@@ -323,7 +322,7 @@ HELPS = [
     *("train", "train quickstart", "verify-resume", "compare", "plan", "plan gpt2:optimizer=muon"),
     *("eval", "generate", "export", "import", "audit", "report", "data prepare", "data inspect"),
     *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
-    *("track verify", "track board"),
+    "compare verify",
 ]
 
 
@@ -331,32 +330,26 @@ HELPS = [
 def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert exit_code(*words.split(), "--help") == 0
-    usage, _, what, *rest = capsys.readouterr().out.splitlines()
-    assert usage.startswith(f"usage: maxmars {words}")
-    assert re.match(r"[A-Z].*", what)
-    assert any(line.startswith(f"  maxmars {words.split()[0]} ") for line in rest[:5])
-    assert max(map(len, (usage, what, *rest))) <= 80
-    first = [line for line in rest if re.match(r"  --[a-z]", line)]
-    assert len(first) <= 10
+    shown = capsys.readouterr().out
     assert exit_code(*words.split(), "--help-all") == 0
     everything = capsys.readouterr().out
-    assert max(map(len, everything.splitlines())) <= 80
-    explained = re.findall(r"^  (--\S+)", everything, re.MULTILINE)
-    assert len(set(explained)) == len(explained)
-    assert {line.split()[0] for line in first} <= set(explained)
-    for flag in explained:  # of one group, `--model.remat` is `remat` in the group of `model`
-        assert re.search(rf"[ ,]({flag}|{flag.partition('.')[2] or flag})\b", "\n".join(rest))
-
-
-@pytest.mark.parametrize("words", [["train"], ["train", "quickstart"], ["compare"]])
-def test_help_of_a_misspelled_group_names_the_group(words, capsys):
-    assert exit_code(*words, "--help", "optimzer") == 2
-    assert "has no group optimzer (did you mean `optimizer`?)" in capsys.readouterr().err
+    usage, what, examples, *_ = shown.split("\n\n")
+    assert usage.startswith(f"usage: maxmars {words}")
+    assert re.match(r"[A-Z].*", what)
+    assert examples.startswith(f"  maxmars {words.split()[0]} ")
+    assert max(map(len, [*shown.splitlines(), *everything.splitlines()])) <= 80
+    flags = re.findall(r"^  (--\w[\w.-]*)", everything, re.MULTILINE)
+    assert len(set(flags)) == len(flags)
+    first = re.findall(r"^  (--\w[\w.-]*)", shown, re.MULTILINE)
+    assert set(first) <= set(flags)
+    if len(first) < len(flags):
+        assert len(first) <= 10
+        assert f"--help-all` explains all {len(flags)} options" in " ".join(shown.split())
 
 
 def test_help_of_a_file_called_like_a_group_is_that_of_the_file(capsys):
     assert exit_code("train", "--help", "./model.py") == 2
-    assert "no file model.py" in capsys.readouterr().err
+    assert "'./model.py'" in capsys.readouterr().err
 
 
 def test_help_of_one_group(capsys):

@@ -11,7 +11,7 @@ import typing
 
 import pytest
 
-from maxmars.config.command_line import named_configs
+from maxmars.config.load import named_configs
 
 OPTIMIZERS = typing.get_args(runpy.run_path(str(named_configs()["gpt2"]))["Optimizer"])
 DEFAULT = {"mars", "mars_exact"}

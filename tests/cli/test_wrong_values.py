@@ -1,180 +1,157 @@
 """Every option of every command, given wrongly: one line that names it, and exit code 2."""
 
+import functools
 import re
-import typing
-from pathlib import Path
 
 import pytest
 
 from maxmars import cli
-from maxmars.cli.audit import AuditArguments
-from maxmars.cli.compare import CompareArguments, ReportArguments
-from maxmars.cli.convert import ExportArguments, ImportArguments
-from maxmars.cli.data import InspectArguments, PrepareArguments
-from maxmars.cli.eval import EvalArguments
-from maxmars.cli.generate import GenerateArguments
-from maxmars.cli.plan import PlanArguments
-from maxmars.cli.track import BoardArguments, VerifyArguments
-from maxmars.cli.train import TrainArguments, VerifyResumeArguments
-from maxmars.config.command_line import (
-    UsageError,
-    load_config,
-    parse_arguments,
-    parse_config,
-    parse_options,
-)
-from maxmars.config.options import options_of
-from maxmars.launch.gke import GkeOptions, JobSet
-from maxmars.launch.slurm import SlurmName, SlurmOptions
-from maxmars.launch.tpu_vm import TpuOptions, TpuVm
 
 pytestmark = pytest.mark.smoke
 
 RUN = "--name a --workdir /w"
-WITH_CONFIG = {
-    "train quickstart": TrainArguments,
-    "verify-resume quickstart": VerifyResumeArguments,
-    "compare compare_tiny": CompareArguments,
-    "plan quickstart": PlanArguments,
-}
-PLAIN = {
-    "eval x": EvalArguments,
-    "generate x": GenerateArguments,
-    "export x y": ExportArguments,
-    "import x y": ImportArguments,
-    "audit x": AuditArguments,
-    "report x": ReportArguments,
-    "data prepare x y": PrepareArguments,
-    "data inspect x": InspectArguments,
-    "track verify x": VerifyArguments,
-    "track board x": BoardArguments,
-    f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8": TpuOptions,
-    "launch tpu-vm status --name a --zone us-east5-a": TpuVm,
-    f"launch gke quickstart {RUN} --topology v6e:4x4": GkeOptions,
-    "launch gke status --name a": JobSet,
-    f"launch slurm quickstart {RUN}": SlurmOptions,
-    "launch slurm status --name a": SlurmName,
-}
-GPT2 = "gpt2:size=tiny,optimizer="
-OPTIMIZERS = ("ademamix", "muon", "sophia", "mars")
+COMMANDS = [
+    "train quickstart",
+    "verify-resume quickstart",
+    "compare compare_tiny",
+    "plan quickstart",
+    "eval x",
+    "generate x",
+    "export x y",
+    "import x y",
+    "audit x",
+    "report x",
+    "data prepare x y",
+    "data inspect x",
+    "compare verify x",
+    f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8",
+    "launch tpu-vm status --name a --zone us-east5-a",
+    f"launch gke quickstart {RUN} --topology v6e:4x4",
+    "launch gke status --name a",
+    f"launch slurm quickstart {RUN}",
+    "launch slurm status --name a",
+]
+NUMBERS = {"N", "X", "I", "K", "SECONDS", "MONEY", "LOSS"}
+ANY_TEXT = {"TEXT", "PATH", "FILE.json"}
 
 
-def options_and_words(command):
-    """The options of a command, without those of the config, and its words without theirs."""
-    words = command.split()
-    if command in PLAIN:
-        options = options_of(PLAIN[command], switches=True)
-    else:
-        arguments = WITH_CONFIG[command]
-        options = options_of(arguments(config=load_config(words[1])), switches=False)
-        options = [option for option in options if option.owner is arguments]
-    for option in options:
-        if not option.is_positional:
-            place = words.index(option.flag) if option.flag in words else len(words)
-            yield option, words[:place] + words[place + 2 :]
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    """Runs a command in an empty directory; gives its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(words):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert not list(tmp_path.iterdir())
+        return stop.value.code, capsys.readouterr()
+
+    return call
 
 
-def wrong_values(option):
-    """Values that are of another type than the option's, or that no such option takes."""
-    if any(kind in (str, Path) for kind in (option.hint, *typing.get_args(option.hint))):
-        return []
-    values = ["no such value"]
-    if int in (option.hint, *typing.get_args(option.hint)):
-        values += ["1.5", "2e3"]
-    return values
+@pytest.fixture
+def options_of(call):
+    """The options of a command and how their values are written, as --help-all tells them."""
+
+    @functools.cache
+    def options_of(command):
+        code, printed = call([*command.split(), "--help-all"])
+        assert code == 0
+        row = r"^  (--\w[\w.-]*)(?:, --\S+)?(?: (?! )(.+?))?(?:  .*)?$"
+        return dict(re.findall(row, printed.out, re.MULTILINE))
+
+    return options_of
 
 
-def error_of(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2, words
+def refusal(call, words):
+    code, printed = call(words)
+    assert code == 2, words
     assert printed.out == "", words
     assert re.fullmatch(r"maxmars: error: .*\.\n", printed.err), (words, printed.err)
     return printed.err
 
 
-def check(option, words, capsys):
-    """Give an option wrongly in each way; returns how many."""
-    flag = option.flag
-    assert f"no option {flag}x" in error_of(capsys, [*words, f"{flag}x", "1"])
-    if option.is_switch:
-        assert "takes no value" in error_of(capsys, [*words, f"{flag}=maybe"])
-        return 2
-    if flag != "--max-memory":  # whose value may be left out
-        assert f"{flag} needs a value" in error_of(capsys, [*words, flag])
-    looked_up_first = ("--optimizers", "--sizes")  # they say which configs to load
-    if not option.is_repeated and flag not in looked_up_first:
-        assert f"{flag} is given twice" in error_of(capsys, [*words, flag, "1", flag, "2"])
-    values = wrong_values(option)
-    for value in values:
-        assert f"{flag} {value} must be " in error_of(capsys, [*words, flag, value])
-    return 3 + len(values)
+def without(words, flag):
+    place = words.index(flag) if flag in words else len(words)
+    return words[:place] + words[place + 2 :]
 
 
-@pytest.mark.parametrize("command", [*WITH_CONFIG, *PLAIN])
-def test_every_option_of_a_command(command, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert all(check(option, words, capsys) for option, words in options_and_words(command))
-    assert not list(tmp_path.iterdir())
+def wrong_values(value):
+    """Values that are of another type than those which are written so."""
+    kinds = set(value.removesuffix(" ...").split("|"))
+    if "N" in kinds:
+        return ["1.5", "no such value"]
+    is_choice = "|" in value and kinds.isdisjoint(ANY_TEXT)
+    return ["no such value"] if kinds & NUMBERS or is_choice else []
 
 
-def test_every_field_of_a_config_refuses_another_type(capsys):
-    config = load_config("quickstart")
-    for option in options_of(config, switches=False):
-        for value in wrong_values(option)[:1]:
-            words = ["train", "quickstart", option.flag, value]
-            assert f"{option.flag} {value} must be " in error_of(capsys, words)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command(command, call, options_of):
+    config = set(options_of("train quickstart")) if command in COMMANDS[1:4] else set()
+    own = {flag: value for flag, value in options_of(command).items() if flag not in config}
+    assert own or command == "import x y"
+    for flag, value in own.items():
+        words = without(command.split(), flag)
+        if not value:  # a switch
+            assert f"{flag}=maybe" in refusal(call, [*words, f"{flag}=maybe"])
+            continue
+        assert flag in refusal(call, [*words, flag])
+        for wrong in wrong_values(value):
+            assert f"{flag} {wrong} must be " in refusal(call, [*words, flag, wrong])
+    flag = next(iter(own), "--option")
+    assert f"no option {flag}x" in refusal(call, [*command.split(), f"{flag}x", "1"])
 
 
-def test_every_integer_of_a_config_refuses_what_no_machine_holds(capsys):
+def test_every_integer_of_a_config_refuses_what_no_machine_holds(call, options_of):
     """Beyond 64 bits everywhere, beyond 32 where JAX counts."""
     counts = {"global-batch-size", "model.vocab-size", "eval.batch-size", "guard.history"}
     counts |= {"num-steps", "schedule.warmup-steps", "model.num-layers", "mesh.fsdp"}
-    found = set()
-    for option in options_of(load_config("quickstart"), switches=False):
-        if int in (option.hint, *typing.get_args(option.hint)):
-            name = option.flag.removeprefix("--")
-            found.add(name)
-            for value in [2**63, *([2**31] if name in counts else [])]:
-                words = ["train", "quickstart", option.flag, str(value)]
-                assert f"{option.flag} {value} must " in error_of(capsys, words)
+    found = {flag[2:] for flag, value in options_of("train quickstart").items() if value[:1] == "N"}
     assert counts < found
+    for name in found:
+        for value in [2**63, *([2**31] if name in counts else [])]:
+            error = refusal(call, ["train", "quickstart", f"--{name}", str(value)])
+            assert f"--{name} {value} must " in error
 
 
-def refusal(parse, *arguments, **keywords):
-    """The error of a command line that is refused; "" if it is taken."""
-    try:
-        parse(*arguments, **keywords)
-    except UsageError as error:
-        return str(error)
-    return ""
+OUT_OF_RANGE = [
+    "eval x --batch-size 0",
+    "eval x --mesh.fsdp 0",
+    "eval x --lm-eval.num-fewshot -1",
+    "generate x --max-new-tokens 0",
+    "generate x --temperature -1.0",
+    "generate x --temperature nan",
+    "generate x --top-p 2.0",
+    "audit x --replay 0",
+    "data prepare x y --workers -1",
+    "data prepare x y --validation-fraction 1.0",
+    f"launch slurm quickstart {RUN} --nodes 0",
+    f"launch gke quickstart {RUN} --topology v6e:4x4 --max-restarts -1",
+    "verify-resume quickstart --steps 1",
+    "compare compare_tiny --workdir x --seeds 0",
+    "plan quickstart --topology cpu:8 --price -1.0",
+    "plan quickstart --topology cpu:8 --max-memory 0.0",
+    "train quickstart --process-id -1",
+]
 
 
-def is_number(option):
-    return bool({int, float} & {option.hint, *typing.get_args(option.hint)})
+@pytest.mark.parametrize("words", OUT_OF_RANGE)
+def test_a_number_out_of_range_is_named_with_its_option(words, call):
+    *_, flag, value = words.split()
+    assert f"{flag} {value} must " in refusal(call, words.split())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [f"{GPT2}{name}" for name in OPTIMIZERS])
-def test_every_field_of_every_config(spec):
-    """Also by numbers out of range: a field takes them, or names itself and the rule."""
-    for option in filter(is_number, options_of(load_config(spec), switches=False)):
-        for value in ("-1", "nan", "999999999"):
-            error = refusal(parse_config, spec, [f"{option.flag}={value}"], "maxmars train")
-            assert re.fullmatch(rf"({option.flag} {value}.*)?", error)
-
-
-@pytest.mark.parametrize(
-    "command", [*PLAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_CONFIG)]
-)
-def test_numbers_out_of_range_name_the_option(command):
-    for option, words in options_and_words(command):
-        for value in ("-1", "nan") if is_number(option) else ():
-            given = [*words, f"{option.flag}={value}"]
-            if command in WITH_CONFIG:
-                error = refusal(parse_arguments, WITH_CONFIG[command], given[1:], prog="maxmars")
-            else:
-                del given[: len(command.split()[: 1 + (words[0] in ("data", "launch", "track"))])]
-                error = refusal(parse_options, PLAIN[command], given, prog="maxmars")
-            assert re.fullmatch(rf"({option.flag} {value} must .*)?", error)
+@pytest.mark.parametrize("optimizer", ["ademamix", "muon", "sophia", "mars"])
+@pytest.mark.parametrize("value", ["-1", "nan", "999999999"])
+def test_every_field_of_every_config(optimizer, value, call, options_of):
+    """A field takes a number, or the error names it: `--optimizer.b1 -1.0` or `seed=-1`."""
+    command = f"plan gpt2:size=tiny,optimizer={optimizer}"
+    numbers = [flag for flag, kind in options_of(command).items() if set(kind) & {"N", "X"}]
+    assert len(numbers) > 30
+    for flag in numbers:
+        error = refusal(call, [*command.split(), f"{flag}={value}"])
+        leaf = flag.rpartition(".")[2].lstrip("-").replace("-", "_")
+        told = rf"needs --topology|{flag} {value}|\b{leaf}={value}"
+        assert re.search(told, error), (flag, error)

@@ -22,7 +22,6 @@ from maxmars.compare.figures import (
 from maxmars.compare.report import write_run_report
 from maxmars.compare.statistics import Interval
 from maxmars.config import to_dict
-from maxmars.train.metrics import ACTIVITIES
 
 PNG = b"\x89PNG"
 
@@ -145,9 +144,10 @@ def test_a_name_shows_as_it_is(tmp_path):
 
 def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in ("one", "two")]
-    seconds = dict.fromkeys(ACTIVITIES, 0.0) | {"steps": 90.0, "checkpoint": 10.0}
-    session = {"start": 0.0, "end": 100.0, "first_step": 0, "last_step": 20, "done": True}
-    (runs[1] / "sessions.jsonl").write_text(json.dumps(session | {"seconds": seconds}) + "\n")
+    seconds = {"steps": 90.0, "checkpoint": 10.0}
+    line = {"kind": "began", "step": 0, "start": 0.0, "command": None, "before": None}
+    lines = [line | {"seconds": {}}, line | {"kind": "ended", "step": 20, "seconds": seconds}]
+    (runs[1] / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert str(tmp_path / "out" / "report.md") in printed

@@ -18,7 +18,7 @@ from maxmars.data.corpus import Corpus, Document, PythonSources, TextFiles, Text
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.sources import read_metadata
 from maxmars.data.token_files import TokenShards
-from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load_tokenizer, tokenizer_of_tokens
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
 
@@ -206,17 +206,16 @@ def test_json_tokenizer(tmp_path):
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
-    ours = load_tokenizer(tmp_path / "words.json", eot_token="</s>")
+    ours = load(tmp_path / "words.json", eot_token="</s>")
     for workers in (0, 1):
         out = tmp_path / f"out{workers}"
         docs = [("x", "a b c " * 10), ("y", "  ")]
         metadata = run(docs, out, tokenizer=ours, workers=workers)
         assert read(out, "train").tolist() == [2, 3, 0] * 9 + [1]
         assert metadata.splits["train"].num_documents == 1  # a text without tokens is left out
-        assert (metadata.tokenizer, metadata.eot_token) == ("tokenizer.json", "</s>")
+        assert metadata.tokenizer == "tokenizer.json"
         assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
-        found = tokenizer_of_tokens(out, metadata.tokenizer)
-        assert found.digest == metadata.tokenizer_digest
+        assert (load(out).eot_token, load(out).digest) == ("</s>", metadata.tokenizer_digest)
 
 
 class Failing(ByteTokenizer):
@@ -231,10 +230,9 @@ class Failing(ByteTokenizer):
         return super().encode(text)
 
 
-@pytest.mark.parametrize("record_tokens", [None, 64])
-def test_an_interrupted_run_is_continued(tmp_path, capfd, record_tokens):
+def test_an_interrupted_run_is_continued(tmp_path, capfd):
     docs, out = documents(250), tmp_path / "out"
-    options = {"task_bytes": 500, "record_tokens": record_tokens}
+    options = {"task_bytes": 500}
     run(docs, tmp_path / "whole", **options)
     for stop in (0, 40, 249):
         with pytest.raises(KeyboardInterrupt):
@@ -262,7 +260,6 @@ def begin(out, **options):
         ({"shard_tokens": 77}, "shard_tokens was 100000000, now 77"),
         ({"validation_fraction": 0.2}, r"validation_fraction was 0\.1, now 0\.2"),
         ({"source": "another"}, "source was 'a test', now 'another'"),
-        ({"record_tokens": 9}, "record_tokens was None, now 9"),
         ({"task_bytes": 1000}, "task_bytes was 500, now 1000"),
     ],
 )
@@ -307,7 +304,7 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
         run(
             TextFiles([str(tmp_path / "text.jsonl")]),
             tmp_path / "out",
-            tokenizer=load_tokenizer(str(tmp_path / "own.json")),
+            tokenizer=load(str(tmp_path / "own.json")),
         )
 
 
@@ -454,7 +451,6 @@ def test_starts_of_documents(tmp_path, split, count):
         ({"validation_fraction": -0.1}, r"must lie in \[0, 1\)"),
         ({"shard_tokens": 0}, "shard_tokens=0 must be greater than zero"),
         ({"task_bytes": 0}, "task_bytes=0 must be greater than zero"),
-        ({"record_tokens": 0}, "record_tokens=0 must be greater than zero"),
         ({"workers": -1}, "workers=-1 must not be negative"),
     ],
 )
@@ -515,7 +511,8 @@ def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     metadata = read_metadata(path)
     splits = metadata.splits.values()
     files = {file.file for split in splits for file in (*split.shards, split.documents)}
-    assert {p.name for p in path.iterdir()} == {"meta.json", *files}
+    files |= {"meta.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in path.iterdir()} == files
     before = path.stat().st_mtime_ns
     assert prepare_python_sources() == path
     assert path.stat().st_mtime_ns == before  # it is not made again

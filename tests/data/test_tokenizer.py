@@ -4,24 +4,21 @@ import pickle
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 
+from maxmars.config.errors import in_words
 from maxmars.data.tokenizer import (
     ByteTokenizer,
     GPT2Tokenizer,
-    JsonTokenizer,
-    TextStream,
     Tokenizer,
     copy_tokenizer,
-    load_hf_tokenizer,
-    load_saved_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
+    load,
+    save,
     tokenizer_of_tokens,
-    write_hf_tokenizer,
 )
 
 TEXTS = ["", "Hello, world.", "naïve — 数学 🚀\r\n\t\x00", "a <|endoftext|> spelt out", " " * 300]
@@ -45,7 +42,7 @@ def test_bytes_round_trip(text):
 
 
 def test_byte_vocabulary():
-    tokenizer = load_tokenizer("byte")
+    tokenizer = load("byte")
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("byte", 257, 256)
     # Shards on disk carry this digest, so it must never change.
@@ -82,15 +79,17 @@ def test_gpt2_counts_tiny_shakespeare(gpt2, reference_dir):
 def test_gpt2_without_network(tmp_path):
     """In a process of its own: tiktoken keeps a vocabulary that it has loaded."""
     pytest.importorskip("tiktoken")
-    code = "from maxmars.data.tokenizer import GPT2Tokenizer as G\ntry: G()\n"
-    code += "except FileNotFoundError as error: print(error)"
+    (tmp_path / "a.txt").write_text("some text")
+    command = [sys.executable, "-m", "maxmars", "data", "prepare"]
+    command += [str(tmp_path / "a.txt"), str(tmp_path / "out")]
     network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:1"}
-    text = subprocess.check_output(
-        [sys.executable, "-c", code], env=os.environ | network, text=True
+    done = subprocess.run(
+        [*command, "--tokenizer", "gpt2"], env=os.environ | network, capture_output=True, text=True
     )
-    assert f"is not in {tmp_path} and could not be downloaded (ProxyError" in text
-    assert "Without network, set TIKTOKEN_CACHE_DIR" in text
-    assert text.count("\n") == 1
+    assert done.returncode == 1
+    assert "set TIKTOKEN_CACHE_DIR" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("size", [300, 5000, 1 << 16])
@@ -149,21 +148,21 @@ def json_file(tmp_path_factory):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_json_round_trip(json_file, text):
-    tokenizer = load_tokenizer(json_file)
+    tokenizer = load(json_file)
     tokens = tokenizer.encode(text)
     assert tokenizer.eot not in tokens
     assert tokenizer.decode(tokens) == text
 
 
 def test_json_vocabulary(json_file):
-    tokenizer = load_tokenizer(str(json_file))
+    tokenizer = load(str(json_file))
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.name, tokenizer.eot) == ("tokenizer.json", 1)
     assert 258 < tokenizer.vocab_size <= 400
     assert len(tokenizer.encode("the the the")) < 11
     assert tokenizer.decode(np.array([1, 5000, -1])) == "<|endoftext|>\ufffd\ufffd"
     assert tokenizer.encode("\ud800").tolist() == tokenizer.encode("?").tolist()
-    other = load_tokenizer(json_file, eot_token="<s>")
+    other = load(json_file, eot_token="<s>")
     assert other.eot == 0
     assert other.digest != tokenizer.digest
 
@@ -193,207 +192,264 @@ def test_text_that_comes_in_pieces_is_the_text_of_all_tokens(kind, json_file, re
     if kind in ("byte", "gpt2"):
         tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("gpt2")
     elif kind == "byte-level":
-        tokenizer = load_tokenizer(json_file)
+        tokenizer = load(json_file)
     else:
         words = tokenizers.models.WordLevel({part: i for i, part in enumerate(PARTS)})
         theirs = tokenizers.Tokenizer(words)
         if DECODERS[kind] is not None:
             theirs.decoder = DECODERS[kind]
         theirs.save(str(tmp_path / "one.json"))
-        tokenizer = load_tokenizer(tmp_path / "one.json")
+        tokenizer = load(tmp_path / "one.json")
     texts = [tokenizer.encode("naïve — 数学 🚀" * 3)] if kind not in DECODERS else []
-    texts += [draw.integers(0, tokenizer.vocab_size + 2, draw.integers(60)) for _ in range(50)]
+    texts += [draw.integers(0, tokenizer.vocab_size, draw.integers(60)) for _ in range(50)]
     for tokens in texts:
-        stream, cuts = TextStream(tokenizer), np.sort(draw.integers(0, len(tokens) + 1, 9))
-        pieces = [stream.add(part) for part in np.split(tokens, cuts)]
-        pieces.append(stream.add(tokens[:0], is_last=True))
+        add, cuts = tokenizer.pieces(), np.sort(draw.integers(0, len(tokens) + 1, 9))
+        pieces = [add(part, False) for part in np.split(tokens, cuts)]
+        pieces.append(add(tokens[:0], True))
         assert "".join(pieces) == tokenizer.decode(tokens)
 
 
 def test_text_comes_as_soon_as_its_characters_are_whole(json_file):
-    for tokenizer in (ByteTokenizer(), load_tokenizer(json_file)):
-        stream = TextStream(tokenizer)
-        tokens = tokenizer.encode("aé🚀z")
-        assert [stream.add(tokens[i : i + 1]) for i in range(len(tokens))] == (
+    for tokenizer in (ByteTokenizer(), load(json_file)):
+        add, tokens = tokenizer.pieces(), tokenizer.encode("aé🚀z")
+        assert [add(tokens[i : i + 1], False) for i in range(len(tokens))] == (
             ["a", "", "é", "", "", "", "🚀", "z"]
         )
 
 
-ERRORS = {
-    "unknown": (lambda file: load_tokenizer("gpt5"), "no tokenizer 'gpt5'; choose byte, gpt2, or"),
-    "no file": (lambda file: load_tokenizer("none.json"), r"no tokenizer file none\.json"),
-    "end of text": (
-        lambda file: load_tokenizer(file, eot_token="</s>"),
-        r"has no token '</s>' .* by --eot-token",
+# --- directories ---------------------------------------------------------------------------------
+
+
+SPELT = ("To be, or  not\n\n to be: caf\u00e9 \u65e5\u672c \U0001f642 don't\t", "", " x")
+
+
+def kind_of(name, gpt2, json_file):
+    return {"byte": ByteTokenizer(), "gpt2": gpt2}.get(name) or load(json_file)
+
+
+def write_files(directory, files):
+    directory.mkdir(exist_ok=True)
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
+def test_one_form_in_every_directory(gpt2, json_file, tmp_path, name):
+    tokenizer = kind_of(name, gpt2, json_file)
+    save(tokenizer, tmp_path / "tokens")
+    tokens = SimpleNamespace(
+        directory=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
+    )
+    copy_tokenizer(tokens, tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == (
+        {"tokenizer.json", "tokenizer_config.json"}
+    )
+    for found in (
+        load(tmp_path / "tokens"),
+        load(tmp_path / "run"),
+        tokenizer_of_tokens(tokens),
+        pickle.loads(pickle.dumps(load(tmp_path / "run"))),
+    ):
+        assert (found.name, found.eot, found.digest) == (name, tokenizer.eot, tokenizer.digest)
+        assert (found.content, tuple(found.ends)) == (tokenizer.content, (tokenizer.eot,))
+        np.testing.assert_array_equal(found.encode(TEXTS[2]), tokenizer.encode(TEXTS[2]))
+    (tmp_path / "tokens" / "tokenizer.json").write_bytes(load(json_file).content + b" ")
+    if name != "byte":
+        with pytest.raises(ValueError, match="is not the one that made the tokens"):
+            tokenizer_of_tokens(tokens)
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
+def test_what_earlier_versions_wrote(gpt2, json_file, tmp_path, name, monkeypatch):
+    """A kind by its name, in `meta.json` beside tokens and in `description.json` of a run."""
+    tokenizer = kind_of(name, gpt2, json_file)
+    own = {} if name != "tokenizer.json" else {name: json_file.read_text()}
+    end = {"eot_token": "<|endoftext|>"} if own else {}
+    write_files(tmp_path / "tokens", {"meta.json": {"tokenizer": name} | end} | own)
+    write_files(tmp_path / "run", {"description.json": {"name": name} | end} | own)
+    tokens = SimpleNamespace(
+        directory=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
+    )
+    copy_tokenizer(tokens, tmp_path / "copied")
+    for directory in ("tokens", "run", "copied"):
+        found = load(tmp_path / directory)
+        assert (found.name, found.digest) == (name, tokenizer.digest)
+    assert tokenizer_of_tokens(tokens).digest == tokenizer.digest
+
+
+def test_tokens_of_other_programs_have_no_files(gpt2, tmp_path):
+    for name in ("byte", "gpt2", "unknown"):
+        tokens = SimpleNamespace(directory=tmp_path, tokenizer=name, tokenizer_digest=None)
+        copy_tokenizer(tokens, tmp_path / name)
+        if name == "unknown":
+            assert not (tmp_path / name).exists()
+            with pytest.raises(ValueError, match="GrainConfig"):
+                tokenizer_of_tokens(tokens)
+        else:
+            assert load(tmp_path / name).name == tokenizer_of_tokens(tokens).name == name
+
+
+def test_gpt2_is_read_where_tiktoken_has_no_vocabulary(gpt2, tmp_path, reference_dir):
+    """In a process of its own: tiktoken keeps a vocabulary that it has loaded."""
+    save(gpt2, tmp_path / "saved")
+    vocabulary = reference_dir / "data" / "tiktoken"
+    published = {"vocab.json": "6c7ea1a7e38e", "merges.txt": "6d1cbeee0f20"}
+    found = {file: next(vocabulary.glob(f"{name}*")) for file, name in published.items()}
+    write_files(tmp_path / "old", {file: path.read_text() for file, path in found.items()})
+    fields = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+    assert fields["model"]["vocab"] == json.loads(found["vocab.json"].read_text())
+    assert fields["model"]["merges"] == found["merges.txt"].read_text().splitlines()[1:]
+    code = "import pathlib, sys; from maxmars.data.tokenizer import load\n"
+    code += "for path in sys.argv[2:]: t = load(pathlib.Path(path)); print(t.name, t.digest, "
+    code += "t.encode(sys.argv[1]).tolist())"
+    for directory in ("saved", "old"):
+        printed = subprocess.check_output(
+            [sys.executable, "-c", code, SPELT[0], str(tmp_path / directory)],
+            env=os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "x:1"},
+            text=True,
+        )
+        assert printed == f"gpt2 {gpt2.digest} {gpt2.encode(SPELT[0]).tolist()}\n"
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
+def test_other_libraries_read_the_files(gpt2, json_file, tmp_path, name):
+    """tokenizers, and transformers, which uses it, encode and decode as we do."""
+    tokenizer = kind_of(name, gpt2, json_file)
+    save(tokenizer, tmp_path, max_seq_len=12)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in SPELT:
+        encoded = theirs.encode(text).ids
+        np.testing.assert_array_equal(encoded, tokenizer.encode(text))
+        assert theirs.decode(encoded, skip_special_tokens=False) == text
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(SPELT[0][:12])["input_ids"] == tokenizer.encode(SPELT[0][:12]).tolist()
+    assert (theirs.eos_token_id, theirs.model_max_length) == (tokenizer.eot, 12)
+
+
+WORDS = {"<|endoftext|>": 0, "</s>": 1, "<turn>": 2, "a": 3, "b": 4}
+PLAIN = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, "a")).to_str()
+UNIGRAM = tokenizers.Tokenizer(
+    tokenizers.models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("<turn>", 0.0), ("a", -1.0)], 0)
+).to_str()
+BYTE_LEVEL = {"vocab.json": {"a": 0, "b": 1, "<|endoftext|>": 2}, "merges.txt": "#version: 0.2\n"}
+TURN = {"content": "<turn>", "special": True, "lstrip": False}
+ENDS = {
+    "none is named": ({"tokenizer.json": PLAIN}, [0]),
+    "settings": ({"tokenizer.json": PLAIN, "tokenizer_config.json": {"eos_token": "</s>"}}, [1]),
+    "an object": (
+        {"tokenizer.json": PLAIN, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}},
+        [1],
     ),
-    "no tokenizer": (
-        lambda file: JsonTokenizer("bad.json", content=b"{}"),
-        r"bad\.json is no tokenizer\.json",
+    "a number": ({"tokenizer.json": PLAIN, "config.json": {"eos_token_id": 2}}, [2]),
+    "zero": (
+        {
+            "tokenizer.json": PLAIN,
+            "generation_config.json": {"eos_token_id": 0},
+            "config.json": {"eos_token_id": 2},
+        },
+        [0],
     ),
-    "no description": (lambda file: load_saved_tokenizer(file.parent), r"description\.json"),
-    "another tokenizer beside tokens": (
-        lambda file: tokenizer_of_tokens(write_meta(file), "tokenizer.json"),
-        r"tokenizer\.json is not the tokenizer that made the tokens beside it; copy",
+    "a list": ({"tokenizer.json": PLAIN, "config.json": {"eos_token_id": [2, 1]}}, [2, 1]),
+    "for generation": (
+        {
+            "tokenizer.json": PLAIN,
+            "tokenizer_config.json": {"eos_token": "</s>"},
+            "generation_config.json": {"eos_token_id": [1, 2, 77]},
+            "config.json": {"eos_token_id": 4},
+        },
+        [1, 2],
+    ),
+    "unigram": ({"tokenizer.json": UNIGRAM, "config.json": {"eos_token_id": 1}}, [1]),
+    "unigram, two": (
+        {
+            "tokenizer.json": UNIGRAM,
+            "tokenizer_config.json": {"eos_token": "</s>"},
+            "generation_config.json": {"eos_token_id": [2, 1]},
+        },
+        [1, 2],
+    ),
+    "vocabulary": (BYTE_LEVEL, [2]),
+    "added": (
+        BYTE_LEVEL
+        | {
+            "added_tokens.json": {"<turn>": 4, "<pad>": 3},
+            "tokenizer_config.json": {"eos_token": "<turn>"},
+            "config.json": {"eos_token_id": 2},
+        },
+        [4, 2],
+    ),
+    "added in the settings": (
+        {
+            "tokenizer.json": UNIGRAM.replace("<turn>", "turn"),
+            "tokenizer_config.json": {"added_tokens_decoder": {"4": TURN}, "eos_token": "</s>"},
+            "generation_config.json": {"eos_token_id": [1, 4]},
+        },
+        [1, 4],
     ),
 }
 
 
-def write_meta(file):
-    (file.parent / "tokenizer.json").write_bytes(file.read_bytes() + b"\n")
-    fields = {"eot_token": "<|endoftext|>", "tokenizer_digest": load_tokenizer(file).digest}
-    (file.parent / "meta.json").write_text(json.dumps(fields))
-    return file.parent
+@pytest.mark.parametrize("case", ENDS)
+def test_every_end_that_the_files_name(tmp_path, case):
+    files, ends = ENDS[case]
+    found = load(write_files(tmp_path / "theirs", files))
+    assert (found.eot, list(found.ends)) == (ends[0], ends)
+    save(found, tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert (again.eot, list(again.ends), again.vocab_size) == (ends[0], ends, found.vocab_size)
+    if case.startswith("added"):  # text that spells it out is text
+        assert found.vocab_size - 1 not in found.encode("a<turn>b")
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-def test_errors(json_file, kind):
-    load, message = ERRORS[kind]
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        load(json_file)
+def test_gpt2_may_end_at_other_tokens_too(gpt2, tmp_path):
+    save(gpt2, tmp_path)
+    write_files(tmp_path, {"generation_config.json": {"eos_token_id": [198, 50256]}})
+    found = load(tmp_path)
+    assert (found.name, found.eot, found.ends) == ("gpt2", 50256, (50256, 198))
+    assert pickle.loads(pickle.dumps(found)).ends == found.ends
+
+
+def test_a_text_is_neither_cut_nor_padded(json_file, tmp_path):
+    own = tokenizers.Tokenizer.from_file(str(json_file))
+    own.enable_truncation(3)
+    own.enable_padding(length=9)
+    own.save(str(tmp_path / "tokenizer.json"))
+    found, text = load(tmp_path), "the cat sat on the mat, the hat"
+    assert found.decode(found.encode(text)) == text
+
+
+REFUSED = {
+    "no such name": ({}, "gpt5"),
+    "no such file": ({}, "none.json"),
+    "nothing": ({}, "neither tokenizer.json nor vocab.json"),
+    "no end": ({"tokenizer.json": UNIGRAM}, "--eot-token"),
+    "no JSON": ({"tokenizer.json": "{"}, "tokenizer"),
+    "no object": ({"tokenizer.json": "[]"}, "tokenizer"),
+    "no vocabulary": ({"tokenizer.json": '{"model": {"vocab": [1]}}'}, "tokenizer"),
+    "settings": ({"tokenizer.json": PLAIN, "tokenizer_config.json": "["}, "tokenizer_config"),
+    "no merges": ({"vocab.json": {"<|endoftext|>": 0}}, "vocab.json"),
+    "vocab.json": ({"vocab.json": "[]", "merges.txt": ""}, "vocab.json"),
+    "no end in it": ({"vocab.json": {"a": 0}, "merges.txt": ""}, "--eot-token"),
+    "a gap": (BYTE_LEVEL | {"added_tokens.json": {"<turn>": 9}}, "'<turn>' has the id 9"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    files, value = REFUSED[case]
+    place = value if case.startswith("no such") else write_files(tmp_path / "tokenizer", files)
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        load(place)
+    assert value in in_words(raised.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tokenizer.json"])
 def test_without_the_library(json_file, monkeypatch, name):
     for library in ("tiktoken", "tokenizers"):
         monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
-    with pytest.raises(ImportError, match=r"pip install 'maxmars\[hf\]'"):
-        load_tokenizer(json_file if name.endswith("json") else name)
-
-
-@pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
-def test_saved_and_copied_tokenizers(gpt2, json_file, tmp_path, name):
-    tokenizer = {"byte": ByteTokenizer(), "gpt2": gpt2}.get(name) or load_tokenizer(json_file)
-    save_tokenizer(tokenizer, tmp_path / "saved")
-    # A directory of tokens.
-    (tmp_path / "meta.json").write_text('{"eot_token": "<|endoftext|>"}')
-    (tmp_path / "tokenizer.json").write_bytes(json_file.read_bytes())
-    copy_tokenizer(tmp_path, name, tmp_path / "copied")
-    text = TEXTS[2]
-    for found in (
-        load_saved_tokenizer(tmp_path / "saved"),
-        load_saved_tokenizer(tmp_path / "copied"),
-        tokenizer_of_tokens(tmp_path, name),
-        pickle.loads(pickle.dumps(tokenizer)),
-    ):
-        assert (found.name, found.eot, found.digest) == (name, tokenizer.eot, tokenizer.digest)
-        np.testing.assert_array_equal(found.encode(text), tokenizer.encode(text))
-
-
-# --- Hugging Face directories --------------------------------------------------------------------
-
-
-SPELT = ("To be, or  not\n\n to be: caf\u00e9 \u65e5\u672c \U0001f642 don't\t", "", " x")
-
-
-@pytest.fixture
-def vocabulary(reference_dir, monkeypatch):
-    """The directory of GPT-2's vocabulary as tiktoken keeps it."""
-    directory = reference_dir / "data" / "tiktoken"
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(directory))
-    return directory
-
-
-def assert_same_tokens(directory, tokenizer):
-    """The library tokenizers, which transformers uses, encodes and decodes as we do."""
-    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for text in SPELT:
-        encoded = theirs.encode(text).ids
-        np.testing.assert_array_equal(encoded, tokenizer.encode(text))
-        assert theirs.decode(encoded, skip_special_tokens=False) == text
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    assert theirs.token_to_id(settings["eos_token"]) == tokenizer.eot
-    assert theirs.get_vocab_size() == tokenizer.vocab_size
-
-
-def test_hugging_face_files_of_bytes(tmp_path):
-    write_hf_tokenizer(tmp_path, ByteTokenizer(), 12)
-    assert_same_tokens(tmp_path, ByteTokenizer())
-    found, is_its_own = load_hf_tokenizer(tmp_path, 257)
-    assert isinstance(found, ByteTokenizer)
-    assert is_its_own
-
-
-def test_hugging_face_files_of_gpt2(tmp_path, gpt2, vocabulary, reference_dir, monkeypatch):
-    write_hf_tokenizer(tmp_path, gpt2, 1024)
-    assert_same_tokens(tmp_path, gpt2)
-    published = sorted(path.read_bytes() for path in vocabulary.iterdir())
-    assert published == sorted((tmp_path / n).read_bytes() for n in ("merges.txt", "vocab.json"))
-    found, _ = load_hf_tokenizer(tmp_path, 50257)
-    assert isinstance(found, GPT2Tokenizer)
-    # Without tiktoken's own files: tokenizer.json, or what vocab.json and merges.txt stand for.
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    text = (reference_dir / "data" / "tinyshakespeare.txt").read_text()[:300_000]
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        found, _ = load_hf_tokenizer(tmp_path, 50257)
-        assert isinstance(found, JsonTokenizer)
-        assert found.eot == gpt2.eot
-        for example in (*SPELT, text):
-            np.testing.assert_array_equal(found.encode(example), gpt2.encode(example))
-        (tmp_path / file).unlink()
-    with pytest.raises(FileNotFoundError, match=r"tiktoken keeps no .* set TIKTOKEN_CACHE_DIR"):
-        write_hf_tokenizer(tmp_path, gpt2, 1024)
-    (tmp_path / "merges.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has vocab\.json but no merges\.txt"):
-        load_hf_tokenizer(tmp_path, 50257)
-
-
-def test_without_files_a_vocabulary_of_its_size_is_gpt2s(tmp_path, gpt2):
-    found, is_its_own = load_hf_tokenizer(tmp_path, 50257)
-    assert isinstance(found, GPT2Tokenizer)
-    assert not is_its_own
-    with pytest.raises(
-        FileNotFoundError, match=r"61 tokens is not GPT-2's; copy the tokenizer\.json"
-    ):
-        load_hf_tokenizer(tmp_path, 61)
-
-
-def test_hugging_face_files_of_the_users_own_tokenizer(json_file, tmp_path):
-    own = tokenizers.Tokenizer.from_file(str(json_file))
-    own.enable_truncation(3)
-    own.enable_padding(length=9)
-    own.save(str(tmp_path / "own.json"))
-    tokenizer = JsonTokenizer(tmp_path / "own.json", "<s>")
-    (tmp_path / "hf").mkdir()
-    write_hf_tokenizer(tmp_path / "hf", tokenizer, 12)
-    found, is_its_own = load_hf_tokenizer(tmp_path / "hf", 400)
-    assert is_its_own
-    assert (found.digest, found.eot) == (tokenizer.digest, 0)
-    long = "the cat sat on the mat, the hat"
-    assert found.decode(found.encode(long)) == long  # not cut, not padded
-    with pytest.raises(ValueError, match=f"has {found.vocab_size} tokens, but the model only 61"):
-        load_hf_tokenizer(tmp_path / "hf", 61)
-    # The model's config.json names the end of a text where the tokenizer's settings do not.
-    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": null}')
-    assert load_hf_tokenizer(tmp_path / "hf", 400)[0].eot == 1
-    (tmp_path / "hf" / "config.json").write_text('{"eos_token_id": 0}')
-    assert load_hf_tokenizer(tmp_path / "hf", 400)[0].eot == 0
-
-
-def test_transformers_reads_the_files(gpt2, vocabulary, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    for name, tokenizer in {"byte": ByteTokenizer(), "gpt2": gpt2}.items():
-        directory = tmp_path / name
-        directory.mkdir()
-        write_hf_tokenizer(directory, tokenizer, 12)
-        theirs = transformers.AutoTokenizer.from_pretrained(directory)
-        text = SPELT[0][:12]
-        assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
-        assert theirs.eos_token_id == tokenizer.eot
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"tokenizer.json": "{"}, "is no tokenizer.json"),
-        ({"tokenizer.json": "[]"}, "is no tokenizer.json"),
-        ({"tokenizer.json": '{"model": {"vocab": [1]}}'}, "is no tokenizer.json"),
-        ({"tokenizer.json": "{}", "tokenizer_config.json": "["}, "tokenizer_config"),
-        ({"vocab.json": "[]", "merges.txt": ""}, "vocab.json"),
-        ({"vocab.json": '{"a": 0}', "merges.txt": ""}, "has no token"),
-    ],
-)
-def test_malformed_files(tmp_path, files, message):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_hf_tokenizer(tmp_path, 257)
+    with pytest.raises(ImportError) as raised:
+        load(json_file if name.endswith("json") else name)
+    assert "pip install 'maxmars[hf]'" in in_words(raised.value)

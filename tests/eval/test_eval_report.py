@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hellaswag_questions import SHORT, fields_of, write_questions_file
 from tiny import ADAMW, tiny_config
-from token_directories import write_shards
+from token_directories import write_shards, write_tfds
 
 from maxmars.cli import main
 from maxmars.config import EvalConfig, MeshConfig, TokenShardsConfig
-from maxmars.data.sources import write_metadata
-from maxmars.data.tfds_writer import to_tfds
+from maxmars.data.token_files import TokenShards
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.report import score_models
 from maxmars.train import train
@@ -166,9 +165,11 @@ def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys, format):
     shutil.copytree(tokens, directory)
     shard = directory / "val_00000.bin"
     if format == "tfds":
-        directory = tmp_path / "tfds"
-        directory.mkdir()
-        write_metadata(directory, to_tfds(tokens, directory, record_tokens=100))
+        splits = {name: TokenShards(tokens, name) for name in ("train", "val")}
+        records = {n: [s.read(i, 100) for i in range(0, 300, 100)] for n, s in splits.items()}
+        own = splits["val"].metadata
+        named = {"tokenizer": own.tokenizer, "vocab_size": own.vocab_size}
+        directory = write_tfds(tmp_path, records, num_shards=1, **named)
         (shard,) = directory.glob("tokens-val.array_record-00000-*")
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(SystemExit):
@@ -187,7 +188,7 @@ def test_a_damaged_shard_is_not_scored(run, tokens, tmp_path, capsys, format):
         (["--hellaswag.num-questions", "0"], "--hellaswag.num-questions 0"),
         (["--against", "nowhere"], "nowhere"),
         (["--data.path", "nowhere"], "--tasks hellaswag"),
-        (["--output", "gs://bucket/a.json"], "gs://bucket/a.json"),
+        (["--output", "gs://bucket/a.json"], "--output gs:/bucket/a.json"),
         (["--output", "."], "--output ."),
         (["--output", "/dev/null/new/a.json"], "lies in /dev/null"),
     ],

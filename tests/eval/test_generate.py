@@ -12,7 +12,8 @@ from tiny import ADAMW, MODEL, random_params, tiny_config
 
 from maxmars.config import MeshConfig, TokenShardsConfig
 from maxmars.data.prepare import prepare
-from maxmars.data.tokenizer import ByteTokenizer, load_saved_tokenizer, load_tokenizer
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
 from maxmars.eval import TrainedModel, load
 from maxmars.eval.generate import (
@@ -237,7 +238,7 @@ def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
     found = generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
     assert all(isinstance(text, str) and text for text in found)
     assert found == generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
-    saved = load_saved_tokenizer(tmp_path / "run" / "tokenizer")
+    saved = load_tokenizer(tmp_path / "run" / "tokenizer")
     assert saved.digest == tokenizer.digest
     assert saved.decode(saved.encode("not to be")) == "not to be"
 

@@ -12,17 +12,21 @@ import pytest
 from fake_model_hub import ENDPOINT, FakeHub, serving
 from hf_models import BYTES, TOKENS, hf_arrays, hf_fields, make_run, random_params, write_hf
 from running import finish, free_port, start_python
-from tiny import MODEL, short_config
+from tiny import MODEL, begin_from, short_config
 
 from maxmars import cli
-from maxmars.data.tokenizer import ByteTokenizer, write_hf_tokenizer
+from maxmars.checkpoint.journal import read_journal
+from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model
 from maxmars.train import InitFrom, train
-from maxmars.train.init_from import fetch_source, load_initial, record_origin
+from maxmars.train.init_from import fetch_source, load_initial
+from maxmars.train.journal import began_in
 
 TOKEN = "hf_aSecretThatNobodyMaySee"
+# What httpx says of the way in which huggingface_hub 2.4 uploads; Python shows it to nobody.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def run(tmp_path_factory):
 
 def model_files(folder, seed=0, **fields):
     write_hf(folder, hf_fields(BYTES) | fields, hf_arrays(BYTES, seed))
-    write_hf_tokenizer(folder, ByteTokenizer(), BYTES.max_seq_len)
+    save(ByteTokenizer(), folder)
     return folder
 
 
@@ -138,7 +142,7 @@ def test_only_what_is_needed_is_fetched(hub, run, one, tmp_path):
     np.testing.assert_array_equal(logits(load("hf:some/shards")), logits(load(run)))
     names = {path.name for path in (tmp_path / "shards").iterdir()}
     assert len(names) > 6
-    assert set(hub.fetched()) == names - {"generation_config.json"}
+    assert set(hub.fetched()) == names
 
 
 def test_without_a_network_the_cache_is_used(one, tmp_path, capsys):
@@ -147,54 +151,48 @@ def test_without_a_network_the_cache_is_used(one, tmp_path, capsys):
         commit = hub.add("some/offline", one)
         load("hf:some/offline")
     assert call("export", "hf:some/offline", tmp_path / "out") == 0
-    warning = capsys.readouterr().err
-    assert warning.startswith(f"maxmars: warning: {ENDPOINT} cannot be reached (ConnectError: ")
-    assert f"the cached copy of hf:some/offline, commit {commit}, is used\n" in warning
-    assert warning.count("\n") == 1
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("maxmars: warning: ")
+    assert f"commit {commit}" in warning
     load(f"hf:some/offline@{commit}")
     assert capsys.readouterr().err == ""
     for target in ("hf:some/other", "hf:some/offline@v2"):
-        error = refusal(capsys, "export", target, tmp_path / "other")
-        assert f"{ENDPOINT} cannot be reached (ConnectError" in error
-        assert "is not in the cache" in error
-        assert "run the command once with a network" in error
+        assert target in refusal(capsys, "export", target, tmp_path / "other")
 
 
-def test_what_the_hub_does_not_have_or_give(hub, one, tmp_path, capsys, monkeypatch):
-    hub.add("some/open", one)
-    hub.add("some/gated", one, gated=True)
-    hub.add("some/private", one, private=True)
+NOT_FETCHED = {
+    # A target, the token, and what the one line names.
+    "no owner": ("hf:gpt2", None, "hf:gpt2"),
+    "a folder": ("hf:a/b/c", None, "a/b/c"),
+    "no revision": ("hf:a/b@", None, "hf:a/b@"),
+    "no name": ("hf:a/b--c", None, "a/b--c"),
+    "missing": ("hf:no/such", None, "Repository Not Found"),
+    "private": ("hf:some/private", None, "Repository Not Found"),
+    "no such revision": ("hf:some/open@v9", None, "some/open@v9"),
+    "gated": ("hf:some/gated", None, "restricted"),
+    "pickle": ("hf:some/pickle", None, "model.safetensors"),
+    "llama": ("hf:some/llama", None, '"llama"'),
+    "expired": ("hf:some/open", "hf_expired", "401"),
+    "no token": ("hf:some/open", "hf_a\x01b", "HF_TOKEN"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FETCHED)
+def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
+    target, token, value = NOT_FETCHED[case]
     files = {path.name: path.read_bytes() for path in one.iterdir()}
-    del files["model.safetensors"]
-    hub.add("some/pickle", files | {"pytorch_model.bin": b"pickle"})
+    hub.add("some/open", files)
+    hub.add("some/gated", files, gated=True)
+    hub.add("some/private", files, private=True)
+    pickle = {"pytorch_model.bin": files.pop("model.safetensors")}
+    hub.add("some/pickle", files | pickle)
     hub.add("some/llama", model_files(tmp_path / "llama", model_type="llama"))
-
-    def error_of(target):
-        return refusal(capsys, "import", target, tmp_path / "out")
-
-    for target in ("hf:gpt2", "hf:a/b/c", "hf:a/b@", "hf://a/b", "hf:"):
-        assert f"{target} names no model of the Hugging Face hub; write hf:OWNER/NAME" in (
-            error_of(target)
-        )
-    assert "a/b--c cannot be a model of the hub" in error_of("hf:a/b--c")
-    for name in ("no/such", "some/private"):
-        assert f"there is no model {name} on the hub, or it is private" in error_of(f"hf:{name}")
-    error = error_of("hf:some/open@v9")
-    assert f"no branch, tag or commit v9; {ENDPOINT}/some/open/commits/main" in error
-    assert f"hf:some/gated is gated: accept its terms at {ENDPOINT}" in error_of("hf:some/gated")
-    error = error_of("hf:some/pickle")
-    assert "has no model.safetensors, only pytorch_model.bin: a pickle" in error
-    hub.requests.clear()
-    assert 'model_type is "llama", but maxmars reads' in error_of("hf:some/llama")
-    assert "model.safetensors" not in hub.fetched()
-    monkeypatch.setenv("HF_TOKEN", "hf_expired")
-    assert "the hub refuses to give hf:some/open (it answers 401 Invalid" in (
-        error_of("hf:some/open")
-    )
-    monkeypatch.setenv("HF_TOKEN", "hf_a\x01b")
-    error = error_of("hf:some/open")
-    assert "the token for the hub has characters that no token has" in error
-    assert "hf_a" not in error
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    error = refusal(capsys, "import", target, tmp_path / "out")
+    assert value in error
+    assert "hf_" not in error
+    assert "model.safetensors" not in hub.fetched()  # whatever is wrong is found before
     assert not (tmp_path / "out").exists()
 
 
@@ -202,22 +200,6 @@ def test_without_the_extra(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for argv in (["import", "hf:a/b", tmp_path / "o"], ["export", "r", "o", "--push", "a/b"]):
         assert "pip install 'maxmars[hf]'" in refusal(capsys, *argv)
-
-
-@pytest.mark.slow
-def test_a_connection_that_breaks_in_the_middle(hub, one, tmp_path, capsys):
-    hub.add("some/broken", one)
-    hub.cut += [5000, 7000]
-    model = load("hf:some/broken")
-    np.testing.assert_array_equal(logits(model), logits(load(one)))
-    assert len([m for m, path, _ in hub.requests if path.startswith("/store/") and m == "GET"]) == 3
-    hub.add("some/lost", one)
-    hub.broken["/store/"] = 500
-    error = refusal(capsys, "export", "hf:some/lost", tmp_path / "out")
-    assert "hf:some/lost could not be fetched (it answers 500" in error
-    assert error.endswith("run the same command again.\n")
-    hub.broken.clear()
-    np.testing.assert_array_equal(logits(load("hf:some/lost")), logits(model))
 
 
 def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_path, capsys):
@@ -236,60 +218,51 @@ def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_pat
     assert names == {path.name for path in shards.iterdir()} | {".gitattributes", "README.md"}
 
 
+NOT_PUSHED = {
+    # The token, options, the exit code, and what the one line names.
+    "no name": (TOKEN, "--push hf:me/new", 2, "hf:me/new"),
+    "two dots": (TOKEN, "--push me/a..b", 2, "me/a..b"),
+    "private alone": (TOKEN, "--private", 2, "--private"),
+    "no token": (None, "--push me/new", 1, "hf auth login"),
+    "expired": ("hf_expired", "--push me/new", 1, "HF_TOKEN"),
+    "a reader": ("hf_reader", "--push me/new", 1, "may only read"),
+    "public": (TOKEN, "--push me/public --private", 1, "me/public is public"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PUSHED)
 def test_a_push_that_cannot_work_is_refused_before_the_export(
-    hub, run, one, tmp_path, capsys, monkeypatch
+    hub, run, one, tmp_path, capsys, monkeypatch, case
 ):
-    out = tmp_path / "out"
-
-    def error_of(*options, code=1):
-        error = refusal(capsys, "export", run, out, *options, code=code)
-        assert not out.exists()
-        return error
-
-    assert "must be OWNER/NAME of a model" in error_of("--push", "hf:me/new", code=2)
-    assert "--push me/a..b cannot be a model of the hub" in error_of("--push", "me/a..b", code=2)
-    assert "--private belongs to --push" in error_of("--private", code=2)
-    assert "OUT is missing; name" in refusal(capsys, "export", run, code=2)
-    assert "no Hugging Face directory that could be pushed as it is" in (
-        refusal(capsys, "export", run, "--push", "me/new", code=2)
-    )
-    assert "--dtype bfloat16 needs OUT" in (
-        refusal(capsys, "export", one, "--push", "me/new", "--dtype", "bfloat16", code=2)
-    )
-    assert "--push me/new needs a token that may write: log in by" in error_of("--push", "me/new")
-    monkeypatch.setenv("HF_TOKEN", "hf_expired")
-    assert "the hub refuses to push to me/new (it answers 401" in error_of("--push", "me/new")
-    monkeypatch.setenv("HF_TOKEN", "hf_reader")
-    assert "the token may only read, and --push me/new writes" in error_of("--push", "me/new")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.broken["/whoami"] = 503
-    error = error_of("--push", "me/new")
-    assert "failed (it answers 503 out of order); when the cause is gone, run the same" in error
-    hub.broken.clear()
+    token, options, code, value = NOT_PUSHED[case]
     hub.add("me/public", one)
-    error = error_of("--push", "me/public", "--private")
-    assert "me/public is public, and the hub ignores --private for a repository" in error
-    (tmp_path / "exists").mkdir()
-    words = ["export", run, tmp_path / "exists", "--push", "me/new", "--private"]
-    again = f"push it as it is by `maxmars export {tmp_path / 'exists'} --push me/new --private`"
-    assert again in refusal(capsys, *words)
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert value in refusal(capsys, "export", run, tmp_path / "out", *options.split(), code=code)
+    assert not (tmp_path / "out").exists()
     assert not any(method in ("POST", "PUT") for method, _, _ in hub.requests)
+
+
+def test_what_can_be_pushed_as_it_is(hub, logged_in, run, one, tmp_path, capsys):
+    assert "OUT" in refusal(capsys, "export", run, code=2)
+    assert "OUT" in refusal(capsys, "export", run, "--push", "me/new", code=2)
+    words = ["--push", "me/new", "--dtype", "bfloat16"]
+    assert "--dtype" in refusal(capsys, "export", one, *words, code=2)
+    words = ["export", run, one, "--push", "me/new", "--private"]
+    assert f"`maxmars export {one} --push me/new --private`" in refusal(capsys, *words)
 
 
 def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsys):
     out = tmp_path / "out"
     hub.broken["/commit/"] = 500
     error = refusal(capsys, "export", run, out, "--push", "me/fails")
-    assert "the push to me/fails failed (it answers 500 out of order). " in error
-    assert f"{out} is whole; push it again by `maxmars export {out} --push me/fails`.\n" in error
+    assert f"{out} is whole; push it again by `maxmars export {out} --push me/fails`: " in error
+    assert "500" in error
     np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
     error = refusal(capsys, "export", run, tmp_path / "other", "--push", "other/name")
-    assert "the hub refuses to push to other/name (it answers 403 You don't have the" in error
+    assert "403" in error
     hub.broken = {"/validate-yaml": 400}
-    error = refusal(capsys, "export", out, "--push", "me/fails", "--private")
-    assert "me/fails is public, and the hub ignores" in error
-    error = refusal(capsys, "export", out, "--push", "me/fails")
-    assert "failed (ValueError: Invalid metadata in README.md.). " in error
+    assert "README.md" in refusal(capsys, "export", out, "--push", "me/fails")
     hub.broken.clear()
     assert call("export", out, "--push", "me/fails") == 0
     np.testing.assert_array_equal(logits(load("hf:me/fails")), logits(load(run)))
@@ -341,11 +314,8 @@ def test_gpt2_offline(hub, reference_dir, tmp_path, monkeypatch):
     )
     assert done.returncode == 1
     warning, _, error = done.stderr.splitlines()  # the other is that of the tokenizer
-    assert warning.startswith(
-        f"maxmars: warning: {ENDPOINT} cannot be reached (HF_HUB_OFFLINE is set)"
-    )
-    assert f"hf:openai/gpt2-tiny, commit {commit}, is used" in warning
-    assert "(HF_HUB_OFFLINE is set), and hf:openai/other, revision main, is not in" in error
+    assert f"commit {commit}" in warning
+    assert "hf:openai/other" in error
     assert (tmp_path / "gpt2-tiny" / "model.safetensors").is_file()
 
 
@@ -358,7 +328,7 @@ def config(tmp_path):
 
 
 def start_of(workdir):
-    return json.loads((workdir / "init_from.json").read_text())
+    return began_in(read_journal(workdir))[-1]["init_from"]
 
 
 @pytest.mark.slow
@@ -371,7 +341,7 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     source = InitFrom(path="hf:me/start")
     mesh = sharding.make_mesh(config.mesh)
     # A run that is killed here has saved nothing yet.
-    record_origin(workdir, load_initial(config, mesh, fetch_source(workdir, source)))
+    begin_from(workdir, load_initial(config, mesh, fetch_source(workdir, source)).origin)
     second = add(2)
     train(config, workdir, init_from=source)
     assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out

@@ -8,10 +8,12 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from hf_models import (
     BASE,
     BYTES,
@@ -32,9 +34,11 @@ from safetensors.numpy import load_file, save_file
 from maxmars import cli
 from maxmars.checkpoint import list_steps, read
 from maxmars.config import MeshConfig
+from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import sharding
 from maxmars.eval import load
+from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.trained_model import export_model, import_model
 from maxmars.model.language_model import param_shardings
 
@@ -109,12 +113,12 @@ def test_what_is_no_model(tmp_path, run):
     refused(tmp_path / "missing", FileNotFoundError, "missing does not exist; name the working")
     refused(run / "checkpoints" / "3", FileNotFoundError, "3 does not exist")
     refused(tmp_path, ValueError, "is neither a run .* nor a Hugging Face directory")
-    refused(run / "tokenizer" / "description.json", ValueError, "is neither a run")
+    refused(run / "tokenizer" / "tokenizer.json", ValueError, "is neither a run")
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     refused(tmp_path / "new", FileNotFoundError, "holds no checkpoint yet")
     refused(tmp_path / "new" / "checkpoints", FileNotFoundError, "holds no checkpoint yet")
     write_hf(tmp_path / "bytes", hf_fields(BYTES), hf_arrays(BYTES))
-    refused(tmp_path / "bytes", FileNotFoundError, "has no tokenizer .* of 257 tokens is not")
+    refused(tmp_path / "bytes", FileNotFoundError, "has no tokenizer")
 
 
 def test_a_run_without_its_tokenizer_or_with_anothers(tmp_path):
@@ -122,13 +126,10 @@ def test_a_run_without_its_tokenizer_or_with_anothers(tmp_path):
     bare = make_run(tmp_path / "bare", BASE, one, None)
     with pytest.raises(FileNotFoundError, match="tokenizer is missing: a run keeps"):
         load(bare, mesh=one_device_mesh())
-    for content in ('{"name": "tokenizer.json"}', '{"name": ["byte"]}', "null"):
-        (bare / "tokenizer").mkdir(exist_ok=True)
-        (bare / "tokenizer" / "description.json").write_text(content)
-        with pytest.raises(
-            ValueError, match=r"tokenizer is damaged \(.* start its `maxmars train`"
-        ):
-            load(bare, mesh=one_device_mesh())
+    (bare / "tokenizer").mkdir()
+    (bare / "tokenizer" / "tokenizer_config.json").write_text("null")
+    with pytest.raises(ValueError, match="tokenizer_config"):
+        load(bare, mesh=one_device_mesh())
     make_run(tmp_path / "other", BASE, one, ByteTokenizer())
     with pytest.raises(ValueError, match="has 257 tokens, but the model only 61"):
         load(tmp_path / "other", mesh=one_device_mesh())
@@ -232,6 +233,79 @@ def test_files_of_an_export(run, tmp_path):
     again = load(tmp_path / "hf", mesh=one_device_mesh())
     assert again.tokenizer.name == "byte"
     jax.tree.map(np.testing.assert_array_equal, again.params, random_params(BYTES, 2))
+
+
+def made(kind):
+    """A tokenizer of our own making, in which no file names the end of a text."""
+    models, trainers = tokenizers.models, tokenizers.trainers
+    special = {"special_tokens": ["<unk>", "</s>", "<turn>"], "show_progress": False}
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options: Any = {
+        "bpe": {"initial_alphabet": alphabet},
+        "unigram": {"initial_alphabet": alphabet, "unk_token": "<unk>"},
+        "word_level": {},
+    }
+    model, trainer = {
+        "bpe": (models.BPE(), trainers.BpeTrainer),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer),
+        "word_level": (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer),
+    }[kind]
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    text = "to be or not to be that is the question"
+    tokenizer.train_from_iterator([text], trainer(vocab_size=300, **options[kind], **special))
+    return tokenizer
+
+
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("bpe", "word_level")]
+
+
+@pytest.mark.parametrize("kind", ["unigram", *SLOW_KINDS])
+def test_a_model_ends_where_its_files_say_in_every_command(kind, tmp_path, capsys):
+    theirs, hf, run, again = made(kind), *(tmp_path / name for name in ("hf", "run", "again"))
+    config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size())
+    write_hf(hf, hf_fields(config), hf_arrays(config))
+    theirs.save(str(hf / "tokenizer.json"))
+    with pytest.raises(SystemExit):
+        cli.main(["import", str(hf), str(run)])
+    assert "--eot-token" in capsys.readouterr().err
+    cli.main(["import", str(hf), str(run), "--eot-token", "</s>"])
+    assert load(run).tokenizer.eot == 1
+    shutil.rmtree(run)
+
+    (hf / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    model = load(hf)
+    prompt = [model.tokenizer.encode("to be")]
+    (free,) = generate_tokens(model, prompt, max_new_tokens=12, sampling=GREEDY)
+    length = next(i for i in range(1, 12) if free[i] not in [1, *free[:i]])
+    ends = {"eos_token_id": [int(free[length]), 1]}
+    (hf / "generation_config.json").write_text(json.dumps(ends))
+    (hf / "config.json").write_text(json.dumps(hf_fields(config) | {"eos_token_id": 0}))
+
+    def ended(target):
+        options = ["--prompt", "to be", "--temperature", "0", "--max-new-tokens", "12", "--json"]
+        cli.main(["generate", str(target), *options])
+        row = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return row["end"], row["num_tokens"]
+
+    assert ended(hf) == ("end_of_text", length)
+    cli.main(["import", str(hf), str(run)])
+    cli.main(["export", str(run), str(again)])
+    capsys.readouterr()
+    assert ended(run) == ended(again) == ("end_of_text", length)
+    fields = {path.stem: json.loads(path.read_text()) for path in again.glob("*.json")}
+    assert fields["tokenizer_config"]["eos_token"] == "</s>"
+    assert fields["config"]["eos_token_id"] == 1
+    assert fields["generation_config"]["eos_token_id"] == [1, int(free[length])]
+
+    (tmp_path / "a.txt").write_text("to be or not to be " * 50)
+    words = ["--tokenizer", str(hf / "tokenizer.json"), "--workers", "0"]
+    cli.main(["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "tokens"), *words])
+    cli.main(["data", "inspect", str(tmp_path / "tokens")])
+    assert "'to be or not to be " in capsys.readouterr().out
+    stream = TokenShards(tmp_path / "tokens", "train")
+    assert stream.read(stream.num_tokens - 1, 1).tolist() == [1]
 
 
 def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from running import finish, free_port, start, start_two, wait_for_steps, wait_until
+from tiny import first_difference
 
 from maxmars.checkpoint import list_steps
 from maxmars.distributed.exits import EXIT_CODE
-from maxmars.train.verify_resume import first_difference
 
 pytestmark = pytest.mark.multiprocess
 

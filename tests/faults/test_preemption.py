@@ -157,7 +157,7 @@ def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folde
     if step:
         wait_for_steps(workdir, step, process)
     else:
-        wait_until((workdir / "sessions.jsonl").exists, process)
+        wait_until((workdir / "journal.jsonl").exists, process)
         time.sleep(2)  # the evaluation, which takes far longer, begins
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import maxmars
+from maxmars.cli.parse import parse_arguments
 from maxmars.cli.train import TrainArguments
-from maxmars.config.command_line import parse_arguments
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 
 PAGE = (Path(maxmars.__file__).parent / "launch" / "skypilot.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_cloud import launch, program, with_options
 
-from maxmars.config.command_line import load_config
+from maxmars.config import load_config
 from maxmars.config.user_code import load_function, sources_in
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")

@@ -101,7 +101,7 @@ def test_frequent_tokens_and_biases_keep_their_gradients(model, mesh, microbatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["tools/examples/own_model.py", "configs/models/track3.py"])
+@pytest.mark.parametrize("file", ["tools/examples/own_model.py", "tools/examples/track3/model.py"])
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_the_models_to_copy_from_keep_theirs(file, fsdp):
     options = {"num_layers": 2, "num_heads": 2, "embed_dim": 64}

@@ -8,33 +8,27 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from tiny import MODEL, batch_of, short_config
+from tiny import MODEL, batch_of, first_difference, series, short_config
 from xla_flags import xla_flags
 
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
-    MarsConfig,
     MeshConfig,
     OptaxConfig,
     ScheduleConfig,
 )
-from maxmars.config.command_line import parse_config
 from maxmars.config.user_code import load_function
 from maxmars.distributed import sharding
-from maxmars.optim import MatrixSpec
 from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import abstract_train_state, init_train_state, make_train_step
-from maxmars.train.verify_resume import first_difference, series
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
-CONTINUUM = EXAMPLE.parent / "continuum.py"
 SOURCE = """
 from typing import Any, NamedTuple
 import jax, jax.numpy as jnp, optax, optax.contrib
@@ -201,57 +195,14 @@ def test_its_state_lies_as_the_parameters_do(tmp_path, source):
 
 def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     arguments = ["--optimizer.options.b1", "0.9", "--optimizer.learning-rate", "1e-3"]
-    config = parse_config(str(EXAMPLE), arguments, "maxmars train")
+    config = parse_arguments(
+        ConfigArguments, [str(EXAMPLE), *arguments], prog="maxmars train"
+    ).config
     assert config.optimizer == OptaxConfig(
         make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
     )
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     check_optimizer(config.optimizer, MODEL, mesh)
-
-
-@pytest.mark.parametrize("inner", ["nadam", "ademamix", "adopt", "soap"])
-def test_the_examples_of_mars_over_others_make_optimizers(inner):
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    for name in (inner, f"mars_{inner}"):
-        spec = f"{EXAMPLE.parent / 'mars_over_others.py'}:optimizer={name}"
-        check_optimizer(parse_config(spec, [], "maxmars train").optimizer, MODEL, mesh)
-
-
-@pytest.mark.parametrize("choice", ["0", "0.025-c2-clip", "nesterov-g2", "0.1-c2"])
-def test_the_continuum_is_what_its_text_says(choice):
-    config = parse_config(f"{CONTINUUM}:optimizer={choice}", [], "maxmars train").optimizer
-    options = config.options
-    b1, b2 = options["b1"], options["b2"]
-    gamma = 1 - b1 if options["gamma"] == "nesterov" else options["gamma"]
-    optimizer = load_function(config.make)(
-        0.1, matrix_specs={"w": MatrixSpec(rows=(0,), cols=(1,))}, mesh=None, **options
-    )
-    rng = np.random.default_rng(0)
-    p = rng.normal(size=(3, 4))
-    ours = {"w": jnp.asarray(p, jnp.float32)}
-    state = optimizer.init(ours)
-    m = v = last = np.zeros((3, 4))
-    for t in range(1, 5):
-        g = rng.normal(size=(3, 4))
-        updates, state = optimizer.update({"w": jnp.asarray(g, jnp.float32)}, state, ours)
-        ours = optax.apply_updates(ours, updates)
-        c = g + gamma * b1 / (1 - b1) * (g - last)
-        if choice.endswith("clip"):
-            c = c / max(1, np.linalg.norm(c))
-        m = b1 * m + (1 - b1) * c
-        v = b2 * v + (1 - b2) * (g if "g2" in choice else c) ** 2
-        u = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8)
-        p, last = p - 0.1 * (u + options["weight_decay"] * p), g
-        np.testing.assert_allclose(ours["w"], p, rtol=2e-5, atol=1e-6)
-
-
-def test_every_choice_of_the_continuum_makes_an_optimizer():
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    choices = "0,0.025-c2,0.025-g2,nesterov-c2,nesterov-g2,0.1-c2,0.1-g2,0-clip,0.025-c2-clip"
-    for choice in [*choices.split(","), "nesterov-c2-clip", "0.025-exact", "0.1-exact", "1-exact"]:
-        config = parse_config(f"{CONTINUUM}:optimizer={choice}", [], "maxmars train").optimizer
-        check_optimizer(config, MODEL, mesh)
-        assert isinstance(config, MarsConfig) == choice.endswith("exact")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +212,7 @@ def test_every_choice_of_the_continuum_makes_an_optimizer():
         ("own.py:not_a_function", {}, "has no function 'not_a_function'"),
         ("none.py:adamw", {}, "there is no file"),
         ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
-        ("own.py:refusing", {"b1": 2}, r"^own\.py:\d+: b1=2 must be below 1"),
+        ("own.py:refusing", {"b1": 2}, "b1=2 must be below 1"),
         ("own.py:number", {}, "returned a int; it must return an optax"),
         ("own.py:sums", {}, "updates of another structure or shape"),
         ("own.py:searching", {}, r"needs more than gradients, .* missing 3 required .*'value_fn'"),

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from tiny import ADAMW, MODEL, batch_of
+from tiny import ADAMW, MODEL, batch_of, begin_from
 
 from maxmars.checkpoint import find, list_steps, load, read, save_params
+from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.curves import read_run
 from maxmars.config import (
     AdoptConfig,
@@ -27,7 +28,8 @@ from maxmars.distributed import sharding
 from maxmars.model import huggingface
 from maxmars.model.language_model import graph_and_abstract_params
 from maxmars.train import train
-from maxmars.train.init_from import InitFrom, check_origin, load_initial, record_origin
+from maxmars.train.init_from import InitFrom, check_origin, load_initial
+from maxmars.train.journal import began_in, changes_of_config
 from maxmars.train.resume import continued_config, rounding_change
 from maxmars.train.step import abstract_train_state, make_train_step
 
@@ -84,16 +86,15 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     for step, position in ((2, 2 * 16), (4, 2 * 16 + 2 * 8)):
         meta = json.loads((workdir / "checkpoints" / str(step) / "meta" / "data.json").read_text())
         assert meta["data_position"] == position
-    (line,) = (workdir / "config_changes.jsonl").read_text().splitlines()
-    changes = json.loads(line)
-    assert changes["step"] == 2
-    assert changes["changed"]["optimizer.learning_rate"] == [6e-4, 1e-2]
-    assert changes["changed"]["num_steps"] == [2, 4]
+    (changes,) = changes_of_config(read_journal(workdir)).items()
+    assert changes[0] == 2
+    assert "num_steps 2 -> 4" in changes[1]
+    assert "optimizer.learning_rate 0.0006 -> 0.01" in changes[1]
     tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
     assert rows_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
     assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
-    assert (workdir / "config_changes.jsonl").read_text().count("\n") == 1
+    assert list(changes_of_config(read_journal(workdir))) == [2]
 
 
 def test_a_finished_run_that_only_evaluates_leaves_its_checkpoint_as_it_is(
@@ -279,20 +280,18 @@ def test_a_run_starts_where_another_ended(source, started):
     before, losses = rows_of(source, "eval/loss"), rows_of(workdir, "eval/loss")
     assert losses[0] == pytest.approx(before[2], abs=1e-5)
     assert losses[2] < losses[0]
-    origin = json.loads((workdir / "init_from.json").read_text())
-    assert origin["weights"] == str(source / "checkpoints" / "2")
+    (began,) = began_in(read_journal(workdir))
+    assert began["init_from"]["weights"] == str(source / "checkpoints" / "2")
     meta = json.loads((workdir / "checkpoints" / "2" / "meta" / "data.json").read_text())
     assert (meta["step"], meta["data_position"]) == (2, 2 * 16)
 
 
 def test_the_same_command_continues_and_another_source_is_refused(source, started, capsys):
     workdir, config = started
-    origin = (workdir / "init_from.json").read_bytes()
     request = InitFrom(path=str(source))
     for init_from in (request, None):
         train(config, workdir, init_from=init_from)
         assert "continuing from step 2" in capsys.readouterr().out
-    assert (workdir / "init_from.json").read_bytes() == origin
     with pytest.raises(ValueError, match=rf"started from {source}, not from /elsewhere\. Leave"):
         train(config, workdir, init_from=InitFrom(path="/elsewhere"))
     with pytest.raises(ValueError, match=rf"started from {source} without its optimizer state"):
@@ -305,15 +304,11 @@ def test_a_run_from_random_weights_does_not_continue_from_others(source, short_c
 
 
 def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_config, tmp_path):
-    record_origin(tmp_path, loaded(source, short_config()))
+    begin_from(tmp_path, loaded(source, short_config()).origin)
     with pytest.raises(ValueError, match=rf"was to start from {source} and has saved nothing yet"):
         train(short_config(), tmp_path)
     for path in (str(source), "/elsewhere"):
-        check_origin(tmp_path, InitFrom(path=path), None)
-    (tmp_path / "init_from.json").write_bytes(b"\xff")
-    check_origin(tmp_path, InitFrom(path=str(source)), None)
-    with pytest.raises(ValueError, match=r"init_from\.json is damaged, and the run in .*"):
-        train(short_config(), tmp_path)
+        check_origin(tmp_path, InitFrom(path=path), continues=False)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from tiny import short_config
+from tiny import first_difference, series, short_config
 
 from maxmars.config import (
     AdamWConfig,
@@ -19,7 +19,6 @@ from maxmars.config import (
     SophiaConfig,
 )
 from maxmars.train import train
-from maxmars.train.verify_resume import first_difference, series
 
 OPTIMIZERS = {
     "adamw": AdamWConfig(),

@@ -64,5 +64,5 @@ def test_no_record_of_a_run_has_a_secret_and_it_continues(tmp_path, monkeypatch,
     main(["export", str(run), str(run / "exported")])
     main(["audit", str(run), "--output", str(run / "audit.json")])
     files = [path for path in run.rglob("*") if path.is_file()]
-    assert {"config.json", "sessions.jsonl", "README.md", "audit.json"} <= {p.name for p in files}
+    assert {"config.json", "journal.jsonl", "README.md", "audit.json"} <= {p.name for p in files}
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []

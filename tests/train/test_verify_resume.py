@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.config import ScheduleConfig
-from maxmars.train.verify_resume import first_difference, verify_resume
+from maxmars.train.verify_resume import verify_resume
 
 
 @pytest.mark.slow
@@ -30,22 +29,11 @@ def test_a_resume_is_verified_and_a_difference_is_named(tmp_path, monkeypatch, c
     assert receipt["verdict"] == "identical"
     assert 20 <= receipt["killed_after_step"] <= 40
     assert 20 <= receipt["resumed_from_step"] < 40
-    assert "continuing from step" in (out / "resumed.log").read_text()
+    assert "continuing from step" in (out / "run.log").read_text()
     assert receipt["environment"]["num_devices"] == 8
-    assert len(receipt["state_digests"]) > 20
+    assert "steps 1 to 40, computed again: the same digest" in receipt["audit"]
 
-    other = tmp_path / "other"
-    shutil.copytree(out / "resumed", other)
-    lines = (other / "metrics.jsonl").read_text().splitlines()
-    number = [i for i, line in enumerate(lines) if "train/loss" in line][4]
-    changed = json.loads(lines[number])
-    changed["train/loss"] += 1e-15 * changed["train/loss"] * 2
-    lines[number] = json.dumps(changed)
-    (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    step = changed["step"]
-    assert first_difference(out / "resumed", other).startswith(f"train/loss of step {step} is ")
-
-    with pytest.raises(FileExistsError, match="exists; delete it or choose another --out"):
+    with pytest.raises(FileExistsError, match=str(out)):
         verify_resume(tiny_config(), out, steps=4, checkpoint_step=2)
 
 
@@ -68,14 +56,14 @@ def test_a_resume_is_identical_on_this_machine(
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path):
     config = tiny_config(global_batch_size=2**20)
-    with pytest.raises(ValueError, match=r"1/4 undisturbed run failed .* see the end of .*\.log"):
+    with pytest.raises(ValueError, match=r"1/3 run to kill failed .* see the end of .*\.log"):
         verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
 
 
 @pytest.mark.slow
 def test_a_run_shorter_than_its_warmup_is_tried_as_it_is(tmp_path):
     config = tiny_config(global_batch_size=2**20, schedule=ScheduleConfig(warmup_steps=9))
-    with pytest.raises(ValueError, match="1/4 undisturbed run failed"):
+    with pytest.raises(ValueError, match="1/3 run to kill failed"):
         verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
     tried = json.loads((tmp_path / "out" / "config.json").read_text())
     assert tried["schedule"]["warmup_steps"] == 9

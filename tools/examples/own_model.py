@@ -19,8 +19,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmars.config import AdamWConfig, MarsConfig, ModuleConfig, OptimizerConfig, TrainConfig
-from maxmars.config.command_line import load_config
+from maxmars.config import (
+    AdamWConfig,
+    MarsConfig,
+    ModuleConfig,
+    OptimizerConfig,
+    TrainConfig,
+    load_config,
+)
 from maxmars.distributed.sharding import constrain, copies, look_up
 
 Parameter = nnx.Param[jax.Array]

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from maxmars.config import OptaxConfig, TrainConfig
-from maxmars.config.command_line import load_config
+from maxmars.config import OptaxConfig, TrainConfig, load_config
 from maxmars.optim import mars_over
 
 

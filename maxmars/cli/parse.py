@@ -1,0 +1,229 @@
+"""The command lines of commands: tyro parses them, and what it refuses is told in one line.
+
+A command is a dataclass; those that take a CONFIG inherit `ConfigArguments`, so that every field of
+the config is an option too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from maxmars.cli.help import evened, groups_of, print_help, rows_of
+from maxmars.cli.values import VALUES
+from maxmars.config.checks import CheckedConfig, RuleError, UsageError
+from maxmars.config.load import choices_of, load_config, named_configs
+from maxmars.config.train import TrainConfig
+
+HELP = ("-h", "--help", "--help-all")
+_MARKERS = (tyro.conf.AvoidSubcommands,)  # the config file decides which optimizer, not a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigArguments(CheckedConfig):
+    """The arguments of a command that takes a CONFIG. Subclasses add the command's own options."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    """The config that CONFIG names, with the overrides of the command line."""
+
+
+Arguments = TypeVar("Arguments", bound=ConfigArguments)
+Options = TypeVar("Options")
+
+
+def parse_arguments(
+    arguments: type[Arguments], argv: Sequence[str], *, prog: str, example: str = "quickstart"
+) -> Arguments:
+    """Parse the command line of a command that takes a CONFIG, options and overrides of fields.
+
+    Args:
+      arguments: the command's dataclass; every field that it adds has a default.
+      argv: the command line after the command's name. CONFIG is its first word that is neither an
+        option nor the value of an option.
+      prog: the command's name in help and errors.
+      example: the CONFIG whose fields `--help` shows where none is given.
+
+    Raises:
+      UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
+      SystemExit: 0 after `--help`.
+    """
+    places = _places_of_words(argv)
+    about = ""
+    if asks_for_help(argv):  # also for that of a group, whose name is no CONFIG
+        groups = {field.name for field in dataclasses.fields(TrainConfig)}
+        places = [place for place in places if argv[place] not in groups]
+        about = _about_config(argv[places[0]] if places else None, example)
+    elif not places:
+        raise UsageError(
+            f"{prog} needs a config: `{prog} quickstart`, for example. See `{prog} --help`."
+        )
+    spec = argv[places[0]] if places else example
+    return parse_options(
+        arguments,
+        # The words after CONFIG stay where they are, as values of the option before them.
+        [word for place, word in enumerate(argv) if place not in places[:1]],
+        prog=f"{prog} {shlex.quote(spec) if places else 'CONFIG'}",
+        default=arguments(config=load_config(spec)),
+        switches=False,
+        about=about,
+    )
+
+
+def _about_config(spec: str | None, example: str) -> str:
+    """What `--help` says of a CONFIG, or of all that have a name."""
+    if spec is None:
+        about = (
+            "CONFIG is the path of a Python file, or one of these names, with choices after a "
+            f"colon: gpt2:size=small,optimizer=mars. The defaults shown are those of {example}."
+        )
+        specs = list(named_configs())
+    else:
+        about, specs = f"The defaults shown are those of {spec}. Its choices:", [spec]
+    choices = {
+        f"{spec.partition(':')[0]}:{name}=": ", ".join(words) or "TEXT"
+        for spec in specs
+        for name, words in choices_of(spec).items()
+    }
+    return "\n".join([about if choices else about.partition(" Its")[0], "", *rows_of(choices)])
+
+
+def parse_options(
+    arguments: type[Options],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    default: Options | None = None,
+    switches: bool = True,
+    about: str = "",
+) -> Options:
+    """Parse options, and positional arguments if the dataclass has some.
+
+    Args:
+      arguments: the dataclass.
+      argv: the command line after the command's name.
+      prog: the command's name in help and errors.
+      default: the values of options that are not given; None takes the dataclass's own.
+      switches: whether a boolean is an option without a value; else True or False follows it.
+      about: told by `--help` below the dataclass's docstring.
+
+    Raises:
+      UsageError: there is no such option, one that is needed is missing, or a value is missing, is
+        of another type than the field's, or is refused by the dataclass.
+      SystemExit: 0 after `--help`.
+    """
+
+    def call_tyro(words: Sequence[str], kind: Any = arguments, default: Any = default) -> Any:
+        return tyro.cli(
+            kind,
+            args=words,
+            prog=prog,
+            description="",
+            default=tyro.MISSING_NONPROP if default is None else default,
+            config=_MARKERS if switches else (*_MARKERS, tyro.conf.FlagConversionOff),
+            registry=VALUES,
+            return_unknown_args=True,
+        )
+
+    def all_options(*part: Any) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            call_tyro(["--help"], *part)
+        return printed.getvalue()
+
+    if asks_for_help(argv):
+        whole = arguments if default is None else default
+        groups = groups_of(whole)
+        asked = next((word for word in argv if word in groups), None)
+        if asked is not None:
+            field = (asked, type(groups[asked]), dataclasses.field(default=groups[asked]))
+            alone = dataclasses.make_dataclass("Group", [field])
+            _, _, options = all_options(alone, None).partition("\n\n")
+            print(f"usage: {prog} [OPTIONS]\n\n{evened(options)}")
+        else:
+            in_full = "--help-all" in argv
+            print_help(whole, all_options(), prog=prog, about=about, in_full=in_full)
+        sys.exit(0)
+    box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
+            found, unknown = call_tyro(argv)
+    except (SystemExit, ValueError) as error:
+        raise UsageError(_why(error, box.getvalue(), prog)) from error
+    if unknown:
+        flag = next((word for word in unknown if word.startswith("-")), None)
+        if flag is None:  # which tyro splits from a switch: --json=True
+            word = next((w for w in argv if w.partition("=")[2] == unknown[0]), unknown[0])
+            raise UsageError(f"`{prog}` takes no argument {word!r}; see `{prog} --help`.")
+        name = flag.partition("=")[0]  # a value may be a secret
+        hint = _option_meant(name, re.findall(r"--\w[\w.-]*", all_options()))
+        raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
+    return found
+
+
+def _option_meant(name: str, flags: Sequence[str]) -> str:
+    """A hint at the option whose last word is most like that of an unknown one, "" if none is."""
+    group, _, leaf = name.rpartition(".")
+    leaves = [flag.rpartition(".")[2].lstrip("-") for flag in flags]
+    for near in difflib.get_close_matches(leaf.lstrip("-"), leaves, n=1):
+        alike = [flag for flag in flags if re.search(rf"[.-]{near}$", flag)]
+        best = min(alike, key=lambda flag: (flag.rpartition(".")[0] != group, flag))
+        return f" (did you mean `{best}`?)"
+    return ""
+
+
+def _why(error: BaseException, box: str, prog: str) -> str:
+    """Why tyro or a dataclass has refused a command line, in one line.
+
+    tyro's box names the option or the group of options, the exception before it says what is wrong.
+    """
+    _, message, *_ = [*re.split(r"\n *-{3,} *\n", box), ""]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ValueError):
+        cause = cause.__context__
+    if cause is None:
+        needed = re.findall(r"^ {6}(\S.*?) *$", message, re.MULTILINE)
+        if needed:
+            return f"`{prog}` needs {', '.join(needed)}; see `{prog} --help`."
+        return " ".join(message.split())
+    found = re.search(r"Error parsing (\S+):", message)
+    place = found[1] if found else ""
+    if isinstance(cause, RuleError):
+        group = re.sub(r"^config\.?|^[A-Z]\w*$", "", place)  # the class or its config is no group
+        flag = ".".join(filter(None, (group, cause.field))).replace("_", "-")
+        return f"--{flag} {cause.value} {cause.words}."
+    is_option = place.startswith("-") or place.isupper()  # else a group, by its dataclass
+    return f"{place} {cause}" if is_option else str(cause)
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for help rather than for work."""
+    return any(word in HELP for word in argv)
+
+
+def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line, in which every option takes a value, into its words and its options."""
+    places = _places_of_words(argv)
+    options = [word for place, word in enumerate(argv) if place not in places]
+    return [argv[place] for place in places], options
+
+
+def _places_of_words(argv: Sequence[str]) -> list[int]:
+    """The indices of the words that are neither an option nor the first value of one."""
+    places: list[int] = []
+    is_value = False
+    for place, word in enumerate(argv):
+        is_option = word.startswith("-")
+        if not is_value and not is_option:
+            places.append(place)
+        is_value = not is_value and is_option and "=" not in word and word not in HELP
+    return places

@@ -1,0 +1,119 @@
+"""How words of a command line become a number, a choice, True, False, None, or several values.
+
+tyro's own rules do so, too; these also take 1e3 for a whole number, say what a word must be by the
+same words as the config's checks, and refuse an option of several values that has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from maxmars.config.checks import expected, fits
+from maxmars.config.load import did_you_mean
+
+
+def _whole(word: str) -> int:
+    """A whole number; 1e3 is one, and what is written in digits keeps them all."""
+    with contextlib.suppress(ValueError):
+        return int(word)
+    number = float(word)
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+# How help writes a value of a type, and how its word is read.
+_TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("N", _whole),
+    float: ("X", float),
+    str: ("TEXT", str),
+    Path: ("PATH", Path),
+}
+_WORDS: dict[Any, dict[str, Any]] = {
+    bool: {"True": True, "False": False},
+    type(None): {"None": None},
+}
+
+
+def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A type of one word, such as `int`, `Literal["a", "b"]` or `float | None`."""
+    kinds = _kinds(info.type)
+    named: dict[str, Any] = {}  # the words that mean a value by themselves
+    for kind in kinds:
+        if typing.get_origin(kind) is Literal:
+            named |= {str(value): value for value in typing.get_args(kind)}
+        elif kind in _WORDS:
+            named |= _WORDS[kind]
+        elif kind not in _TYPES:
+            return None
+    others = [_TYPES[kind] for kind in kinds if kind in _TYPES]
+
+    def read(words: list[str]) -> Any:
+        (word,) = words
+        if word in named:
+            return named[word]
+        for _, meaning in others:
+            with contextlib.suppress(ValueError):
+                return meaning(word)
+        raise ValueError(f"{word} must be {expected(info.type)}{did_you_mean(word, named)}.")
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join([*(metavar for metavar, _ in others), *named]),
+        instance_from_str=read,
+        is_instance=lambda value: fits(value, info.type),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A tuple of such types, which for options of the user's own are those of the config file."""
+    if tuple not in (info.type, info.type_origin) or tyro.conf.UseAppendAction in info.markers:
+        return None
+    kinds = typing.get_args(info.type)  # none where the config file gives ()
+    varies = kinds[1:] == (Ellipsis,)
+    inner = [PrimitiveTypeInfo.make(kind, info.markers) for kind in kinds if kind is not Ellipsis]
+    specs = [spec for one in inner if (spec := _one_value(one)) is not None]
+    if len(specs) < len(inner):
+        return None  # parts of a mixture, of which each field is an option
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        if not words:
+            raise ValueError("needs one or more values.")
+        if len(words) != len(specs) and not varies:
+            raise ValueError(
+                f"{' '.join(words)} must be {len(specs)} values, as the config file gives them."
+            )
+        each = zip(words, itertools.cycle(specs), strict=False)
+        return tuple(spec.instance_from_str([word]) for word, spec in each)
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{specs[0].metavar if specs else 'VALUE'} ...",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: list(map(str, values)),
+    )
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types of a union, without their annotations."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return _kinds(hint.__origin__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
+    return [hint]
+
+
+VALUES = ConstructorRegistry()
+VALUES.primitive_rule(_one_value)
+VALUES.primitive_rule(_several_values)

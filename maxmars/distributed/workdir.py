@@ -1,0 +1,47 @@
+"""The files of a run's working directory: each name, what the file is, and who writes it.
+
+The primary process writes what does not say otherwise, and once the run owns the directory. The
+names stand here, below all that use them: training, evaluation, `compare` and the command line.
+"""
+
+from __future__ import annotations
+
+# How the run goes on follows from the checkpoints and the tokens alone.
+CHECKPOINTS = "checkpoints"  # STEP/ of each checkpoint that is kept; checkpoint/writer.py, all
+
+# What the run is, written anew by train/run.py at each start.
+CONFIG = "config.json"  # as it runs, and what was asked where the run chose by itself
+ENVIRONMENT = "environment.json"  # versions, code, devices and mesh
+DATA = "data.json"  # of each part of the data: name, source, tokens and documents
+PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of each parameter
+TOKENIZER = "tokenizer"  # of the data, for `generate`, `eval` and `export`
+SOURCES = "sources"  # files of the user's own: of the data here, and of
+MODEL_SOURCE = "sources/model"  # the model and
+OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer there, each with its SHA-256
+
+# What happened. Files of lines only grow, but for the lines of steps that are made again.
+JOURNAL = "journal.jsonl"  # what each session began with, saved and ended with; train/journal.py
+METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/metrics.py
+SUMMARY = "summary.json"  # what the run came to, at the end of a session; train/summary.py
+SKIPPED_STEPS = "skipped_steps"  # STEP.json, the examples of a skipped step; train/reporter.py
+LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py
+VERIFIED = "verified"  # host_000.jsonl of each process, files that it has hashed; train/run.py
+PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/tracer.py
+WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
+
+# Written by train/lives.py before the run owns the directory, so they are no part of the journal.
+LIVES = "lives.json"  # starts in a row that made no new checkpoint
+FAILED = "failed.json"  # the error of one of several processes, which writes it itself
+
+# Of `maxmars import`, which writes a working directory without a run.
+IMPORTED_FROM = "imported_from.json"
+
+# What runs of 83c960c and before have in place of the journal: they stay as they are, and are read
+# for the weights that the run started from and for the digests of the user's own files.
+OLD_RECEIPTS = "receipts.jsonl"
+OLD_ORIGIN = "init_from.json"
+
+
+def of_process(folder: str, process: int, suffix: str = "") -> str:
+    """The name in a folder of what a process writes itself."""
+    return f"{folder}/host_{process:03d}{suffix}"

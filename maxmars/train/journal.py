@@ -1,0 +1,378 @@
+"""The journal of a run: what each session began with, saved and ended with, one line each.
+
+`<workdir>/journal.jsonl` only grows. Every line holds the hash of the line above it (`before`), and
+a checkpoint the hash of the line that told of it before it was written. So no line can be changed,
+taken away or put between without a trace, those of lost steps included. What else is known of a
+run's past follows from its lines: the trajectory that led to a checkpoint, where the time went,
+what changed, and which weights it started from. There are no keys: whoever writes all lines anew is
+found only by computing the steps again (`audit --replay`).
+
+A kill may leave a line without its end. The next session goes on below it, and as no line holds its
+hash, nothing is missing. It may also leave a `saved` line whose checkpoint was not completed: the
+next session begins at an older step, and the steps after that are no part of the trajectory.
+
+The fields of all lines are `kind`, `time`, `step`, `seconds` (of the session so far, by activity)
+and `before`. Besides,
+
+* `began` has `start` (of the process, seconds since 1970), `digest` and `position` of the state and
+  the data that the session has, `command`, `config`, `data` (their digest), `own_code` (SHA-256 of
+  the user's files), `environment`, `init_from` (the origin of the run's weights; None for random
+  ones) and `earlier`, which says that the steps before have the records of an older maxmars;
+* `saved` has `digest`, `position`, `tokens` and `metrics`, a digest of the metrics since the line
+  before;
+* `ended` has `done` (all steps and evaluations are made) and `metrics`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxmars.checkpoint.journal import Line, hash_of, read_journal
+from maxmars.config import differences, from_dict
+from maxmars.distributed import processes
+from maxmars.distributed.files import LineFile, Workdir, json_number, read_json
+from maxmars.distributed.workdir import JOURNAL, METRICS, OLD_ORIGIN
+from maxmars.train.clock import Clock
+
+_LOGGER = logging.getLogger(__name__)
+
+Metric = tuple[int, str, Any]
+"""Step, key and value as in `metrics.jsonl`."""
+
+ACTIVITIES = {
+    "steps": "steps that count",
+    "repeated": "steps lost to a stop, made again",
+    "data_wait": "waiting for data",
+    "compile": "first steps, which compile",
+    "start": "opening the run",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "restart": "between the sessions",
+    "other": "other",
+}
+"""What a run's time is spent on, and how a table calls it."""
+
+
+class Journal(contextlib.AbstractContextManager["Journal"]):
+    """Writes the lines of one session; in processes other than the primary it writes nothing.
+
+    Args:
+      workdir: directory of the run.
+      clock: of this process.
+      began: the fields of the line `began`; without `init_from` it is that of earlier sessions.
+      checkpoint: the hash in the checkpoint that was restored; None without one.
+      may_write: see `files.LineFile`.
+    """
+
+    def __init__(
+        self,
+        workdir: Workdir,
+        clock: Clock,
+        began: Mapping[str, Any],
+        *,
+        checkpoint: str | None = None,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._workdir, self._path = workdir, workdir / JOURNAL
+        self._clock, self._may_write = clock, may_write
+        self._began = {"start": clock.start, **began}
+        self._checkpoint = checkpoint
+        self._earlier = read_journal(workdir) if processes.is_primary() else []
+        self._last = self._earlier[-1] if self._earlier else None
+        self._from_step = began["step"]  # from here on the next line vouches for the metrics
+        self._metrics: list[Metric] = []
+        self._file: LineFile | None = None
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The session begins, in a run with these lines of metrics.
+
+        A warning says where lines of the journal are missing, or metrics are not what they were.
+        """
+        if not processes.is_primary():
+            return
+        self._compare(rows)
+        step = self._from_step
+        self._metrics = [metric for metric in metrics_of(rows) if metric[0] == step]
+        self._file = LineFile(self._path, self._may_write)
+        if "init_from" not in self._began:
+            self._began["init_from"] = origin(self._workdir, self._earlier)
+        self._write("began", step, self._began)
+
+    def _compare(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._checkpoint is None:
+            return
+        step, told = self._from_step, lines_to(self._earlier, self._checkpoint)
+        if told is None or broken_links(self._earlier):
+            _LOGGER.warning(
+                "%s lacks lines of step %d or before; the run goes on, and `maxmars audit` will "
+                "call it broken",
+                self._path,
+                step,
+            )
+        saved = [line["step"] for line in self._earlier if line["kind"] == "saved"]
+        if saved and saved[-1] > step:
+            _LOGGER.warning(
+                "the checkpoint of step %d, which %s tells of, was not completed, or is gone or "
+                "damaged; the steps after %d are made again",
+                saved[-1],
+                self._path,
+                step,
+            )
+        for first, last in unvouched(rows, self._earlier, self._checkpoint):
+            _LOGGER.warning(
+                "%s is not what was recorded between steps %d and %d; training does not depend on "
+                "it, and goes on",
+                self._workdir / METRICS,
+                first,
+                last,
+            )
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The run has recorded these metrics."""
+        if self._file is not None:
+            self._metrics += [(step, key, json_number(value)) for key, value in metrics.items()]
+
+    def saved(self, step: int, digest: str, position: int, tokens: int) -> str | None:
+        """A checkpoint of this state is about to be written; the hash to store in it."""
+        metrics = digest_of_metrics(self._metrics, "saved", self._from_step, step)
+        fields = {"digest": digest, "position": position, "tokens": tokens, "metrics": metrics}
+        return self._write("saved", step, fields)
+
+    def ended(self, step: int, *, done: bool) -> str | None:
+        """The session ends in order, with the state that it saved last or began with."""
+        metrics = digest_of_metrics(self._metrics, "ended", self._from_step, step)
+        return self._write("ended", step, {"done": done, "metrics": metrics})
+
+    def sessions(self, step: int, *, done: bool = False) -> list[Session]:
+        """All of the run, the last of which is this one, as it stands at `step`."""
+        seconds = self._clock.seconds
+        began = {"kind": "began", "step": self._began["step"], "seconds": seconds, **self._began}
+        now = {"kind": "ended", "step": step, "seconds": seconds, "done": done}
+        return sessions_of([*self._earlier, began, now])
+
+    def _write(self, kind: str, step: int, fields: Mapping[str, Any]) -> str | None:
+        if self._file is None:
+            return None
+        line: Line = {
+            "kind": kind,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "step": step,
+            **fields,
+            "seconds": {name: round(spent, 3) for name, spent in self._clock.seconds.items()},
+            "before": None if self._last is None else hash_of(self._last),
+        }
+        self._file.write(json.dumps(line))
+        self._file.sync()  # a checkpoint in a bucket is not to be there before its line
+        self._metrics = [metric for metric in self._metrics if metric[0] >= step]
+        self._last, self._from_step = line, step
+        return hash_of(line)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+# --- what follows from the lines ----------------------------------------------------------------
+
+
+def lines_to(lines: Sequence[Line], last: str | None) -> Sequence[Line] | None:
+    """The lines up to the one with this hash; None if there is none."""
+    hashes = [hash_of(line) for line in lines]
+    return lines[: hashes.index(last) + 1] if last in hashes else None
+
+
+def broken_links(lines: Iterable[Line]) -> list[Line]:
+    """The lines that were not written after the line above them."""
+    above, found = None, []
+    for line in lines:
+        found += [line] if line["before"] != above else []
+        above = hash_of(line)
+    return found
+
+
+def trajectory(lines: Iterable[Line]) -> list[Line]:
+    """The lines `began` and `saved` that led to the last of these lines.
+
+    A session goes on from the save of the step that it began at; what was saved after that step,
+    and a session that saved nothing, led nowhere.
+    """
+    found: list[Line] = []
+    for line in lines:
+        if line["kind"] == "began":
+            while found and (found[-1]["kind"] != "saved" or found[-1]["step"] > line["step"]):
+                found.pop()
+            if line.get("earlier"):
+                found.clear()
+        if line["kind"] != "ended":
+            found.append(line)
+    return found
+
+
+def began_in(lines: Iterable[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] == "began"]
+
+
+def origin(workdir: Workdir, lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Where the weights of a run came from at its first step; None for random ones.
+
+    Every session says it, the first of a run of an older maxmars by that one's record.
+    """
+    began = began_in(lines)
+    return began[-1]["init_from"] if began else read_json(workdir / OLD_ORIGIN)
+
+
+def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
+    """The fields that changed from session to session of a trajectory, in words, by step."""
+    found = {}
+    for before, after in itertools.pairwise(began_in(lines)):
+        rows = differences(from_dict(before["config"]), from_dict(after["config"]))
+        if rows:
+            found[after["step"]] = ", ".join(f"{name} {a} -> {b}" for name, a, b in rows)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One start of the process, as far as it was recorded: a kill loses what came after a save."""
+
+    start: float
+    """When it began, seconds since 1970."""
+    end: float
+    """When it was recorded last."""
+    first_step: int
+    """Step that it went on from."""
+    last_step: int
+    """Step that it had reached."""
+    seconds: Mapping[str, float]
+    """Of each activity."""
+    done: bool
+    """Whether the run was complete: what comes later is no restart."""
+    command: str | None
+    """The command line that started it; None if there was none, as in Python."""
+
+
+def sessions_of(lines: Iterable[Line]) -> list[Session]:
+    """All sessions that left these lines, also those that led nowhere."""
+    found: list[Session] = []
+    began: Line | None = None
+    for line in lines:
+        if line["kind"] == "began":
+            began = line
+        elif began is None:
+            continue
+        else:
+            found.pop()
+        seconds = dict.fromkeys(ACTIVITIES, 0.0) | line["seconds"]
+        session = Session(
+            start=began["start"],
+            end=began["start"] + sum(seconds.values()),
+            first_step=began["step"],
+            last_step=line["step"],
+            seconds=seconds,
+            done=line.get("done", False),
+            command=began["command"],
+        )
+        found.append(session)
+    return found
+
+
+def run_seconds(sessions: Sequence[Session]) -> dict[str, float]:
+    """Seconds of each of `ACTIVITIES` over all sessions of a run, the last of which is the newest.
+
+    Steps that a later session made again count as `repeated`, at their session's mean time.
+    """
+    total = dict.fromkeys(ACTIVITIES, 0.0)
+    reached = math.inf  # what later sessions went on from
+    after = None
+    for session in reversed(sessions):
+        for name, seconds in session.seconds.items():
+            total[name] += seconds
+        made = session.last_step - session.first_step
+        lost = min(max(session.last_step - reached, 0), made)
+        if lost:
+            wasted = session.seconds["steps"] * lost / made
+            total["steps"] -= wasted
+            total["repeated"] += wasted
+        reached = min(reached, session.first_step)
+        if after is not None and not session.done:
+            total["restart"] += max(0.0, after.start - session.end)
+        after = session
+    return total
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Each activity's share of the time."""
+    total = sum(seconds.values()) or 1.0
+    return {name: spent / total for name, spent in seconds.items()}
+
+
+# --- what the lines vouch for ---------------------------------------------------------------------
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics in lines of `metrics.jsonl`."""
+    return [(row["step"], key, row[key]) for row in rows for key in row if key != "step"]
+
+
+def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: int) -> str:
+    """SHA-256, in hex, over the metrics that a line of this kind vouches for.
+
+    These are the training metrics of the steps after `first` up to `last`, and the evaluations from
+    step `first` on to the one before `last`: that of step `last` comes after the save. The end of a
+    session vouches for it.
+    """
+
+    def counts(step: int, key: str) -> bool:
+        if key.startswith("eval/"):
+            return first <= step < last or (kind == "ended" and step == last)
+        return key.startswith("train/") and first < step <= last
+
+    chosen = sorted((metric for metric in metrics if counts(metric[0], metric[1])), key=str)
+    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
+
+
+def unvouched(
+    rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str
+) -> list[tuple[int, int]]:
+    """First and last step of the parts of the metrics that are not what the journal vouches for.
+
+    The evaluations of the step of the newest checkpoint may come after it, also from a session that
+    went on from there: what counts is how the last of these sessions ended.
+
+    Args:
+      rows: lines of `metrics.jsonl`.
+      lines: of the journal.
+      checkpoint: the hash in the newest checkpoint.
+    """
+    told = lines_to(lines, checkpoint)
+    if told is None:
+        return []
+    pairs = list(itertools.pairwise(trajectory(told)))
+    newest, end = told[-1], None
+    for line in lines[len(told) :]:
+        if line["kind"] == "began" and line["step"] == newest["step"]:
+            end = None
+        elif line["kind"] == "ended" and line["step"] == newest["step"]:
+            end = line
+    pairs += [(newest, end)] if end is not None else []
+    metrics = sorted(metrics_of(rows), key=lambda metric: metric[0])
+    steps = [step for step, _, _ in metrics]
+    found = []
+    for before, line in pairs:
+        if line["kind"] == "began":
+            continue
+        first, last = before["step"], line["step"]
+        part = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
+        if digest_of_metrics(part, line["kind"], first, last) != line["metrics"]:
+            found.append((first, last))
+    return found

@@ -1,0 +1,166 @@
+"""CONFIG: names, paths and choices, and what is wrong with them or in a config file."""
+
+import numpy as np
+import pytest
+from token_directories import write_shards
+
+from maxmars.config import AdamWConfig, MarsConfig, TokenShardsConfig, load_config
+from maxmars.config.checks import UsageError
+
+pytestmark = pytest.mark.smoke
+
+HEADER = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from maxmars.config import *
+
+def make(**fields):
+    fields = dict(num_steps=3000, global_batch_size=8, model=GPT2Config.small()) | fields
+    return TrainConfig(name="tiny", data=PythonSourcesConfig(), **fields)
+"""
+CHOICES = """
+@dataclass(frozen=True)
+class Table:
+    learning_rate: float
+
+def get_config(
+    optimizer: Literal["adamw", "mars"] = "adamw", microbatches: Literal[1, 2] = 1
+) -> TrainConfig:
+    mars = MarsConfig(learning_rate=Table(3e-3).learning_rate)
+    optimizers = {"adamw": AdamWConfig(), "mars": mars}
+    return make(optimizer=optimizers[optimizer], num_microbatches=microbatches)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a config file and returns its path."""
+
+    def write(body, name="tiny.py", header=HEADER):
+        (tmp_path / name).write_text(header + body)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_choices_become_arguments_of_get_config(write):
+    path = write(CHOICES)
+    assert isinstance(load_config(path).optimizer, AdamWConfig)
+    config = load_config(f"{path}:optimizer=mars,microbatches=2")
+    assert isinstance(config.optimizer, MarsConfig)
+    assert config.optimizer.learning_rate == 3e-3
+    assert config.num_microbatches == 2
+
+
+def test_a_file_is_read_again_when_it_has_changed(write):
+    body = "def get_config():\n    return make(optimizer=AdamWConfig(), seed={})\n"
+    assert load_config(write(body.format(1))).seed == 1
+    assert load_config(write(body.format(2))).seed == 2
+
+
+def test_a_file_hides_no_module_of_its_name(write):
+    load_config(write(CHOICES, name="json.py"))
+    import json
+
+    assert json.loads("1") == 1
+
+
+def test_a_bare_name_means_a_file_of_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart").name == "quickstart"
+    assert load_config("gpt2:size=xl,optimizer=muon").name == "gpt2-xl-muon"
+    assert load_config("ablations:optimizer=gamma_0").name == "compare-tiny-mars-gamma_0"
+
+
+def test_a_choice_annotated_with_str_takes_any_text(tmp_path):
+    write_shards(tmp_path / "tokens", np.arange(100), vocab_size=500)
+    config = load_config(f"quickstart:data={tmp_path / 'tokens'}")
+    assert config.data == TokenShardsConfig(path=str(tmp_path / "tokens"))
+    assert config.model.vocab_size == 500
+
+
+def test_any_text_may_hold_colons_and_commas(write):
+    body = (
+        "import dataclasses\nfrom typing import Literal\n"
+        "def get_config(data: str, optimizer: Literal['a', 'b'] = 'a'):\n"
+        "    config = make(optimizer=AdamWConfig())\n"
+        "    return dataclasses.replace(config, name=f'{data} {optimizer}')\n"
+    )
+    for choices, name in (
+        ("data=gs://bucket/of tokens", "gs://bucket/of tokens a"),
+        ("data=a,b=c,d,optimizer=b", "a,b=c,d b"),
+        ("data=my,data", "my,data a"),
+        ("optimizer=b,data=my.py:f,x", "my.py:f,x b"),
+    ):
+        assert load_config(f"{write(body)}:{choices}").name == name
+
+
+def error_of(spec):
+    with pytest.raises(UsageError) as error:
+        load_config(spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+WRONG = "def get_config():\n    return "
+
+
+@pytest.mark.parametrize(
+    ("body", "choices", "named"),
+    [
+        (CHOICES, ":optimiser=mars", ["optimiser=mars", "`optimizer=mars`", "microbatches=1|2"]),
+        (CHOICES, ":optimizer=mar", ["optimizer=mar'", "`optimizer=mars`", "adamw|mars"]),
+        (CHOICES, ":microbatches=3", ["microbatches=3", "microbatches=1|2"]),
+        (CHOICES, ":optimizer", ["'optimizer'"]),
+        (CHOICES, ":optimizer=", ["'optimizer='"]),
+        (CHOICES, ":optimizer=mars,optimizer=adamw", ["'optimizer=adamw'", "once"]),
+        ("", "", ["get_config"]),
+        (WRONG + "AdamWConfig()\n", "", ["AdamWConfig", "TrainConfig"]),
+        ("def get_config(size: Literal['s', 'm']): ...\n", "", ["size=s|m"]),
+        ("def get_config(path: str): ...\n", "", ["path=TEXT"]),
+        ("def get_config(size='s'): ...\n", "", ["`size`", "Literal"]),
+    ],
+)
+def test_what_is_wrong_with_choices_is_said(write, body, choices, named):
+    path = write(body)
+    error = error_of(path + choices)
+    assert [words for words in [path, *named] if words not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("quickstrat", ["'quickstrat'", "`quickstart`"]),
+        ("gtp2:size=xl", ["'gtp2'", "ablations, compare_tiny, gpt2, quickstart"]),
+        ("gpt2.yaml", ["'gpt2.yaml'", "`gpt2`"]),
+        ("", ["''"]),
+        ("configs/gpt2", ["'configs/gpt2'", ".py"]),
+        ("configs/gpt2.yaml:size=xl", ["configs/gpt2.yaml:size=xl", ".py"]),
+    ],
+)
+def test_a_name_that_does_not_exist(spec, named):
+    error = error_of(spec)
+    assert [words for words in named if words not in error] == []
+
+
+def test_a_missing_file_suggests_a_similar_name(write):
+    path = write(CHOICES)
+    assert f"`{path}`" in error_of(path.replace("tiny", "tyni") + ":optimizer=mars")
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("\nimport no_such_module\n", "2: ModuleNotFoundError: No module named"),
+        ("\ndef get_config():\n    raise ValueError('mine')\n", "3: mine"),
+        ("\ndef get_config(:\n", "2: invalid syntax: def get_config(:"),
+        ("\ndef get_config():\n    return 1 / 0\n", "3: ZeroDivisionError: division by"),
+        ("from maxmars.config import *\n\nAdamWConfig(b1=2.0)\n", "3: AdamWConfig.b1=2.0 must"),
+    ],
+)
+def test_errors_of_the_file_itself_name_its_line(write, body, named):
+    path = write(body, header="")
+    assert error_of(path).startswith(f"{path}:{named}")

@@ -1,0 +1,195 @@
+"""The journal of a run: what a kill leaves, what damage costs, and what follows from its lines."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+
+from maxmars.checkpoint import read
+from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.reader import checksum
+from maxmars.config import CheckpointConfig
+from maxmars.train import train
+from maxmars.train.audit import audit
+from maxmars.train.clock import Clock
+from maxmars.train.init_from import InitFrom
+from maxmars.train.journal import Journal, began_in, run_seconds, sessions_of, shares
+from maxmars.train.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of 2 steps from the weights of another (`run`), and the same after 4 (`sound`)."""
+    folder = tmp_path_factory.mktemp("journal")
+    start = InitFrom(path=str(folder / "origin"))
+    train(config_of(folder, 1), folder / "origin", quiet=True)
+    train(config_of(folder, 2), folder / "run", init_from=start, quiet=True)
+    shutil.copytree(folder / "run", folder / "sound")
+    train(config_of(folder, 4), folder / "sound", quiet=True)
+    return folder
+
+
+def config_of(folder, num_steps):
+    return tiny.short_config(
+        folder / "tokens", num_steps=num_steps, checkpoint=CheckpointConfig(every=2, keep_last=9)
+    )
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def go_on(folder, run):
+    """Continue a run to 4 steps, which are those of the sound one; what the audit says."""
+    train(config_of(folder, 4), run, quiet=True)
+    digests = [read(workdir / "checkpoints").digest for workdir in (run, folder / "sound")]
+    assert digests[0] == digests[1]
+    return audit(run, log=lambda text: None)
+
+
+def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(folder, run):
+    with (run / "journal.jsonl").open("a") as file:
+        file.write('{"kind": "saved", "step": 3, "dig')
+    found = go_on(folder, run)
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
+
+
+def test_a_save_without_its_checkpoint_is_no_part_of_the_run(folder, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "sound", run)
+    shutil.rmtree(run / "checkpoints" / "4")
+    assert audit(run, log=lambda text: None).verdict == "one trajectory"
+    found = go_on(folder, run)
+    assert "the checkpoint of step 4, which" in caplog.text
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_line_is_told_and_stops_no_run(folder, run, caplog, lost):
+    lines = (run / "journal.jsonl").read_text().splitlines()
+    del lines[lost]
+    (run / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert go_on(folder, run).verdict == "broken"
+    assert "journal.jsonl lacks lines of step 2 or before; the run goes on" in caplog.text
+
+
+@pytest.mark.parametrize("lines", [lambda lines: lines[:2], lambda lines: []])
+def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog, lines):
+    text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines(text)))
+    go_on(folder, run)
+    assert "metrics.jsonl is not what was recorded between steps 0 and 2" in caplog.text
+
+
+def test_a_run_of_an_older_maxmars_begins_a_journal_where_it_goes_on(folder, run):
+    """With receipts in its checkpoints, and its weights' origin in a file."""
+    began, *_ = read_journal(run)
+    (run / "init_from.json").write_text(json.dumps(began["init_from"]))
+    (run / "journal.jsonl").rename(run / "receipts.jsonl")
+    for path in run.glob("checkpoints/*/meta/data.json"):
+        meta = json.loads(path.read_text())
+        meta["receipt"] = {"hash": meta.pop("journal"), "tokens": meta.pop("tokens")}
+        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    before = {path: path.read_bytes() for path in run.glob("*.json*")}
+    with pytest.raises(ValueError, match=r"journal\.jsonl tells of .* step 2: an older"):
+        audit(run, log=lambda text: None)
+    found = go_on(folder, run)
+    assert (found.verdict, found.first_step, found.last_step) == ("one trajectory", 2, 4)
+    assert "the steps before 2 have the records of an older maxmars" in found.text
+    assert [line["init_from"] for line in began_in(read_journal(run))] == [began["init_from"]]
+    for name in ("receipts.jsonl", "init_from.json"):
+        assert (run / name).read_bytes() == before[run / name]
+    assert max(line["tokens"] for line in read_metrics(run)) == 4 * 16 * 16
+
+
+# --- what follows from the lines ------------------------------------------------------------------
+
+
+class Time:
+    """The time, both monotonic and of the day; the test sets it."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+def session_of(time, directory, first_step, last_step, *, kill=False):
+    """10 s to start, 5 s to compile, 1 s a step, a tenth of that waiting, and 3 s a checkpoint
+    every 50 steps."""
+    clock = Clock(now=time)
+    clock.start = time.now
+    began = {"step": first_step, "digest": "", "position": 0, "command": None, "init_from": None}
+    with Journal(directory, clock, began) as journal:
+        time.now += 10
+        journal.begin([])
+        for step in range(first_step, last_step + 1):
+            with clock("data_wait"):
+                time.now += 0.1 * (step > first_step)
+            with clock("steps", kind="step"):
+                time.now += 5 if step == first_step else 0.9
+            if step % 50 == 0 and step > first_step:
+                with clock("checkpoint"):
+                    time.now += 3
+                    journal.saved(step, "", 0, 0)
+        if not kill:
+            journal.ended(last_step, done=True)
+    return journal.sessions(last_step)
+
+
+def test_all_time_is_accounted_for_over_a_kill_and_a_later_extension(tmp_path, time):
+    began = time.now
+    session_of(time, tmp_path, 0, 165, kill=True)  # recorded last at step 150
+    time.now += 60
+    session_of(time, tmp_path, 100, 200)  # the checkpoint of 150 was damaged
+    time.now += 1e6  # it was complete
+    last = session_of(time, tmp_path, 200, 240)
+
+    sessions = sessions_of(read_journal(tmp_path))
+    assert [(s.first_step, s.last_step, s.done) for s in sessions] == [
+        (0, 150, False),
+        (100, 200, True),
+        (200, 240, True),
+    ]
+    found = run_seconds(sessions)
+    assert sum(found.values()) == pytest.approx(time.now - began - 1e6)
+    expected = {
+        "start": 30.0,
+        "compile": 15.0,
+        "steps": 0.9 * (100 + 100 + 40),
+        "repeated": 0.9 * 50,
+        "data_wait": 0.1 * (150 + 100 + 40),
+        "checkpoint": 9.0 + 6.0,
+        "restart": 60.0 + 15,  # with the steps after the last save
+    }
+    assert {name: spent for name, spent in found.items() if spent} == pytest.approx(expected)
+    assert sum(shares(found).values()) == pytest.approx(1.0)
+    assert run_seconds(last) == pytest.approx(found)
+
+
+def test_steps_are_lost_back_to_the_earliest_step_that_was_gone_on_from():
+    def session(first_step, last_step, start, steps_s):
+        line = {"kind": "began", "step": first_step, "start": start, "command": None, "seconds": {}}
+        return [line, line | {"kind": "saved", "step": last_step, "seconds": {"steps": steps_s}}]
+
+    # The third went back beyond the checkpoint that the second had gone on from.
+    lines = [*session(0, 10, 0, 10.0), *session(8, 12, 10, 4.0), *session(5, 9, 14, 4.0)]
+    found = run_seconds(sessions_of(lines))
+    assert (found["steps"], found["repeated"]) == pytest.approx((5 + 0 + 4, 5 + 4))
+    lines = [*session(0, 0, 0, 0.0), *session(0, 4, 0, 4.0)]
+    assert run_seconds(sessions_of(lines))["steps"] == 4
+
+
+def test_a_run_that_begins_anew_keeps_the_sessions_of_before(tmp_path, time):
+    session_of(time, tmp_path, 0, 40, kill=True)
+    time.now -= 500  # somebody set the clock back
+    session_of(time, tmp_path, 0, 60)
+    assert [s.last_step for s in sessions_of(read_journal(tmp_path))] == [0, 60]
