@@ -232,7 +232,7 @@ def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     for optimizer in ("adamw", "mars"):
         words = [config_name(args, "small", optimizer), "--steps", steps, "--data.path"]
         words += [str(args.tokens and args.tokens.resolve()), "--workdir", "{scratch}/run"]
-        command = tool("kill_and_resume", *words, *options)
+        command = tool("faults", "once", *words, *options)
         expected = 100 if args.rehearse else 60 * args.real_minutes + 70
         yield Unit(f"real-{optimizer}", command, expected, flags, missing)
 
@@ -240,7 +240,7 @@ def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
 def checkpoint_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     """AdamW's state of XL, 19 GB, to the scratch disk and back."""
     size = ("--size", "small", "--layers", 1) if args.rehearse else ("--size", "xl")
-    command = tool("bench_checkpoint", *size, "--rounds", 1, "--directory", "{scratch}")
+    command = tool("bench", "checkpoint", *size, "--rounds", 1, "--directory", "{scratch}")
     yield Unit("checkpoint-xl", command, 150)
 
 
@@ -249,7 +249,7 @@ def generate_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]
     words = ("--batch-sizes", "1,8,64", "--compute-dtype", "bfloat16")
     if args.rehearse:
         words = ("--batch-sizes", 1, "--layers", 1, "--new-tokens", 4)
-    yield Unit("generate", tool("bench_generate", *words), 60)
+    yield Unit("generate", tool("bench", "generate", *words), 60)
 
 
 def eval_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
@@ -260,7 +260,7 @@ def eval_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
         model = args.shared / "reference" / "hf_gpt2_tiny"
         words += ["--model", model, "--num-questions", 20, "--rounds", 1]
     missing = None if questions.exists() else f"no {questions.name} in {args.shared}"
-    yield Unit("eval", tool("bench_eval", *words), 60, missing=missing)
+    yield Unit("eval", tool("bench", "eval", *words), 60, missing=missing)
 
 
 def plan_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:

@@ -29,8 +29,8 @@ class AuditArguments(CheckedConfig):
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The working directory of a run, such as runs/quickstart."""
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
-    """Compute K steps again, from a checkpoint that is still there or from the seed to a later
-    saved step, and compare the digests. On other hardware, or another mesh, rounding may differ."""
+    """Compute K steps again, from a checkpoint that is still there, or from the seed, to a later
+    saved step, and compare the digests. On other hardware or another mesh, rounding may differ."""
     trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Check the rest of the run also where code of your own that it keeps is not the text that it
     was trained with."""

@@ -129,8 +129,7 @@ def _check_push(arguments: ExportArguments) -> None:
 
 def _export(arguments: ExportArguments, out: str) -> None:
     from maxmars.eval.trained_model import Exported, export_model  # loads JAX
-    from maxmars.train.card_facts import read_report
-    from maxmars.train.model_card import CARD, write_card
+    from maxmars.train.card import CARD, read_report, write_card
 
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
     card_notes = []

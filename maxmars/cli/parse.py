@@ -81,20 +81,20 @@ def parse_arguments(
 
 def _about_config(spec: str | None, example: str) -> str:
     """What `--help` says of a CONFIG, or of all that have a name."""
-    if spec is None:
-        about = (
-            "CONFIG is the path of a Python file, or one of these names, with choices after a "
-            f"colon: gpt2:size=small,optimizer=mars. The defaults shown are those of {example}."
-        )
-        specs = list(named_configs())
-    else:
-        about, specs = f"The defaults shown are those of {spec}. Its choices:", [spec]
+    specs = list(named_configs()) if spec is None else [spec]
     choices = {
         f"{spec.partition(':')[0]}:{name}=": ", ".join(words) or "TEXT"
         for spec in specs
         for name, words in choices_of(spec).items()
     }
-    return "\n".join([about if choices else about.partition(" Its")[0], "", *rows_of(choices)])
+    if spec is None:
+        about = (
+            "CONFIG is the path of a Python file, or one of these names, with choices after a "
+            f"colon: gpt2:size=small,optimizer=mars. The defaults shown are those of {example}."
+        )
+    else:
+        about = f"The defaults shown are those of {spec}{', with the choices:' if choices else '.'}"
+    return "\n".join([about, "", *rows_of(choices)]).rstrip()
 
 
 def parse_options(

@@ -92,7 +92,7 @@ def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
 def read_run(workdir: Path, name: str) -> Line:
     """The run in a working directory of `maxmars train`, by this name.
 
-    Where its `config.json` is missing or damaged, the newest checkpoint tells the config.
+    Where its `config.json` is missing, the newest checkpoint tells the config.
 
     Raises:
       ValueError: there is no run, another version of maxmars wrote it, or it has no losses yet.

@@ -162,8 +162,8 @@ def judge(theirs: CellResult, ours: CellResult, config: TrainConfig, num_steps: 
     pairs = {step: (logged[step], loss) for step, loss in ours.train_losses if step in logged}
     # Those between may lack in a row that is kept for long; and a run logs its last step too, which
     # in a longer one was one of many.
-    needed = {s for s, _ in ours.train_losses if s <= EARLY_STEPS and s < num_steps}
-    needed |= {num_steps} if whole else set()
+    steps = {step for step, _ in ours.train_losses}
+    needed = {s for s in steps if s <= min(EARLY_STEPS, num_steps - 1) or s == config.num_steps}
     if not pairs or needed - logged.keys():
         problem = "the row lacks training losses of these steps."
         return Repeated(row=theirs, steps=num_steps, problem=problem)

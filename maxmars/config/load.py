@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import inspect
 import re
-import traceback
 import typing
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from maxmars.config.checks import UsageError
 from maxmars.config.data import DataConfig, GrainSource, MixtureConfig, MixturePart
+from maxmars.config.errors import in_words
 from maxmars.config.model import ModuleConfig
 from maxmars.config.optimizer import OptaxConfig
 from maxmars.config.train import TrainConfig
@@ -69,7 +69,7 @@ def load_config(spec: str) -> TrainConfig:
     path, text = find_config(spec)
     get_config = _get_config(path)
     arguments = _chosen(path, text, get_config)
-    with _naming_line(path):
+    with _in_config_file():
         config = get_config(**arguments)
     if not isinstance(config, TrainConfig):
         raise UsageError(
@@ -96,7 +96,7 @@ def _sources_in(data: DataConfig | MixturePart | GrainSource, folder: Path) -> A
 
 
 def _get_config(path: Path) -> Callable[..., Any]:
-    with _naming_line(path):
+    with _in_config_file():
         get_config = getattr(import_file(path), "get_config", None)
     if not callable(get_config):
         raise UsageError(
@@ -107,24 +107,16 @@ def _get_config(path: Path) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _naming_line(path: Path) -> Generator[None]:
-    """Tell an exception of the code in a config file in one line, with its line there.
+def _in_config_file() -> Generator[None]:
+    """Tell every exception of a config file in one line, with its line there, as wrong usage.
 
     Also one that shows its trace elsewhere, such as NameError: who edits a config file for a run
     has a typing error there more often than a bug.
     """
     try:
         yield
-    except UsageError:
-        raise
     except Exception as error:
-        told = str(error)
-        if not told.startswith(f"{path}:"):  # as that of a file that is no Python does
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [str(frame.lineno) for frame in frames if frame.filename == str(path)]
-            kind = [] if isinstance(error, ValueError) else [f" {type(error).__name__}"]
-            told = ":".join([str(path), *lines[-1:], *kind, f" {told}"])
-        raise UsageError(told) from error
+        raise UsageError(in_words(error)) from error
 
 
 def choices_of(spec: str) -> dict[str, list[str]]:

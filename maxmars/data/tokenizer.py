@@ -40,6 +40,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION = "generation_config.json"
+_GPT2_CLASS = "GPT2Tokenizer"
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
 
@@ -224,7 +225,6 @@ class JsonTokenizer:
     Args:
       content: of the file.
       eot_token: the token of its vocabulary that ends a document.
-      ends: ids of the tokens at which the model ends a text, besides that.
 
     Raises:
       ImportError: tokenizers is not installed.
@@ -234,7 +234,7 @@ class JsonTokenizer:
     name = _TOKENIZER
     cut_after = None  # a tokenizer.json may look at any context
 
-    def __init__(self, content: bytes, eot_token: str, ends: Sequence[int] = ()) -> None:
+    def __init__(self, content: bytes, eot_token: str) -> None:
         self.content, self.eot_token = content, eot_token
         with _library() as tokenizers:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -250,11 +250,11 @@ class JsonTokenizer:
                 f"eos_token in a {_SETTINGS} beside it."
             )
         self.eot: int = vocabulary[eot_token]
-        self.ends = tuple(dict.fromkeys([self.eot, *ends]))
+        self.ends: Sequence[int] = (self.eot,)
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, (self.content, self.eot_token, self.ends)
+        return JsonTokenizer, (self.content, self.eot_token), {"ends": self.ends}
 
     @property
     def digest(self) -> str:
@@ -372,11 +372,7 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
         return load(tokens.tokenizer)
     found = _read(tokens.directory)
     tokenizer = _open(found, built_in=tokens.tokenizer != JsonTokenizer.name)
-    if tokenizer.digest != tokens.tokenizer_digest:
-        raise ValueError(
-            f"the tokenizer in {tokens.directory} is not the one that made the tokens beside it; "
-            "copy that one there."
-        )
+    _check_digest(tokens, tokenizer.digest)
     return tokenizer
 
 
@@ -384,11 +380,22 @@ def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if tokens.tokenizer_digest is not None:
         found = _read(tokens.directory)
-        _write(directory, tokens.tokenizer, found.content, found.end or END_OF_TEXT)
+        end = found.end or END_OF_TEXT
+        if tokens.tokenizer == JsonTokenizer.name:
+            _check_digest(tokens, _digest([found.content or b"", end.encode()]))
+        _write(directory, tokens.tokenizer, found.content, end)
     elif tokens.tokenizer == ByteTokenizer.name:
         save(ByteTokenizer(), directory)
     elif tokens.tokenizer == GPT2Tokenizer.name:
         _write(directory, GPT2Tokenizer.name, None, END_OF_TEXT)
+
+
+def _check_digest(tokens: Tokenized, digest: str) -> None:
+    if digest != tokens.tokenizer_digest:
+        raise ValueError(
+            f"the tokenizer in {tokens.directory} is not the one that made the tokens beside it; "
+            "copy that one there."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,7 +418,7 @@ def _write(
         write_bytes(directory / _TOKENIZER, content)
     settings: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     is_gpt2 = name == GPT2Tokenizer.name
-    settings["tokenizer_class"] = "GPT2Tokenizer" if is_gpt2 else "PreTrainedTokenizerFast"
+    settings["tokenizer_class"] = _GPT2_CLASS if is_gpt2 else "PreTrainedTokenizerFast"
     settings["clean_up_tokenization_spaces"] = False
     if max_seq_len is not None:
         settings["model_max_length"] = max_seq_len
@@ -430,15 +437,13 @@ def _read(directory: Workdir, file: str = _TOKENIZER) -> _Files:
         if not settings:  # earlier versions named a kind, of a run and beside tokens
             old = fields("description.json") or fields("meta.json")
             kind, end = old.get("name") or old.get("tokenizer"), old.get("eot_token")
-        if kind == ByteTokenizer.name:
-            content = ByteTokenizer().content
-        elif kind == GPT2Tokenizer.name:
-            content = None
-        elif file in names:
+        if file in names:
             content = (directory / file).read_bytes()
         elif _VOCABULARY in names:
             content = _from_vocabulary(directory, is_prefixed=settings.get("add_prefix_space"))
-        elif str(kind).startswith("GPT2Tokenizer"):
+        elif kind == ByteTokenizer.name:
+            content = ByteTokenizer().content
+        elif kind in (GPT2Tokenizer.name, _GPT2_CLASS, f"{_GPT2_CLASS}Fast"):
             content = None
         else:
             raise FileNotFoundError(
@@ -467,9 +472,7 @@ def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True)
     """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
     with about(found.place):
         if found.content is None:
-            tokenizer = GPT2Tokenizer()
-            tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *found.ends]))
-            return tokenizer
+            return _ending(GPT2Tokenizer(), found.ends)
         fields = json.loads(found.content)
         vocabulary = _vocabulary(fields)
         token_of = {number: token for token, number in vocabulary.items()}
@@ -480,13 +483,18 @@ def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True)
         tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
         match _digest(tokens):
             case ByteTokenizer.digest:
-                tokenizer = ByteTokenizer()
+                return _ending(ByteTokenizer(), ends)
             case GPT2Tokenizer.digest:
-                tokenizer = GPT2Tokenizer({token: rank for rank, token in enumerate(tokens[:-1])})
-            case _:
-                return JsonTokenizer(found.content, end, ends)
-        tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *ends]))
-        return tokenizer
+                ranks = {token: rank for rank, token in enumerate(tokens[:-1])}
+                return _ending(GPT2Tokenizer(ranks), ends)
+        return _ending(JsonTokenizer(found.content, end), ends)
+
+
+def _ending(
+    tokenizer: ByteTokenizer | GPT2Tokenizer | JsonTokenizer, ends: Sequence[int]
+) -> Tokenizer:
+    tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *ends]))
+    return tokenizer
 
 
 def _vocabulary(fields: Any) -> dict[str, int]:

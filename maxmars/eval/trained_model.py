@@ -395,7 +395,7 @@ def export_model(
       dtype: type of the weights in it.
       max_file_bytes: the weights are split into files of this size at most.
       add_files: called with the complete directory before it gets the name `out`; may write more
-        files there, such as the model card of `maxmars.train.model_card`.
+        files there, such as the model card of `maxmars.train.card`.
 
     Raises:
       FileExistsError: `out` exists.

@@ -354,15 +354,23 @@ def _replay(
         )
     made = [(first, last, _makers(chain, first, last)) for first, last in ranges]
     first, last, makers = next((found for found in made if len(found[2]) == 1), made[0])
-    if len(makers) > 1:
-        when = " or ".join(str(began["step"]) for began in makers[1:])
+    began, *others = makers
+    if others:
+        when = " or ".join(str(other["step"]) for other in others)
         raise ValueError(
-            f"--replay {count}: the config changed on the way, at step {when}; take another K."
+            f"--replay {count}: config or code changed on the way, at step {when}; take another K."
         )
-    config = from_dict(makers[0]["config"])
-    _check_own_code(chain, first, saved[last], config)
+    config = from_dict(began["config"])
+    here = text_digests(config)
+    for name, there in began["own_code"].items():
+        if here.get(name) not in (there, None):
+            raise ValueError(
+                f"--replay {count}: steps {first + 1} to {last} were made with another text of "
+                f"{name} (SHA-256 {there[:16]}) than is there now; put that text there, or take "
+                "another K."
+            )
     log(f"computing steps {first + 1} to {last} again")
-    found = _digest_after(directory, makers[0], config, first, last, log)
+    found = _digest_after(directory, began, config, first, last, log)
     if found == saved[last]["digest"]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
     return None, (
@@ -373,8 +381,8 @@ def _replay(
 
 
 def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
-    """The sessions that made the steps after `first` up to `last`; one whose config makes the steps
-    as the one before did does not count."""
+    """The sessions that made the steps after `first` up to `last`; one that made them as the one
+    before does not count."""
 
     def of_steps(began: Line) -> TrainConfig:
         config = from_dict(began["config"])
@@ -391,7 +399,10 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
     for began in began_in(chain):
         if began["step"] <= first:
             makers = [began]
-        elif began["step"] < last and differences(of_steps(makers[-1]), of_steps(began)):
+        elif began["step"] < last and (
+            began["own_code"] != makers[-1]["own_code"]
+            or differences(of_steps(makers[-1]), of_steps(began))
+        ):
             makers.append(began)
     return makers
 
@@ -429,27 +440,7 @@ def _digest_after(
     batches = TrainBatches(tokens, config, mesh, position=position)
     with contextlib.closing(batches):
         for _ in range(first, last):
-            state, _ = train_step(state, next(batches))
+            state, metrics = train_step(state, next(batches))
+            # With many steps under way at once, threads of XLA's CPU devices starve each other.
+            jax.block_until_ready(metrics)
     return combine(digest(state))
-
-
-def _check_own_code(chain: Sequence[Line], first: int, end: Line, config: TrainConfig) -> None:
-    """The user's own files that a config names are those that made the steps from `first` on.
-
-    Sessions that are older than this record name no files.
-
-    Raises:
-      ValueError: one has another text.
-    """
-    here, own_code = text_digests(config), {}
-    for receipt in chain[: chain.index(end) + 1]:
-        if receipt["kind"] == "began":
-            own_code = receipt.get("own_code", {})
-            continue
-        changed = [name for name, there in own_code.items() if here.get(name) not in (there, None)]
-        if receipt["step"] > first and changed:
-            raise ValueError(
-                f"--replay {end['step'] - first}: step {receipt['step']} was made with another "
-                f"text of {changed[0]} (SHA-256 {own_code[changed[0]][:16]}) than is there now; "
-                "put that text there, or take another K."
-            )

@@ -88,6 +88,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._began = {"start": clock.start, **began}
         self._checkpoint = checkpoint
         self._earlier = read_journal(workdir) if processes.is_primary() else []
+        self._sessions = sessions_of(self._earlier)
         self._last = self._earlier[-1] if self._earlier else None
         self._from_step = began["step"]  # from here on the next line vouches for the metrics
         self._metrics: list[Metric] = []
@@ -158,7 +159,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         seconds = self._clock.seconds
         began = {"kind": "began", "step": self._began["step"], "seconds": seconds, **self._began}
         now = {"kind": "ended", "step": step, "seconds": seconds, "done": done}
-        return sessions_of([*self._earlier, began, now])
+        return [*self._sessions, *sessions_of([began, now])]
 
     def _write(self, kind: str, step: int, fields: Mapping[str, Any]) -> str | None:
         if self._file is None:

@@ -154,13 +154,14 @@ def test_a_missing_file_suggests_a_similar_name(write):
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ("\nimport no_such_module\n", "2: ModuleNotFoundError: No module named"),
+        ("\nimport no_such_module\n", "2: No module named"),
         ("\ndef get_config():\n    raise ValueError('mine')\n", "3: mine"),
         ("\ndef get_config(:\n", "2: invalid syntax: def get_config(:"),
-        ("\ndef get_config():\n    return 1 / 0\n", "3: ZeroDivisionError: division by"),
+        ("\ndef get_config():\n    return 1 / 0\n", "3: division by"),
+        ("\ndef get_config():\n    return TrainConfig(nmae='x')\n", "3: name 'TrainConfig'"),
         ("from maxmars.config import *\n\nAdamWConfig(b1=2.0)\n", "3: AdamWConfig.b1=2.0 must"),
     ],
 )
 def test_errors_of_the_file_itself_name_its_line(write, body, named):
     path = write(body, header="")
-    assert error_of(path).startswith(f"{path}:{named}")
+    assert f"tiny.py:{named}" in error_of(path)

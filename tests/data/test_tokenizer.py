@@ -259,6 +259,9 @@ def test_one_form_in_every_directory(gpt2, json_file, tmp_path, name):
     if name != "byte":
         with pytest.raises(ValueError, match="is not the one that made the tokens"):
             tokenizer_of_tokens(tokens)
+    if name == "tokenizer.json":
+        with pytest.raises(ValueError, match="is not the one that made the tokens"):
+            copy_tokenizer(tokens, tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])

@@ -1,0 +1,603 @@
+"""What parts of maxmars cost on this machine, beside the programs that others would use.
+
+    python tools/bench.py data [--prepare 'texts/*.txt']   reading tokens; text to tokens
+    python tools/bench.py checkpoint [--size small]        a save, a restore, host memory
+    python tools/bench.py eval QUESTIONS [--model DIR]     HellaSwag beside lm-evaluation-harness
+    python tools/bench.py generate [--target RUN]          tokens/s of generation
+
+`--help` after one of them lists its options; `--output F.json` writes what was measured. Sides take
+turns, so that what else the machine does falls on all; printed are medians, with the lowest and the
+highest. What each one measures, and what it leaves out, stands at its function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import glob
+import importlib.util
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# A process that measures memory counts from before JAX is there, so functions import what loads it.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+Rates = dict[str, list[float]]
+
+
+def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> Rates:
+    """What each side returns in each round, in turns; a first turn warms up and does not count."""
+    for run in sides.values():
+        run()
+    found: Rates = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            found[name].append(run())
+    return found
+
+
+def spread(values: Sequence[float], form: str = ",.2f") -> str:
+    """The median, and the lowest and the highest."""
+    middle, low, high = (format(f(values), form) for f in (statistics.median, min, max))
+    return f"{middle:>12} ({low} to {high})"
+
+
+def print_rates(rates: Rates, unit: str, form: str = ",.2f", first: str | None = None) -> None:
+    """A line for each side: its rate, and the ratio to that of `first` in the same round."""
+    for name, values in rates.items():
+        ratios = [a / b for a, b in zip(values, rates[first or name], strict=True)]
+        ratio = "" if first is None else spread(ratios, ".3f")
+        print(f"{name:34}{spread(values, form):34} {unit}{ratio}", flush=True)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+BATCH, LENGTHS, VOCAB_SIZE = 32, (1024, 128), 50257
+GET_BATCH = "nanoGPT's get_batch"
+SPARSE_TOKENS, FAR_STEP = 9_000_000_000, 10**6
+
+
+def bench_data(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of processor time, of all threads, and their ratio to get_batch's.
+
+    Batches of 32 windows of random tokens, from files in the page cache: the cost of the code, not
+    of a disk. get_batch is nanoGPT's up to the tensor; maxmars is what a process reads for a step,
+    each id checked; Grain is the chain of its documentation; DataLoader runs in this process, where
+    PyTorch is installed. Then a sparse file of 9e9 tokens is opened and read at two steps.
+    """
+    if args.prepare is not None:
+        return bench_prepare(args)
+    import numpy as np
+
+    from maxmars.data.formats import open_split
+
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        root, rng = Path(name), np.random.default_rng(0)
+        for directory in ("a", "b", "sparse"):
+            (root / directory).mkdir()
+        for directory in ("a", "b"):
+            tokens = rng.integers(0, VOCAB_SIZE, args.tokens, np.uint16)
+            tokens.tofile(root / directory / "train.bin")
+        for length in LENGTHS:
+            print(f"batches of {BATCH} x {length} tokens, {args.rounds} rounds of {args.seconds} s")
+            sides = {
+                name: functools.partial(tokens_per_cpu_s, read, length, args.seconds)
+                for name, read in readers(root, length).items()
+            }
+            found[str(length)] = alternate(sides, args.rounds)
+            print_rates(found[str(length)], "tokens/CPU s", ".2e", GET_BATCH)
+        with (root / "sparse" / "train.bin").open("wb") as file:
+            file.truncate(2 * SPARSE_TOKENS)
+        for step in (0, FAR_STEP):
+
+            def first(step: int = step) -> None:
+                stream = open_split(root / "sparse", "train")
+                iterate(batches([stream], LENGTHS[0], step=step))()
+
+            taken_ms = 1e3 * seconds(first)
+            print(f"{SPARSE_TOKENS:.0e} tokens, opened and step {step:,} read: {taken_ms:.1f} ms")
+    return found
+
+
+def tokens_per_cpu_s(read: Callable[[], Any], length: int, turn_s: float) -> float:
+    start, begin, count = time.process_time(), time.perf_counter(), 0
+    while time.perf_counter() - begin < turn_s:
+        read()
+        count += 1
+    return count * BATCH * length / (time.process_time() - start)
+
+
+def readers(root: Path, length: int) -> dict[str, Callable[[], Any]]:
+    """Functions that each read one batch, by name."""
+    import grain
+    import numpy as np
+
+    from maxmars.data.formats import open_split
+
+    a, b = (open_split(root / directory, "train") for directory in ("a", "b"))
+    path, rng = root / "a" / "train.bin", np.random.default_rng(0)
+
+    def get_batch() -> Any:
+        data = np.memmap(path, np.uint16, "r")
+        starts = rng.integers(len(data) - length, size=BATCH)
+        inputs = np.stack([data[i : i + length].astype(np.int64) for i in starts])
+        return inputs, np.stack([data[i + 1 : i + 1 + length].astype(np.int64) for i in starts])
+
+    chain = grain.MapDataset.source(Windows(path, length)).seed(0).shuffle().repeat(10**6)
+    found = {
+        GET_BATCH: get_batch,
+        "maxmars, shuffled": iterate(batches([a], length)),
+        "maxmars, random windows": iterate(batches([a], length, order="random_windows")),
+        "maxmars, mixture 0.7 : 0.3": iterate(batches([a, b], length, [0.7, 0.3])),
+        "maxmars, shuffled, thread": iterate(batches([a], length), ahead=2),
+        "Grain, textbook chain": iterate(chain.batch(BATCH)),
+    }
+    if importlib.util.find_spec("torch") is not None:
+        from torch.utils.data import DataLoader
+
+        def loaded() -> Iterator[Any]:
+            while True:
+                yield from DataLoader(Windows(path, length), BATCH, shuffle=True, drop_last=True)
+
+        found["PyTorch DataLoader"] = loaded().__next__
+    return found
+
+
+def batches(
+    streams: list[Any],
+    length: int,
+    weights: list[float] | None = None,
+    order: Any = "shuffled",
+    step: int = 0,
+) -> Any:
+    """What a process of maxmars reads, as a dataset of Grain."""
+    import numpy as np
+
+    from maxmars.data.sampling import process_batches, training_examples
+
+    examples = training_examples(streams, weights or [1.0], length=length, seed=0, order=order)
+    return process_batches(examples, np.arange(BATCH)[None], BATCH, step * BATCH)
+
+
+def iterate(dataset: Any, ahead: int = 0) -> Callable[[], Any]:
+    import grain
+
+    found = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    if ahead:
+        found = grain.experimental.ThreadPrefetchIterDataset(found, prefetch_buffer_size=ahead)
+    return iter(found).__next__
+
+
+class Windows:
+    """The windows of a file, one an item, as the documentation of Grain and PyTorch has it."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        import numpy as np
+
+        self.tokens, self.length = np.memmap(path, np.uint16, "r"), length
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> Any:
+        start = int(index) * self.length
+        return self.tokens[start : start + self.length + 1].astype("int64")
+
+
+DOCUMENT_CHARACTERS = 4000
+
+
+def bench_prepare(args: argparse.Namespace) -> dict[str, Any]:
+    """MB a second of one process: `data prepare` with GPT-2's vocabulary, and bare tiktoken.
+
+    The texts are cut into documents and repeated to the size wanted. Prepare reads one JSON-lines
+    file and writes shards with checksums; tiktoken has the documents in memory and writes nothing.
+    """
+    import tiktoken
+
+    from maxmars.data.corpus import TextFiles
+    from maxmars.data.prepare import prepare
+    from maxmars.data.tokenizer import GPT2Tokenizer
+
+    text = "".join(Path(path).read_text() for path in sorted(glob.glob(args.prepare)))
+    if not text:
+        raise SystemExit(f"no text matches {args.prepare!r}")
+    starts = range(0, len(text), DOCUMENT_CHARACTERS)
+    documents = [text[start : start + DOCUMENT_CHARACTERS] for start in starts]
+    documents *= max(round(args.megabytes * 1e6 / len(text)), 1)
+    megabytes = sum(len(document.encode()) for document in documents) / 1e6
+    encoding, tokenizer = tiktoken.get_encoding("gpt2"), GPT2Tokenizer()
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = Path(scratch, "documents.jsonl")
+        lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+
+        def ours() -> None:
+            with tempfile.TemporaryDirectory(dir=scratch) as out:
+                corpus, target = TextFiles([str(lines)]), Path(out, "tokens")
+                prepare(corpus, target, tokenizer=tokenizer, source="a bench", workers=0)
+
+        def bare() -> None:
+            for document in documents:
+                encoding.encode_to_numpy(document, disallowed_special=())
+
+        runs = {"bare tiktoken": bare, "prepare": ours}
+        sides = {name: lambda run=run: megabytes / seconds(run) for name, run in runs.items()}
+        rates = alternate(sides, args.rounds)
+    print_rates(rates, f"MB/s, {megabytes:.0f} MB", ".1f", "bare tiktoken")
+    return rates
+
+
+# --- checkpoint -----------------------------------------------------------------------------------
+
+SAVES = 3
+
+
+def bench_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds that training is blocked by a save, that it takes, and that a restore takes.
+
+    The state is float32 parameters and `--moments` arrays of the same shapes, random, on one
+    device. Each round is a process that saves three times while it changes the state, as training
+    does (the first save, which compiles the digests, does not count), and one that restores, with
+    digests checked, through the operating system's cache. Memory is the process's peak (Linux)
+    beyond what it held before it made the state, over the state: on a CPU a save holds it twice.
+    """
+    if args.measure:
+        print(json.dumps(measure_checkpoint(args)))
+        sys.exit()
+    numbers: Rates = {}
+    found: dict[str, Any] = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-") as scratch:
+            saved, restored = (
+                json.loads(
+                    subprocess.run(
+                        [sys.executable, *sys.argv, "--directory", scratch, "--measure", action],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        check=True,
+                    ).stdout.splitlines()[-1]
+                )
+                for action in ("save", "restore")
+            )
+            on_disk = sum(p.stat().st_size for p in Path(scratch).rglob("*") if p.is_file())
+        found = {key: saved[key] for key in ("state_bytes", "device")} | {"bytes_on_disk": on_disk}
+        peaks = {"save peak": saved["peak"], "restore peak": restored["peak"]}
+        for name, value in (saved["seconds"] | restored["seconds"] | peaks).items():
+            numbers.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    size, disk = (found[key] / 1e9 for key in ("state_bytes", "bytes_on_disk"))
+    print(f"state {size:.2f} GB on {found['device']}, {disk:.2f} GB on disk")
+    for name, unit in {"blocked": "s", "total": "s", "restore": "s"}.items():
+        print_rates({name: numbers[name]}, unit)
+    for name in ("save peak", "restore peak"):
+        print_rates({f"{name}, host memory": numbers[name]}, "of the state")
+    return found | numbers
+
+
+def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    """Save or restore in this process."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+    from maxmars.config.command_line import load_config
+
+    from maxmars.checkpoint import Checkpointer
+    from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig
+    from maxmars.distributed.sharding import make_mesh
+    from maxmars.model.language_model import graph_and_abstract_params
+
+    config = load_config(f"{ROOT / 'configs' / 'gpt2.py'}:size={args.size},optimizer=adamw")
+    assert isinstance(config.model, GPT2Config)
+    layers = args.layers or config.model.num_layers
+    model = dataclasses.replace(config.model, num_layers=layers)
+    config = dataclasses.replace(config, model=model, checkpoint=CheckpointConfig(keep_last=1))
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
+        graph_and_abstract_params(config.model)[1],
+    )
+    moments = {f"moment_{i}": params for i in range(args.moments)}
+    abstract = {"params": params, "opt_state": moments}
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    before, device = memory_bytes("VmRSS"), jax.devices()[0].device_kind
+    result: dict[str, Any] = {"state_bytes": size, "device": device}
+    with Checkpointer(args.directory, config, mesh=mesh) as checkpointer:
+        if args.measure == "save":
+            result["seconds"] = save(checkpointer, abstract)
+        else:
+            restore = seconds(lambda: jax.block_until_ready(checkpointer.restore(abstract).state))
+            result["seconds"] = {"restore": restore}
+    return result | {"peak": (memory_bytes("VmHWM") - before) / size}
+
+
+def save(checkpointer: Any, abstract: Any) -> dict[str, list[float]]:
+    import jax
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape)
+
+    # Leaf by leaf, so that no temporary is large.
+    leaves, treedef = jax.tree.flatten(abstract)
+    state = jax.tree.unflatten(treedef, [normal(i, a.shape) for i, a in enumerate(leaves)])
+    change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.001, tree), donate_argnums=0)
+    blocked, total = [], []
+    for step in range(1, SAVES + 1):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        blocked.append(checkpointer.save(step, state, data_position=8 * step))
+        state = change(state)  # donates what was saved
+        checkpointer.latest_step()  # waits for the save
+        total.append(time.perf_counter() - started)
+    return {"blocked": blocked[1:], "total": total[1:]}
+
+
+def memory_bytes(key: str) -> int:
+    """This process's resident memory: `VmRSS` now, `VmHWM` at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+# --- eval -----------------------------------------------------------------------------------------
+
+SEARCHED = 32  # questions on which the peer's batch sizes are compared
+TASK = """\
+include: {task}
+task: hellaswag_local
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {questions}
+training_split: null
+"""
+
+
+def bench_eval(args: argparse.Namespace) -> dict[str, Any]:
+    """HellaSwag's questions a second, and how far apart the log-likelihoods are.
+
+    Timed is what is done for each question: texts to tokens, the model, the log-likelihoods; here
+    the protocol `lm_eval` alone, there `HFLM.loglikelihood` on the requests of its own task, with
+    the fastest of `--peer-batch-sizes`. Loading data and compiling do not count. Both compute in
+    float32 on all cores. Needs the extras `hf` and `peers`, and GPT-2's vocabulary
+    (TIKTOKEN_CACHE_DIR); `--no-peer` needs no `peers`. Without `--model` the weights are random.
+    """
+    import numpy as np
+
+    from maxmars.eval import load
+    from maxmars.eval.hellaswag import HellaSwag, load_questions
+    from maxmars.eval.trained_model import export_model
+
+    scores: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+        os.environ["HF_DATASETS_CACHE"] = f"{scratch}/datasets"
+        directory, source = Path(scratch, "model"), args.model
+        if source is None:
+            import transformers
+
+            transformers.set_seed(0)
+            source = Path(scratch, "random")  # the defaults of the config are GPT-2 small's
+            transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(source)
+        export_model(source, directory)
+        model = load(directory)
+        asked = load_questions(args.questions, num_questions=args.num_questions)
+
+        def encode() -> HellaSwag:
+            mesh, tokenizer = model.mesh, model.tokenizer
+            return HellaSwag(model.config, mesh, tokenizer, asked, protocols=("lm_eval",))
+
+        compiled = encode()
+
+        def ours() -> None:
+            encode()  # its time counts, but its programs would be compiled again
+            scores["maxmars"] = compiled(model.params)["lm_eval"].log_likelihoods
+
+        runs = {"maxmars": ours}
+        if not args.no_peer:
+            few = peer(directory, args.questions, min(SEARCHED, len(asked)), scores)
+            size = min(args.peer_batch_sizes, key=lambda size: seconds(lambda: few(size)))
+            print(f"the peer's batch size: {size}", flush=True)
+            whole = peer(directory, args.questions, len(asked), scores)
+            runs["peer"] = lambda: whole(size)
+        sides = {name: lambda run=run: len(asked) / seconds(run) for name, run in runs.items()}
+        rates = alternate(sides, args.rounds)
+    print_rates(rates, "questions/s", ".1f", None if args.no_peer else "peer")
+    if not args.no_peer:
+        apart = np.abs(scores["maxmars"] - scores["peer"]).max()
+        print(f"log-likelihoods of {len(asked)} questions differ by at most {apart:.1e}")
+    return {"questions_per_sec": rates}
+
+
+def peer(
+    directory: Path, questions: Path, count: int, scores: dict[str, Any]
+) -> Callable[[int], None]:
+    """lm-evaluation-harness with a batch size; leaves its log-likelihoods in `scores`."""
+    import datasets
+    import numpy as np
+    import transformers
+
+    lm_eval, models, tasks = map(
+        importlib.import_module, ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks")
+    )
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    file = Path(str(lm_eval.__file__)).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
+    with tempfile.TemporaryDirectory() as scratch:
+        text = TASK.format(task=file, questions=questions.absolute())
+        Path(scratch, "hellaswag_local.yaml").write_text(text)
+        manager = tasks.TaskManager(include_path=scratch, include_defaults=False)
+        task: Any = manager.load(["hellaswag_local"])["tasks"]["hellaswag_local"]
+    task.build_all_requests(limit=count, rank=0, world_size=1)
+    model = transformers.GPT2LMHeadModel.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+
+    def run(batch_size: int) -> None:
+        harness = models.HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu"
+        )
+        found = harness.loglikelihood(task.instances, disable_tqdm=True)
+        scores["peer"] = np.array([value for value, _ in found]).reshape(-1, 4)
+
+    return run
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+PROMPT, EVERY = 64, 16
+
+
+def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens/s over all rows, greedy, after prompts of 64 random tokens, on one device.
+
+    At once, streaming as `maxmars generate` does, and streaming one token at a time. Without a
+    cache each token takes a forward pass over what is there, rounded up to a multiple of 64, or
+    over the whole context; these are timed at every sixteenth token, once. Compiling does not
+    count. The model is GPT-2 small with random weights, or `--target`.
+    """
+    import jax
+    import numpy as np
+
+    from maxmars.config import GPT2Config, MeshConfig
+    from maxmars.data.tokenizer import ByteTokenizer
+    from maxmars.distributed import sharding
+    from maxmars.eval.generate import GREEDY, generate_tokens, stream_tokens
+    from maxmars.eval.trained_model import TrainedModel, load
+    from maxmars.model.language_model import init_params
+
+    class AnyTokens(ByteTokenizer):
+        """Stands for GPT-2's: nothing is decoded, only the size counts."""
+
+        vocab_size = VOCAB_SIZE
+
+    if args.target:
+        model = load(args.target)
+    else:
+        config = GPT2Config(num_layers=args.layers, compute_dtype=args.compute_dtype)
+        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+        params = jax.jit(lambda: init_params(config, 0), out_shardings=sharding.replicated(mesh))()
+        tokenizer = AnyTokens()
+        model = TrainedModel(config=config, params=params, tokenizer=tokenizer, name="", mesh=mesh)
+    found = []
+    for rows in map(int, args.batch_sizes.split(",")):
+        shape = (rows, PROMPT)
+        prompts = np.random.default_rng(0).integers(0, model.tokenizer.vocab_size, shape, np.int32)
+        options = {"max_new_tokens": args.new_tokens, "sampling": GREEDY, "batch_size": rows}
+
+        def stream(every_s: float, prompts: Any = prompts, options: Any = options) -> None:
+            for _ in stream_tokens(model, list(prompts), every_s=every_s, **options):
+                pass
+
+        ways = {
+            "cached": lambda p=prompts, o=options: generate_tokens(model, list(p), **o),
+            "streaming": lambda stream=stream: stream(0.05),
+            "one_by_one": lambda stream=stream: stream(0.0),
+        }
+        count = rows * args.new_tokens
+        sides = {name: lambda way=way, n=count: n / seconds(way) for name, way in ways.items()}
+        rates = alternate(sides, args.rounds)
+        rates["growing"] = [uncached_rate(model, prompts, args.new_tokens, PROMPT)]
+        rates["whole"] = [uncached_rate(model, prompts, args.new_tokens, model.config.max_seq_len)]
+        print_rates({f"{rows} rows, {name}": r for name, r in rates.items()}, "tokens/s", ",.1f")
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        found.append({"batch": rows, **medians})
+    return {"compute_dtype": model.config.compute_dtype, "tokens_per_sec": found}
+
+
+def uncached_rate(model: Any, prompts: Any, new_tokens: int, multiple: int) -> float:
+    """Tokens/s by forward passes over a multiple of so many tokens."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from maxmars.model.language_model import graph_and_abstract_params
+
+    graph, _ = graph_and_abstract_params(model.config)
+
+    @jax.jit
+    def next_tokens(params: object, tokens: jax.Array, count: jax.Array) -> jax.Array:
+        gpt2 = nnx.merge(graph, params)
+        last = jax.lax.dynamic_slice_in_dim(gpt2.hidden(tokens), count - 1, 1, axis=1)
+        return jnp.argmax(gpt2.logits(last)[:, 0], axis=-1)
+
+    found, longest = [], model.config.max_seq_len
+    for count in range(PROMPT + EVERY // 2, PROMPT + new_tokens, EVERY):
+        length = min(-(-count // multiple) * multiple, longest)
+        tokens = np.zeros((len(prompts), length), np.int32)
+        tokens[:, :PROMPT] = prompts
+        run = functools.partial(next_tokens, model.params, tokens, np.int32(count))
+        np.asarray(run())
+        found.append(seconds(lambda run=run: np.asarray(run())))
+        if length == longest and len(found) == 2:
+            break  # they are all alike
+    return len(prompts) / statistics.mean(found)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="data|checkpoint|eval|generate")
+
+    def command(run: Callable[[argparse.Namespace], dict[str, Any]], rounds: int) -> Any:
+        found = commands.add_parser(
+            run.__name__.removeprefix("bench_"),
+            description=run.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        found.set_defaults(run=run)
+        found.add_argument("--rounds", type=int, default=rounds, help=f"of all sides ({rounds})")
+        found.add_argument("--output", type=Path, metavar="F.json")
+        return found
+
+    data = command(bench_data, 9)
+    data.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
+    data.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
+    data.add_argument(
+        "--prepare", metavar="GLOB", help="time `data prepare` on these texts instead"
+    )
+    data.add_argument("--megabytes", type=float, default=50, help="of text for --prepare")
+    checkpoint = command(bench_checkpoint, 5)
+    checkpoint.add_argument("--directory", help="where to write (the temporary directory)")
+    checkpoint.add_argument("--size", default="small", choices=("small", "medium", "large", "xl"))
+    checkpoint.add_argument("--layers", type=int, help="fewer for a quick look")
+    checkpoint.add_argument("--moments", type=int, default=2, help="AdamW has 2, MARS 3")
+    checkpoint.add_argument("--measure", choices=("save", "restore"), help=argparse.SUPPRESS)
+    evaluate = command(bench_eval, 3)
+    evaluate.add_argument("questions", type=Path, help="a file in HellaSwag's own format")
+    evaluate.add_argument("--model", type=Path, help="a Hugging Face GPT-2 (random weights)")
+    evaluate.add_argument("--num-questions", type=int, default=600)
+    evaluate.add_argument("--no-peer", action="store_true", help="time maxmars alone")
+    evaluate.add_argument("--peer-batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    generate = command(bench_generate, 5)
+    generate.add_argument("--batch-sizes", default="1,8")
+    generate.add_argument("--new-tokens", type=int, default=128)
+    generate.add_argument("--layers", type=int, default=12)
+    generate.add_argument("--compute-dtype", default="float32")
+    generate.add_argument("--target", help="a run, in place of random weights")
+    args = parser.parse_args(argv)
+    found = args.run(args)
+    if args.output is not None:
+        args.output.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,617 @@
+"""Kill runs, move them, and see whether it shows in the end.
+
+    python tools/faults.py kills [--kills 100] [--optimizers mars soap ...] [--out DIR]
+    python tools/faults.py meshes [--optimizers mars mars_shampoo] [--steps 10] [--out DIR]
+    python tools/faults.py once CONFIG --steps N --workdir DIR [--output F.json] [OVERRIDES]
+
+`kills` trains a small GPT-2 on the sources of Python under each optimizer: `fixed` always on one
+device, `moved` each time on another mesh or number of processes, `undisturbed` without signals.
+Lives end by SIGKILL, SIGTERM, SIGSTOP and SIGKILL, or SIGSTOP, SIGCONT and SIGTERM, of one process
+or both: while the life starts, between steps, or, in every second life, in the middle of a file
+operation, which takes 10 to 50 ms there. Each must continue from the newest complete checkpoint,
+end with the right exit code, and leave a run that `maxmars audit` calls one trajectory. In the end
+`fixed` must have all metrics but those of speed, and all arrays, of `undisturbed`, bit by bit, and
+`audit --replay` the same digest. `moved` sums in another order: its last 10 losses may differ by
+`MAX_DRIFT` in the mean. 100 kills take 20 to 30 minutes on two cores.
+
+`meshes` continues a run in legs, each on another mesh or number of processes than the one before.
+The state that is read must have the digests of what was saved, and the batches those of an
+undisturbed run; the losses drift by rounding.
+
+`once` kills any run half-way between two checkpoints and continues it: the steps that are computed
+twice must agree to the last bit, and `audit` replay its last tenth. On GPUs this needs
+XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true.
+
+All exit with 1 at a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from maxmars.config.command_line import load_config  # noqa: E402
+
+from maxmars.checkpoint import list_steps, load, read  # noqa: E402
+from maxmars.config import MeshConfig, from_dict, to_dict  # noqa: E402
+from maxmars.train.metrics import read_metrics  # noqa: E402
+
+CONFIG = '''\
+from maxmars.config import *
+
+OPTIMIZERS = {
+    "mars": MarsConfig(),
+    "mars_exact": MarsConfig(exact=True),
+    "mars_shampoo": MarsConfig(variant="shampoo"),
+    "soap": SoapConfig(),
+    "own": OptaxConfig(make="own.py:nadamw", options={"b1": 0.9}, learning_rate=3e-3),
+}
+
+
+def get_config(optimizer: str = "mars"):
+    """A GPT-2 whose steps take some milliseconds."""
+    return TrainConfig(
+        name="faults",
+        num_steps=10**6,
+        global_batch_size=8,
+        model=GPT2Config(
+            num_layers=2, num_heads=2, embed_dim=32, max_seq_len=32, vocab_size=257,
+            vocab_pad_multiple=8, compute_dtype="float32",
+        ),
+        optimizer=OPTIMIZERS[optimizer],
+        schedule=ScheduleConfig(warmup_steps=2, decay_steps=10_000),
+        data=PythonSourcesConfig(),
+        eval=EvalConfig(every=20, num_windows=16, batch_size=8),
+        checkpoint=CheckpointConfig(every=10, keep_last=9),
+        log=LogConfig(every=1),
+    )
+'''
+OWN_OPTIMIZER = """\
+import optax
+
+
+def nadamw(learning_rate, *, matrix_specs, mesh, b1):
+    return optax.nadamw(learning_rate, b1=b1)
+"""
+OPTIMIZERS = ("mars", "mars_exact", "mars_shampoo", "soap", "own")
+EVERY = 10  # steps between checkpoints
+MAX_DRIFT = 0.05  # nats; it was below 0.003 over 70 to 240 steps, and grows with them
+ENDINGS = ("KILL", "KILL", "TERM", "TERM", "STOP KILL", "STOP CONT TERM")
+STARTING_S = 6.0  # a life that is disturbed while it starts is so within this time
+TRAINING_S = 1.5  # the others within this time after their first step, or
+OPERATIONS = 40  # within so many file operations after it
+DISTURBED_WHILE_STARTING = 0.2  # share of the lives
+PATIENCE_S = 240.0  # for a first step, and for the end of a process
+STEP = re.compile(r"\bstep +\d+/")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The mesh (data, fsdp, tensor) that a run is on, over a number of processes."""
+
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    processes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.mesh}" + (f" on {self.processes} processes" if self.processes > 1 else "")
+
+
+PLACES = (Place(), Place((2, 1, 1)), Place((1, 2, 1)), Place((2, 1, 1), processes=2))
+CHAINS = (
+    (Place((8, 1, 1)), Place((4, 1, 1)), Place()),
+    (Place((1, 8, 1)), Place((2, 2, 2))),
+    (PLACES[3], PLACES[0], PLACES[3]),
+)
+
+
+def on_cpus(devices: int, cache: Path) -> dict[str, str]:
+    """What a process with so many fake devices gets."""
+    # XLA then compiles in a fraction of the usual time, another program than it else would.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax_cache"),
+        "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def start(
+    place: Place, words: Sequence[Sequence[object]], logs: Sequence[Path]
+) -> list[subprocess.Popen]:
+    """Start the processes of a place, each with its words and its log."""
+    own = on_cpus(math.prod(place.mesh) // place.processes, logs[0].parent)
+    environment, started = os.environ | own, []
+    for arguments, path in zip(words, logs, strict=True):
+        with path.open("ab") as log:
+            command = [sys.executable, *map(str, arguments)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log}
+            started.append(
+                subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, **streams)
+            )
+    return started
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def newest(workdir: Path) -> int:
+    """Step of the newest complete checkpoint; 0 without any."""
+    return max(list_steps(workdir / "checkpoints"), default=0)
+
+
+def series(workdir: Path) -> dict[tuple[int, str], float]:
+    """The metrics of a run but for those of its speed, by step and name."""
+    return {
+        (row["step"], key): float(row[key])
+        for row in read_metrics(workdir)
+        for key in row
+        if key != "step" and not key.startswith("perf/")
+    }
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    return {step: loss for (step, key), loss in series(workdir).items() if key == "train/loss"}
+
+
+def audit(workdir: Path, *options: object, **environment: str) -> tuple[int, str]:
+    """Exit code and output of `maxmars audit`."""
+    words = [sys.executable, "-m", "maxmars", "audit", str(workdir), *map(str, options)]
+    environment = os.environ | environment
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+class Life:
+    """The processes of one start of a run, each line of whose file operations is a file."""
+
+    def __init__(
+        self, workdir: Path, optimizer: str, place: Place, *options: object, slow: bool = False
+    ) -> None:
+        self.workdir, self.place, self.complete = workdir, place, newest(workdir)
+        self.slow, self.in_file_operation = slow, False
+        workdir.parent.mkdir(exist_ok=True)
+        words = ["train", f"{workdir.parents[1] / 'config.py'}:optimizer={optimizer}"]
+        words += ["--workdir", str(workdir), *map(str, options)]
+        for axis, size in zip(("data", "fsdp", "tensor"), place.mesh, strict=True):
+            words += [f"--mesh.{axis}", str(size)]
+        each = [words]
+        if place.processes > 1:
+            words += ["--coordinator", free_address(), "--start-timeout-s", "60"]
+            words += ["--num-processes", str(place.processes), "--process-id"]
+            each = [[*words, str(i)] for i in range(place.processes)]
+        self.logs = [workdir.with_suffix(f".{i}.log") for i in range(place.processes)]
+        self.begins = [path.stat().st_size if path.exists() else 0 for path in self.logs]
+        self.operations = [path.with_suffix(".operations") for path in self.logs]
+        for path in self.operations:
+            path.unlink(missing_ok=True)
+        program: list[list[object]] = [
+            [__file__, "slow", workdir, path] if slow else ["-m", "maxmars"]
+            for path in self.operations
+        ]
+        own = [[*first, *rest] for first, rest in zip(program, each, strict=True)]
+        self.processes = start(place, own, self.logs)
+
+    def output(self, process: int = 0) -> str:
+        """What a process has printed so far."""
+        with self.logs[process].open() as log:
+            log.seek(self.begins[process])
+            return log.read()
+
+    @property
+    def is_training(self) -> bool:
+        return STEP.search(self.output()) is not None
+
+    def num_operations(self) -> int:
+        """How many file operations process 0, which makes nearly all, has begun."""
+        path = self.operations[0]
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait_until(self, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        """Return when it holds, a process has ended, or it takes too long."""
+        deadline = time.monotonic() + patience_s
+        while not holds() and time.monotonic() < deadline:
+            if any(process.poll() is not None for process in self.processes):
+                return
+            time.sleep(0.002)
+
+    def disturb(
+        self, ending: str, chance: random.Random, *, may_be_starting: bool
+    ) -> Iterator[str]:
+        """Send signals at a random time; what was wrong with the end."""
+        victims = chance.choice(((0,), (1,), (0, 1))) if self.place.processes > 1 else (0,)
+        starting = may_be_starting and chance.random() < DISTURBED_WHILE_STARTING
+        if not starting:
+            self.wait_until(lambda: self.is_training)
+        if self.slow:
+            wanted = self.num_operations() + chance.randint(1, OPERATIONS)
+            self.wait_until(lambda: self.num_operations() >= wanted, 30.0)
+            self.in_file_operation = self.num_operations() >= wanted
+        else:
+            time.sleep(chance.uniform(0, STARTING_S if starting else TRAINING_S))
+        early = [process.poll() for process in self.processes]
+        was_training = self.is_training
+        was_loading = not self.in_file_operation and not self.output()
+        for name in ending.split():
+            for victim in victims:
+                self.processes[victim].send_signal(signal.Signals[f"SIG{name}"])
+            if name != ending.split()[-1]:
+                time.sleep(chance.uniform(0.1, 1.0))
+        codes = self.end()
+        yield from (f"process {i} had ended with {c}" for i, c in enumerate(early) if c is not None)
+        for i, code in enumerate(codes):
+            # A process whose peer is gone ends itself, or JAX aborts it.
+            right = {75} if was_training and ending.endswith("TERM") else {75, -signal.SIGABRT}
+            if ending.endswith("KILL") and i in victims:
+                right = {-signal.SIGKILL}
+            if was_loading and ending.endswith("TERM"):  # before maxmars has a handler
+                right |= {-signal.SIGTERM}
+            if code not in right:
+                yield f"process {i} ended with {code} after {ending}"
+        last = max((row["step"] for row in read_metrics(self.workdir)), default=0)
+        if was_training and ending.endswith("TERM") and newest(self.workdir) != last:
+            yield f"step {last} was not saved after SIGTERM"
+
+    def end(self, patience_s: float = PATIENCE_S) -> list[int | None]:
+        """The exit codes; None of a process that did not end by itself, and was killed."""
+        deadline = time.monotonic() + patience_s
+        codes = []
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            codes.append(process.poll())
+            process.kill()
+            process.wait()
+        return codes
+
+    def check(self) -> Iterator[str]:
+        """What was wrong with a life that has ended, besides its end."""
+        found = re.search(r"continuing from step (\d+)", self.output())
+        continued = int(found[1]) if found else 0
+        if (found or self.is_training) and continued != self.complete:
+            yield f"it continued from step {continued}, not {self.complete}"
+        if newest(self.workdir) < self.complete:
+            yield f"the checkpoint of step {self.complete} is gone"
+        if "Traceback" in "".join(map(self.output, range(self.place.processes))):
+            yield "a stack trace"
+        if newest(self.workdir):
+            code, text = audit(self.workdir, **on_cpus(1, self.workdir.parent))
+            if code or "one trajectory" not in text:
+                yield f"audit: {text}"
+
+
+class Kills:
+    """All lives and checks, and what they found."""
+
+    def __init__(self, out: Path, seed: int) -> None:
+        self.out, self.chance = out, random.Random(seed)
+        self.endings: list[str] = []  # those to come
+        self.lives = self.in_files = 0
+        self.faults: list[str] = []
+
+    def note(self, what: str, faults: Sequence[str]) -> None:
+        print(what, *(f"\n     FAULT: {fault}" for fault in faults), flush=True)
+        self.faults += [f"{what}: {fault}" for fault in faults]
+
+    def life(self, life: Life, ending: str | None, *, may_be_starting: bool = True) -> bool:
+        """A life that signals end, or that goes to the end; whether it was killed."""
+        self.lives += 1
+        try:
+            if ending is None:
+                codes = life.end(10 * PATIENCE_S)
+                faults = [f"it ended with {codes}; see {life.logs[0]}"] if any(codes) else []
+            else:
+                faults = [*life.disturb(ending, self.chance, may_be_starting=may_be_starting)]
+        finally:
+            codes = life.end()
+        self.in_files += life.in_file_operation
+        shown = f"{self.lives:4} {life.workdir.parent.name:13}{life.workdir.name:12}"
+        shown += f"{life.place!s:27}{life.complete:6} to {newest(life.workdir):6}  {ending or '-'}"
+        self.note(shown, [*faults, *life.check()])
+        return any(code not in (0, 75) for code in codes)
+
+    def another(self, place: Place) -> Place:
+        return self.chance.choice([other for other in PLACES if other != place])
+
+    def run_optimizer(self, optimizer: str, kills: int) -> None:
+        """All runs of an optimizer."""
+        fixed, moved, undisturbed = (
+            self.out / optimizer / name for name in ("fixed", "moved", "undisturbed")
+        )
+        place = PLACES[0]
+        for run, count in ((fixed, kills - kills // 2), (moved, kills // 2)):
+            barren = 0  # lives in a row that saved nothing: `train` refuses to start after three
+            for number in range(count):
+                if run == moved:
+                    place = self.another(place)
+                if not self.endings:  # each as often as the others
+                    self.endings = self.chance.sample(ENDINGS, len(ENDINGS))
+                ending = "TERM" if barren == 2 else self.endings.pop()
+                before = newest(run)
+                life = Life(run, optimizer, place, slow=number % 2 == 1)
+                self.life(life, ending, may_be_starting=barren < 2)
+                barren = 0 if newest(run) > before else barren + 1
+        last = max(step for run in (fixed, moved) for step, _ in series(run))
+        steps = (last // EVERY + 2) * EVERY
+        for run, where in (
+            (fixed, PLACES[0]),
+            (moved, self.another(place)),
+            (undisturbed, PLACES[0]),
+        ):
+            self.life(Life(run, optimizer, where, "--num-steps", steps), None)
+        faults = [f"fixed: {fault}" for fault in differences(fixed, undisturbed)]
+        means = [
+            sum(losses(run)[s] for s in range(steps - 9, steps + 1)) / 10
+            for run in (moved, undisturbed)
+        ]
+        drift = abs(means[0] - means[1])
+        if not drift <= MAX_DRIFT:
+            faults.append(f"moved: its last losses differ by {drift:.3f}")
+        code, text = audit(fixed, "--replay", EVERY, **on_cpus(1, fixed.parent))
+        if code or "the same digest" not in text:
+            faults.append(f"audit --replay: {text}")
+        self.note(f"{optimizer}: {kills} kills, {steps} steps, drift {drift:.1e}", faults)
+
+
+def differences(one: Path, other: Path) -> Iterator[str]:
+    """How two runs differ in metrics and in the last state, in words."""
+    ours, theirs = series(one), series(other)
+    wrong = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if wrong:
+        yield f"{len(wrong)} metrics differ, first {wrong[0]}"
+    ours, theirs = (read(run / "checkpoints").digests for run in (one, other))
+    wrong = sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
+    if wrong:
+        yield f"{len(wrong)} arrays differ, such as {wrong[0]}"
+
+
+def kills(args: argparse.Namespace, out: Path) -> bool:
+    """Whether there was no fault."""
+    found = Kills(out, args.seed)
+    for number, optimizer in enumerate(args.optimizers):
+        share = args.kills // len(args.optimizers) + (number < args.kills % len(args.optimizers))
+        found.run_optimizer(optimizer, share)
+    print(
+        f"{args.kills} kills ({found.in_files} in file operations), {found.lives} lives: "
+        f"{len(found.faults) or 'no'} faults"
+    )
+    return not found.faults
+
+
+def slow(directory: str, operations: str, *arguments: str) -> None:
+    """Run maxmars with slow file operations in a directory, so that kills come between them."""
+    file = os.open(operations, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    events = {
+        "open",
+        *map("os.{}".format, ("mkdir", "remove", "rename", "rmdir", "truncate", "utime")),
+    }
+
+    def slow_down(event: str, about: tuple[Any, ...]) -> None:
+        if event in events and isinstance(about[0], str | os.PathLike):
+            path = os.fspath(about[0])
+            if isinstance(path, str) and path.startswith(directory):
+                os.write(file, f"{event} {os.path.relpath(path, directory)}\n".encode())
+                time.sleep(random.uniform(0.01, 0.05))
+
+    sys.addaudithook(slow_down)
+    sys.argv[1:] = arguments
+    runpy.run_module("maxmars", run_name="__main__", alter_sys=True)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def run_leg(run: Path, optimizer: str, place: Place, num_steps: int) -> None:
+    """Train to a step in processes of their own; one that fails ends this."""
+    run.mkdir(parents=True, exist_ok=True)
+    config = load_config(f"{run.parent / 'config.py'}:optimizer={optimizer}")
+    data, fsdp, tensor = place.mesh
+    mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    checkpoint = dataclasses.replace(config.checkpoint, every=None)
+    config = dataclasses.replace(config, mesh=mesh, num_steps=num_steps, checkpoint=checkpoint)
+    (run / "leg.json").write_text(json.dumps(to_dict(config)))
+    leg_of, address = [__file__, "leg", run, place.processes], free_address()
+    words = [[*leg_of, i, address] for i in range(place.processes)]
+    logs = [run.with_suffix(f".{i}.log") for i in range(place.processes)]
+    if any([process.wait() for process in start(place, words, logs)]):
+        raise SystemExit(f"a leg failed:\n{logs[0].read_text()[-3000:]}")
+
+
+def leg(run: Path, num_processes: int, number: int, address: str) -> None:
+    """One process of a leg: record digests of what it reads, and train."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from maxmars.checkpoint.digest import digest
+    from maxmars.data.batches import TrainBatches, open_data
+    from maxmars.distributed import processes
+    from maxmars.distributed.sharding import make_mesh
+    from maxmars.train import train
+    from maxmars.train.step import abstract_train_state
+
+    if num_processes > 1:
+        processes.initialize(address, num_processes, number)
+    found: dict[str, dict[int, Any]] = {"restored": {}, "tokens": {}}
+    config = from_dict(json.loads((run / "leg.json").read_text()))
+    mesh, position = make_mesh(config.mesh), 0
+    if newest(run):
+        restored = load(run / "checkpoints", abstract_train_state(config, mesh))
+        position = restored.checkpoint.data_position
+        found["restored"][restored.checkpoint.step] = digest(restored.state)
+    tokens = open_data(config.data, "train", model=config.model)
+    batches = TrainBatches(tokens, config, mesh, position=position)
+    while batches.position < config.num_steps * config.global_batch_size:
+        step, sha = batches.position // config.global_batch_size, hashlib.sha256()
+        for array in jax.tree.leaves(next(batches)):
+            sha.update(np.asarray(multihost_utils.process_allgather(array, tiled=True)).tobytes())
+        found["tokens"][step] = sha.hexdigest()
+    batches.close()
+    train(config, run)
+    if processes.is_primary():
+        run.with_suffix(f".{config.num_steps}.json").write_text(json.dumps(found))
+    processes.shutdown()
+
+
+def check_chain(optimizer: str, chain: Sequence[Place], steps: int, out: Path) -> bool:
+    """Run a chain and print its lines; whether state and tokens were the same throughout."""
+    run, last = out / f"{optimizer}-{CHAINS.index(tuple(chain))}", steps * len(chain)
+    undisturbed = run.with_name(f"{run.name}-undisturbed")
+    run_leg(undisturbed, optimizer, chain[0], last)
+    theirs = json.loads(undisturbed.with_suffix(f".{last}.json").read_text())["tokens"]
+    good = True
+    for number, place in enumerate(chain):
+        begin, end = number * steps, (number + 1) * steps
+        saved = read(run / "checkpoints", begin).digests if begin else None
+        run_leg(run, optimizer, place, end)
+        found = json.loads(run.with_suffix(f".{end}.json").read_text())
+        state = found["restored"].get(str(begin)) == saved
+        tokens = found["tokens"] == {str(s): theirs[str(s)] for s in range(begin, end)}
+        good &= state and tokens
+        ours, others = losses(run), losses(undisturbed)
+        drift = max(abs(ours[step] - others[step]) for step in range(begin + 1, end + 1))
+        words = ["equal" if is_equal else "DIFFERENT" for is_equal in (state, tokens)]
+        where = f"{optimizer:14}{place!s:28}{begin + 1:4} to {end:<4}"
+        print(f"{where} state {words[0]}, tokens {words[1]}, drift {drift:.1e}", flush=True)
+    return good
+
+
+def meshes(args: argparse.Namespace, out: Path) -> bool:
+    return all(
+        [
+            check_chain(optimizer, chain, args.steps, out)
+            for optimizer in args.optimizers
+            for chain in CHAINS
+        ]
+    )
+
+
+# --- once -----------------------------------------------------------------------------------------
+
+
+def once(args: argparse.Namespace, overrides: Sequence[str]) -> bool:
+    """Kill a run once and continue it; what was found as JSON, for `gpu_acceptance.py`."""
+    run, every = args.workdir, args.steps // 10
+    words = [sys.executable, "-m", "maxmars", "train", args.config, "--workdir", str(run)]
+    words += ["--num-steps", str(args.steps), "--checkpoint.every", str(every), "--log.every", "1"]
+    shutil.rmtree(run, ignore_errors=True)
+    started = time.monotonic()
+    with subprocess.Popen([*words, *overrides], cwd=ROOT) as process:
+        while process.poll() is None:
+            if max(losses(run), default=0) >= 5 * every + (every + 1) // 2:
+                process.kill()
+            time.sleep(0.2)
+    if process.returncode != -signal.SIGKILL:
+        raise SystemExit(f"the run ended by itself, with {process.returncode}; see above")
+    before, resumed_from = series(run), newest(run)
+    subprocess.run([*words, *overrides], cwd=ROOT, check=True)
+    taken, after = time.monotonic() - started, series(run)
+    twice = {s: key for s, key in before if s > resumed_from and key == "train/loss"}
+    wrong = [
+        step
+        for step in twice
+        for key in ("train/loss", "train/grad_norm")
+        if before[step, key] != after[step, key]
+    ]
+    file = run.with_suffix(".audit.json")
+    code, text = audit(run, "--replay", every, "--output", file)
+    points, wide = [], max(1, args.steps // 20)
+    for step in (args.steps * quarter // 4 for quarter in range(1, 5)):
+        near = [loss for s, loss in losses(run).items() if step - wide < s <= step]
+        seen = [after[s, key] for s, key in sorted(after) if key == "eval/loss" and s <= step]
+        train_loss = sum(near) / len(near)
+        points.append({"step": step, "train_loss": train_loss, "eval_loss": (seen or [None])[-1]})
+    config = json.loads((run / "config.json").read_text())
+    found = {
+        "config": args.config,
+        "steps": args.steps,
+        "tokens_a_step": config["global_batch_size"] * config["model"]["max_seq_len"],
+        "seconds": taken,
+        "resumed_from_step": resumed_from,
+        "compared_steps": len(twice),
+        "different_steps": sorted(set(wrong)),
+        "audit": json.loads(file.read_text())["verdict"] if file.exists() else "no audit",
+        "audit_text": text,
+        "first_loss": losses(run)[min(losses(run))],
+        "losses": points,
+    }
+    print(text)
+    print(f"of {len(twice)} steps that were computed twice, {len(found['different_steps'])} differ")
+    if args.output is not None:
+        args.output.write_text(json.dumps(found, indent=2))
+    return bool(twice) and not wrong and not code
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["slow"]:
+        return slow(*sys.argv[2:])
+    if sys.argv[1:2] == ["leg"]:
+        run, num_processes, number, address = sys.argv[2:]
+        return leg(Path(run), int(num_processes), int(number), address)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, dest="command", metavar="kills|meshes|once")
+    for name in ("kills", "meshes"):
+        command = commands.add_parser(name)
+        few = OPTIMIZERS if name == "kills" else ("mars", "mars_shampoo")
+        command.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=few)
+        command.add_argument("--out", type=Path, help="new directory to keep the runs in")
+    commands.choices["kills"].add_argument("--kills", type=int, default=100, help="of all runs")
+    commands.choices["kills"].add_argument("--seed", type=int, default=0, help="of all chance")
+    commands.choices["meshes"].add_argument("--steps", type=int, default=10, help="of a leg")
+    command = commands.add_parser("once")
+    command.add_argument("config", metavar="CONFIG", help="as for `maxmars train`")
+    command.add_argument("--steps", type=int, required=True, help="a multiple of 10, at least 20")
+    command.add_argument("--workdir", type=Path, required=True, help="is made anew")
+    command.add_argument("--output", type=Path, help="also write what was found as JSON")
+    args, overrides = parser.parse_known_args()
+    if args.command == "once":
+        if args.steps < 20 or args.steps % 10:
+            parser.error("--steps must be a multiple of ten, for ten checkpoints, and at least 20.")
+        sys.exit(not once(args, overrides))
+    if overrides:
+        parser.error(f"unknown options: {' '.join(overrides)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out" if args.out is None else args.out.absolute()
+        out.mkdir(parents=True)
+        (out / "config.py").write_text(CONFIG)
+        (out / "own.py").write_text(OWN_OPTIMIZER)
+        sys.exit(not (kills if args.command == "kills" else meshes)(args, out))
+
+
+if __name__ == "__main__":
+    main()
