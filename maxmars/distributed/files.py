@@ -386,7 +386,8 @@ def read_json(path: Workdir) -> Any:
       ValueError: it is no JSON.
     """
     with about(path):
-        return json.loads(read_text(path) or "null")
+        text = read_text(path)
+        return None if text is None else json.loads(text)
 
 
 def read_json_object(path: Workdir) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
     tokens = np.arange(2000) % 257
     write_nanogpt(tmp_path / "gpt2", tokens, tokens)
     write_shards(tmp_path / "bytes", tokens, vocab_size=257, digest="0" * 64)
-    for other, found in (("gpt2", "(gpt2, None)"), ("bytes", "(byte, ")):
+    for other, found in (("gpt2", "(gpt2, None)"), ("bytes", f"(byte, {'0' * 64})")):
         config = mixture_of(directory, tmp_path / other)
         with refused(ValueError, directory, tmp_path / other, found):
             open_data(config, "train", model=model)

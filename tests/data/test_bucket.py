@@ -84,7 +84,7 @@ def test_windows_are_read_by_ranges_also_from_a_store_that_fails_now_and_then(di
         server.failing = lambda number, name: number in (3, 10, 17) and name.endswith(".bin")
         (found,), error = read(server, "gs://bucket/tokens")
     assert found == expected
-    assert "the shards are compared by size alone" in error
+    assert "by size alone" in error
     assert "Traceback" not in error
     assert "Unclosed" not in error
     assert sum(count == 0 for _, count in server.reads) == 3  # failed
@@ -120,7 +120,7 @@ def test_objects_that_are_not_those_that_were_prepared_are_named(directory):
     assert replaced.startswith(prepared.format("replaced", "generation"))
     assert cut.startswith(prepared.format("cut", "size"))
     assert missing == f"FileNotFoundError: {shard.format('missing')} missing; upload it again."
-    assert none.startswith("FileNotFoundError: gs://bucket/none has no meta.json: tokens in a bu")
+    assert none.startswith("FileNotFoundError: gs://bucket/none has no meta.json")
     assert refused.startswith("OSError: gs://status-403 cannot be used (")
     assert all("\n" not in text for text in found)
 
@@ -138,7 +138,8 @@ def test_a_directory_prepared_on_a_disk_and_uploaded_is_compared_by_its_checksum
         (_, damaged), errors = read(server, "gs://bucket/whole", "gs://bucket/damaged")
     assert "by size alone" not in errors
     shard = "the token shard gs://bucket/damaged/train_00000.bin"
-    assert damaged.startswith(f"ValueError: {shard} is not the one that was prepared: its crc32c")
+    assert damaged.startswith(f"ValueError: {shard} is ")
+    assert "crc32c" in damaged
 
 
 # Prints of each directory a digest of the windows that best fit planned.

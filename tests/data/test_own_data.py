@@ -345,7 +345,7 @@ def test_processes_with_other_data_are_refused(counting):
         found = [line for line in output.splitlines() if line.startswith("FOUND")]
         assert code == 0
         assert found[0] == f"FOUND {40 * LENGTH}"
-        assert "split 'train': process 1 has other data than process 0, with the di" in found[1]
+        assert "split 'train': process 1 has other data than process 0" in found[1]
 
 
 CONFIG = """

@@ -196,7 +196,7 @@ TFDS_ERRORS = [
     (replace_text("meta.json", '"record_tokens": 100', '"record_tokens": 90'), "train", "1000"),
     (replace_text("meta.json", '"tokenizer"', '"tok"'), "train", "meta.json"),
     (replace_text("features.json", '"tokens"', '"ids"'), "train", "features: ids"),
-    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "tokens"),
+    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "TFDS"),
 ]
 
 

@@ -16,7 +16,6 @@ import fake_gcs
 import pytest
 from refusals import refused
 
-from maxmars.config.errors import in_words
 from maxmars.distributed import files
 
 
@@ -108,9 +107,8 @@ def test_json(tmp_path):
     assert files.read_json(path) == {"a": [1, "ä"]}
     for damage in (b"\xff", b'{"a": ', b""):
         path.write_bytes(damage)
-        with pytest.raises(ValueError) as raised:  # noqa: PT011, in the words of the library
+        with refused(ValueError, path):
             files.read_json(path)
-        assert str(path) in in_words(raised.value)
 
 
 def test_digest_and_cache(tmp_path, monkeypatch):
