@@ -538,7 +538,7 @@ def uncached_rate(model: Any, prompts: Any, new_tokens: int, multiple: int) -> f
         return jnp.argmax(gpt2.logits(last)[:, 0], axis=-1)
 
     found, longest = [], model.config.max_seq_len
-    for count in range(PROMPT + EVERY // 2, PROMPT + new_tokens, EVERY):
+    for count in range(PROMPT + min(EVERY // 2, new_tokens - 1), PROMPT + new_tokens, EVERY):
         length = min(-(-count // multiple) * multiple, longest)
         tokens = np.zeros((len(prompts), length), np.int32)
         tokens[:, :PROMPT] = prompts
