@@ -430,11 +430,14 @@ def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys)
     assert "their baselines differ (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"cell": 1}', '{"loss": "x"}'])
+@pytest.mark.parametrize("text", ["[]", '{"cell": 1}', '{"loss": "x"}'])
 def test_a_damaged_result_is_none(text, copied, comparison):
-    before = by_cell(copied, comparison)
-    (LION.directory(copied) / "result.json").write_text(text)
+    before, result = by_cell(copied, comparison), LION.directory(copied) / "result.json"
+    result.write_text(text)
     assert by_cell(copied, comparison) == {c: r for c, r in before.items() if c != LION}
+    result.write_text("{")
+    with refused(ValueError, result):
+        by_cell(copied, comparison)
 
 
 def with_config(comparison, index, **changes):

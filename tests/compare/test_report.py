@@ -238,7 +238,7 @@ def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "`maxmars report` needs RUN"),
+        ([], "RUN"),
         (["one", "two"], "several runs needs --out DIR"),
         (["nowhere"], "nowhere holds no run: there is no config.json"),
         (["empty"], "has no losses yet"),
