@@ -351,6 +351,7 @@ def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = 
         write_json(directory / _GENERATION, {"bos_token_id": tokenizer.eot, "eos_token_id": ends})
 
 
+@runtime_checkable
 class Tokenized(Protocol):
     """What tokens say of their tokenizer."""
 
