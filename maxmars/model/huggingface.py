@@ -125,7 +125,7 @@ def _config_of(fields: dict[str, Any]) -> GPT2Config:
     if not ours.keys() <= set(_OUR_FIELDS):
         raise ValueError(f"{_OURS} holds {', '.join(ours)}, not {', '.join(_OUR_FIELDS)} alone.")
     values = {name: fields[theirs] for name, theirs in _FIELDS.items()}
-    return GPT2Config(**values, **ours, compute_dtype="float32")
+    return read_as(GPT2Config, {**values, **ours, "compute_dtype": "float32"})
 
 
 def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
