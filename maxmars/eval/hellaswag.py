@@ -113,15 +113,15 @@ def _parse(line: bytes) -> Question:
     fields = read_as(dict[str, Any], json.loads(line))
     if fields["label"] == "":
         raise ValueError("label is empty: the test set has none; use the validation set.")
-    return Question(
-        index=int(fields["ind"]),  # text in some copies of the data
-        activity=fields["activity_label"],
-        context=fields["ctx"],
-        context_a=fields["ctx_a"],
-        context_b=fields["ctx_b"],
-        endings=read_as(tuple[str, ...], fields["endings"]),
-        label=int(fields["label"]),
-    )
+    names = {
+        "activity": "activity_label",
+        "context": "ctx",
+        "context_a": "ctx_a",
+        "context_b": "ctx_b",
+        "endings": "endings",
+    }
+    numbers = {"index": int(fields["ind"]), "label": int(fields["label"])}  # text in some copies
+    return read_as(Question, {ours: fields[theirs] for ours, theirs in names.items()} | numbers)
 
 
 def _cached_validation_set(progress: Callable[[int, int], None] | None) -> Path:

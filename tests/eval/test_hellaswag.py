@@ -63,7 +63,7 @@ def test_the_original_format(tmp_path):
         ("{", "line 2"),
         ("[]", "[]"),
         ({name: ROW[name] for name in ROW if name != "ctx"}, "'ctx'"),
-        (ROW | {"ctx_b": None}, "context_b=None"),
+        (ROW | {"ctx_b": None}, "context_b: null"),
         (ROW | {"endings": "abcd"}, '"abcd"'),
         (ROW | {"endings": ["a", "b", "c"]}, "('a', 'b', 'c')"),
         (ROW | {"endings": ["a", "b", "c", 4]}, "4"),
