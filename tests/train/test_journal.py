@@ -177,7 +177,13 @@ def test_all_time_is_accounted_for_over_a_kill_and_a_later_extension(tmp_path, t
 
 def test_steps_are_lost_back_to_the_earliest_step_that_was_gone_on_from():
     def session(first_step, last_step, start, steps_s):
-        line = {"kind": "began", "step": first_step, "start": float(start), "command": None, "seconds": {}}
+        line = {
+            "kind": "began",
+            "step": first_step,
+            "start": float(start),
+            "command": None,
+            "seconds": {},
+        }
         return [line, line | {"kind": "saved", "step": last_step, "seconds": {"steps": steps_s}}]
 
     # The third went back beyond the checkpoint that the second had gone on from.
