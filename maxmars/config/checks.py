@@ -133,7 +133,8 @@ def read_as(kind: Any, value: Any) -> Any:
     if not is_record and origin is not dict:
         if kind is not Any and not fits(value, kind):
             raise ValueError(f"{json.dumps(value)[:60]} must be {expected(kind)}")
-        return float(value) if kind is float else value  # JSON may write 1 for 1.0
+        is_float = kind is float and isinstance(value, int)  # JSON may write 1 for 1.0
+        return float(value) if is_float else value
     kinds = _hints(kind) if is_record else dict.fromkeys(value, parts[1])
     if is_record:
         fields = dataclasses.fields(kind)
