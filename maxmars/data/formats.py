@@ -85,7 +85,7 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
             f"{directory} has no meta.json: tokens in a bucket must be of `maxmars data prepare`; "
             "name this directory as its OUT, or copy a prepared directory there."
         )
-    if meta is not None and not _is_tfds(meta):
+    if meta is not None and not _is_tfds(meta, directory / "meta.json"):
         metadata = parse_metadata(meta, directory / "meta.json")
         if is_remote(directory):
             _check_objects(directory, metadata, checksums)
@@ -103,7 +103,7 @@ def open_examined(directory: str | os.PathLike[str], split: str, meta: str | Non
       See `open_split`.
     """
     directory = resolve(directory)
-    if meta is not None and not _is_tfds(meta):
+    if meta is not None and not _is_tfds(meta, directory / "meta.json"):
         return TokenShards(directory, split, parse_metadata(meta, directory / "meta.json"))
     directory = Path(directory)
     if meta is not None or (directory / "dataset_info.json").is_file():
@@ -125,8 +125,8 @@ def open_examined(directory: str | os.PathLike[str], split: str, meta: str | Non
     )
 
 
-def _is_tfds(meta: str) -> bool:
-    with about("meta.json"):
+def _is_tfds(meta: str, path: Workdir) -> bool:
+    with about(path):
         return read_as(dict, json.loads(meta)).get("format") == TFDS_FORMAT
 
 
