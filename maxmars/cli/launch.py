@@ -48,7 +48,7 @@ preemption the run continues in its --workdir. What follows -- goes to
   maxmars launch tpu-vm gpt2:size=xl,optimizer=mars --name run1 \\
     --zone us-east5-a --accelerator v5p-128 --spot --queued \\
     --setup mount.sh --workdir /mnt/runs/run1 \\
-    -- --global-batch-size 512 --mesh.fsdp 64 --data.path /mnt/openwebtext
+    -- --global-batch-size 512 --data.path /mnt/openwebtext
 
 `maxmars launch PLATFORM --help` lists the options, and
 `maxmars launch PLATFORM ACTION --help` those of an action."""

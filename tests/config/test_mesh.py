@@ -17,7 +17,9 @@ from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape, possible_mi
         ({}, GPT2Config.small(), 1, {"fsdp": 1}),
         ({"tensor": 2}, GPT2Config.small(), 8, {"fsdp": 4, "tensor": 2}),
         ({"tensor": 16}, GPT2Config.small(), 8, {"fsdp": 1, "tensor": 16}),
-        ({}, GPT2Config.xl(), 256, {"fsdp": 64}),  # 1,600 is no multiple of 256
+        ({}, GPT2Config.xl(), 256, {"fsdp": 16}),  # 1,600 / 16 = 100 rows; 1,600 / 64 = 25
+        ({}, GPT2Config.small(), 64, {"fsdp": 32}),  # 24 rows, where 64 leave 12
+        ({}, GPT2Config(embed_dim=12, num_heads=2), 8, {"fsdp": 1}),  # no part has 8 rows
         ({"fsdp": 16}, GPT2Config.small(), 8, {"fsdp": 16}),
         ({"data": 16}, GPT2Config.small(), 8, {"data": 16}),
     ],
