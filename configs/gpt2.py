@@ -221,7 +221,7 @@ def get_config(
             vocab_size=50304,
             use_bias=False,
             scale_attn_by_inverse_layer_idx=True,
-            remat="full",
+            remat="auto",
         ),
         optimizer=optimizer_config,
         schedule=ScheduleConfig(

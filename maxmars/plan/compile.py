@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,10 @@ from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
     POLICIES,
     USABLE,
+    Needs,
     Remat,
+    best_policy,
     choose_precision,
-    first_that_fits,
     peak_bytes,
     policies_of,
     with_remat,
@@ -83,6 +84,11 @@ class CompiledTrainStep(Compiled):
     """Abstract."""
     flops: Counter[str]
     """From `matmul_flops`."""
+
+    @property
+    def needs(self) -> Needs:
+        """What `remat=auto` is chosen by."""
+        return Needs(self.peak_bytes)
 
 
 def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> CompiledTrainStep:
@@ -160,16 +166,16 @@ def compile_chosen(
     if config.model.remat != "auto" or limit is None:
         return config, compile_train_step(config, mesh, topology)
 
-    def fits(remat: Remat) -> bool:
+    def measure(remat: Remat) -> Needs:
         try:
             steps[remat] = compile_train_step(with_remat(config, remat), mesh, topology)
         except DoesNotFitError:
             if remat == POLICIES[-1]:
                 raise
-            return False
-        return steps[remat].peak_bytes <= USABLE * limit
+            return Needs(None)
+        return steps[remat].needs
 
-    remat, _ = first_that_fits(fits)
+    remat, _ = best_policy(measure, int(USABLE * limit))
     return with_remat(config, remat), steps[remat]
 
 
@@ -202,10 +208,13 @@ def find_fit(
             f"global_batch_size={batch} does not divide over {shards} devices (mesh data x fsdp); "
             f"make it a multiple of {shards}."
         )
-    found: tuple[TrainConfig, CompiledTrainStep] | None = None
+    found = dict[Remat, tuple[TrainConfig, CompiledTrainStep]]()
+
+    def measure(remat: Remat) -> Needs:
+        fewest_that_fit(counts, functools.partial(fits, remat))
+        return found[remat][1].needs if remat in found else Needs(None)
 
     def fits(remat: Remat, count: int) -> bool:
-        nonlocal found
         tried = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
         try:
             step = compile_train_step(tried, mesh, topology)
@@ -216,44 +225,24 @@ def find_fit(
         verdict = "fits" if is_small else "too much"
         log(f"remat {remat}, {count} microbatches: {step.peak_bytes / 1e9:.3f} GB, {verdict}")
         if is_small:
-            found = tried, step  # the search ends with the last setting that fits
+            found[remat] = tried, step  # the search ends with the last setting that fits
         return is_small
 
-    cheapest_that_fits(counts, fits, policies_of(config.model))
-    if found is None:
+    # A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
+    # costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
+    # often.
+    remat, _ = best_policy(measure, max_bytes, policies_of(config.model))
+    if remat not in found:
         raise ValueError(
             f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
             f"not even with {counts[-1]} microbatches and model.remat=full; raise mesh.fsdp, or "
             "take more or larger chips."
         )
-    return found
+    return found[remat]
 
 
-def cheapest_that_fits(
-    counts: list[int],
-    fits: Callable[[Remat, int], bool],
-    policies: Sequence[Remat] = POLICIES,
-) -> tuple[Remat, int] | None:
-    """The cheapest policy under which some microbatch fits, with the fewest microbatches.
-
-    A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
-    costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
-    often.
-
-    Args:
-      counts: possible numbers of microbatches, ascending.
-      fits: whether the step fits; if it fits with some count, it fits with all larger ones.
-      policies: those to try, from the least arithmetic to the least memory.
-    """
-    for remat in policies:
-        count = _first(counts, functools.partial(fits, remat))
-        if count is not None:
-            return remat, count
-    return None
-
-
-def _first(counts: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The first count that fits, by bisection; None if not even the last fits.
+def fewest_that_fit(counts: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first count that fits, of ascending ones, by bisection; None if not even the last fits.
 
     No call of `fits` that is true comes after the one for the count that is returned.
     """

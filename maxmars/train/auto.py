@@ -10,7 +10,8 @@ before the data are read.
 
 The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
 fits is read from the compiled train step, so that a run neither recomputes what it has the memory
-to keep, nor ends out of memory.
+to keep, nor ends out of memory. On TPUs their compiler says as well how many cycles a step takes,
+and the fewest are taken: to keep an array and read it again may take longer than to compute it.
 
 A run that continues on the same mesh and kind of device keeps the last two, while they fit.
 """
@@ -23,7 +24,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -206,21 +207,22 @@ def estimated_bytes(config: TrainConfig, mesh: Mesh) -> int:
 
     These are the state and the gradients, exactly; what each layer keeps of a token for the
     backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
-    programs for TPUs (see plan/README.md). `remat=auto` counts as `full`, the least memory.
+    programs for TPUs (see plan/README.md). `remat=auto` counts as `full`, the least memory, and on
+    CPUs as None, which it takes there.
     """
-    model = config.model
+    model, platform = config.model, mesh.devices.flat[0].platform
     assert isinstance(model, GPT2Config)
+    remat = None if model.remat == "auto" and platform == "cpu" else model.remat
     state = abstract_train_state(config, mesh)
     gradients = sharding.bytes_on_chip(state.params) * (2 if config.microbatches > 1 else 1)
     itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
     tokens = config.microbatch_size // sharding.batch_shards(mesh) * model.max_seq_len
     vector = tokens * model.embed_dim * itemsize // mesh.shape["tensor"]
     # Logits in float32 and probabilities of one layer, of each head with every earlier token.
-    plain = choose_attention(model, mesh.devices.flat[0].platform).implementation == "plain"
+    plain = choose_attention(model, platform).implementation == "plain"
     square = plain * tokens * model.max_seq_len * model.num_heads * (4 + itemsize)
     square //= mesh.shape["tensor"]
-    keeps_all = model.remat is None
-    kept = model.num_layers * (_VECTORS_KEPT[model.remat] * vector + keeps_all * square)
+    kept = model.num_layers * (_VECTORS_KEPT[remat] * vector + (remat is None) * square)
     if model.residual_dtype is not None and itemsize < 4:  # each block's input is twice as wide
         kept += model.num_layers * vector
     table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
@@ -275,8 +277,8 @@ def choose_remat(
 ) -> TrainConfig:
     """The config with `model.remat` chosen, if it is `auto`; all processes choose the same.
 
-    Compiles the train step for each policy until one fits. Where a device's memory is not known, as
-    on a CPU, nothing is compiled, and nothing is recomputed unless it was before.
+    Compiles the train step for the policies and takes one by `best_policy`. Where a device's memory
+    is not known, as on a CPU, nothing is compiled, and nothing is recomputed unless it was before.
 
     Args:
       config: what to train; it fits the mesh.
@@ -297,24 +299,29 @@ def choose_remat(
         log(f"model.remat=auto: {before}, as this device's memory is not known")
         return with_remat(config, before)
     assert limit is not None
-    usable, peaks = int(USABLE * limit), dict[Remat, int | None]()
+    usable = int(USABLE * limit)
 
-    def fits(remat: Remat) -> bool:
+    def measure(remat: Remat) -> Needs:
         try:
             compiled = make_train_step(with_remat(config, remat), mesh, types).lower().compile()
-            peak = peak_bytes(compiled, tpu=device.platform == "tpu")
+            needs = needs_of(compiled, mesh)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            peak = None  # the compiler itself refuses the program
-        peaks[remat] = peak
-        return processes.all_processes(peak is not None and peak <= usable)
+            needs = Needs(None)  # the compiler itself refuses the program
+        if not processes.all_processes(needs.fit(usable)) and needs.fit(usable):
+            return Needs(None)  # another process's devices have less memory
+        return needs
 
-    remat, any_fits = first_that_fits(fits, POLICIES[POLICIES.index(before) :])
-    peak = peaks[remat]
-    needs = "is refused by the compiler" if peak is None else f"needs {peak / 1e9:.2f} GB"
-    problem = "" if any_fits else ", and nothing fits; raise num_microbatches or mesh.fsdp"
-    log(f"model.remat=auto: {remat} {needs} of {usable / 1e9:.2f} GB a device{problem}")
+    policies = POLICIES[POLICIES.index(before) :]
+    remat, needs = best_policy(measure, usable, policies, keep=kept is not None)
+    told = "is refused by the compiler"
+    if needs.peak_bytes is not None:
+        told = f"needs {needs.peak_bytes / 1e9:.2f} GB"
+    if needs.cycles is not None:
+        told = f"takes {needs.cycles / 1e6:,.0f} million cycles by the compiler's clock, and {told}"
+    problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
+    log(f"model.remat=auto: {remat} {told} of {usable / 1e9:.2f} GB a device{problem}")
     return with_remat(config, remat)
 
 
@@ -331,15 +338,52 @@ def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
     return POLICIES if isinstance(model, GPT2Config) else (None,)
 
 
-def first_that_fits(
-    fits: Callable[[Remat], bool], policies: Sequence[Remat] = POLICIES
-) -> tuple[Remat, bool]:
-    """The first policy for which `fits` is true, and True; the last and False if there is none.
-    `fits` is not asked about the policies after the first that fits."""
+class Needs(NamedTuple):
+    """What a compiled train step takes on one device."""
+
+    peak_bytes: int | None
+    """None where the compiler refuses it for want of memory, as then does `fit`."""
+    cycles: float | None = None
+    """By the compiler's own clock, which only that for TPUs has."""
+
+    def fit(self, usable_bytes: int) -> bool:
+        return self.peak_bytes is not None and self.peak_bytes <= usable_bytes
+
+
+def best_policy(
+    measure: Callable[[Remat], Needs],
+    usable_bytes: int,
+    policies: Sequence[Remat] = POLICIES,
+    *,
+    keep: bool = False,
+) -> tuple[Remat, Needs]:
+    """The policy to take, and what it needs: of those that fit, the one of the fewest cycles; where
+    the compiler says nothing of cycles, the first.
+
+    Args:
+      measure: what the step needs under a policy; it compiles, so it is asked only as often as the
+        choice needs it.
+      usable_bytes: memory of one device that the step may take.
+      policies: those to choose from, from the least arithmetic to the least memory. If none fits,
+        it is the last.
+      keep: take the first that fits, whatever its cycles: that of the run so far.
+    """
+    fitting: dict[Remat, Needs] = {}
+    needs = Needs(None)
     for remat in policies:
-        if fits(remat):
-            return remat, True
-    return policies[-1], False
+        needs = measure(remat)
+        if needs.fit(usable_bytes):
+            if keep or needs.cycles is None:
+                return remat, needs
+            fitting[remat] = needs
+    if not fitting:
+        return policies[-1], needs
+    return min(fitting.items(), key=lambda item: item[1].cycles or 0.0)
+
+
+def needs_of(compiled: jax.stages.Compiled, mesh: Mesh) -> Needs:
+    """What a compiled train step takes on one device of a mesh."""
+    return Needs(peak_bytes(compiled, tpu=mesh.devices.flat[0].platform == "tpu"))
 
 
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:

@@ -1,4 +1,5 @@
-"""`maxmars train` with every optimizer of configs/gpt2.py, each in a process of its own."""
+"""`maxmars train` with every optimizer of configs/gpt2.py and with configs/gpt3.py, each in a
+process of its own."""
 
 import itertools
 import json
@@ -15,6 +16,17 @@ from maxmars.config.load import named_configs
 
 OPTIMIZERS = typing.get_args(runpy.run_path(str(named_configs()["gpt2"]))["Optimizer"])
 DEFAULT = {"mars", "mars_exact"}
+SPECS = [
+    *(
+        pytest.param(
+            f"gpt2:size=small,optimizer={name}",
+            id=name,
+            marks=[] if name in DEFAULT else pytest.mark.slow,
+        )
+        for name in OPTIMIZERS
+    ),
+    pytest.param("gpt3:size=13b,optimizer=mars_shampoo", id="gpt3", marks=pytest.mark.slow),
+]
 TINY = {
     "--num-steps": "3",
     "--global-batch-size": "4",
@@ -32,16 +44,13 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in OPTIMIZERS],
-)
-def test_three_steps_as_a_user_runs_them(optimizer, byte_tokens, tmp_path):
+@pytest.mark.parametrize("spec", SPECS)
+def test_three_steps_as_a_user_runs_them(spec, byte_tokens, tmp_path):
     # A user has neither the fake devices of the tests nor their compiler flags.
     ours = ("JAX_", "XLA_", "MAXMARS_", "TF_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     words = [
-        f"gpt2:size=small,optimizer={optimizer}",
+        spec,
         "--data.path",
         str(byte_tokens),
         *itertools.chain.from_iterable(TINY.items()),

@@ -13,9 +13,9 @@ from maxmars.config.chips import CHIPS
 from maxmars.distributed.sharding import bytes_on_chip, make_mesh
 from maxmars.plan import get_topology
 from maxmars.plan.compile import (
-    cheapest_that_fits,
     compile_chosen,
     compile_train_step,
+    fewest_that_fit,
     find_fit,
     matmul_flops,
     optimizer_state_bytes,
@@ -83,32 +83,31 @@ def test_flops_of_the_model(plan_of, config_of):
     assert matmul_flops(exact.trace().jaxpr).total() == 2 * of_model
 
 
-BYTES = {None: 100, "dots": 60, "attention": 40, "full": 20}
-"""Memory of a sequence on a chip by policy, on top of 50 bytes of state."""
-
-
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (460, (None, 2)),
-        (449, (None, 4)),
-        (150, (None, 8)),
-        (149, ("dots", 8)),
-        (90, ("attention", 8)),
-        (89, ("full", 8)),
-        (69, None),
-    ],
+    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
 )
-def test_the_cheapest_policy_and_the_largest_microbatch(limit, expected):
+def test_the_fewest_microbatches_that_fit(limit, expected):
     tried = []
 
-    def fits(remat, count):
-        tried.append((remat, count))
-        return 50 + 8 // count * BYTES[remat] <= limit
+    def fits(count):
+        tried.append(count)
+        return 50 + 800 // count <= limit
 
-    assert cheapest_that_fits([1, 2, 4, 8], fits) == expected
+    assert fewest_that_fit([1, 2, 4, 8], fits) == expected
     assert len(set(tried)) == len(tried)  # no program is compiled twice
     assert expected is None or expected in tried
+
+
+@pytest.mark.slow
+def test_the_cheapest_policy_and_the_largest_microbatch():
+    config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig())
+    topology, lines = get_topology("cpu:1"), []
+    whole = compile_train_step(config, topology.mesh(config), topology).peak_bytes
+    chosen, step = find_fit(config, topology, whole - 1, log=lines.append)
+    assert chosen.model.remat is None  # which a smaller microbatch fits, too
+    assert chosen.num_microbatches > 1
+    assert step.peak_bytes < whole
+    assert len(set(lines)) == len(lines)  # no program is compiled twice
 
 
 @pytest.mark.slow

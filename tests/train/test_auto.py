@@ -21,13 +21,14 @@ from maxmars.train.audit import audit
 from maxmars.train.auto import (
     POLICIES,
     USABLE,
+    Needs,
+    best_policy,
     check_memory,
     choose_microbatches,
     choose_precision,
     choose_remat,
     estimated_bytes,
     fastest_dtype,
-    first_that_fits,
     peak_bytes,
     slow_network_warning,
     with_remat,
@@ -96,12 +97,39 @@ def test_a_run_in_the_other_type_continues_in_it(tmp_path, capsys):
 def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
     needed, tried = {None: 2000, "dots": 1200, "attention": 600, "full": 190}, []
 
-    def fits(remat):
+    def measure(remat):
         tried.append(remat)
-        return needed[remat] <= limit
+        return Needs(needed[remat])
 
-    assert first_that_fits(fits) == (policy, True)
+    assert best_policy(measure, limit) == (policy, Needs(needed[policy]))
     assert tried == list(POLICIES[:asked])
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "policy"),
+    [
+        (2000, False, "full"),  # keeping an array takes longer there than computing it again
+        (2000, True, None),
+        (1999, True, "dots"),
+        (600, False, "full"),
+        (189, False, "full"),  # nothing fits
+    ],
+)
+def test_of_those_that_fit_the_policy_with_the_fewest_cycles(limit, keep, policy):
+    needs = {
+        None: Needs(2000, 900.0),
+        "dots": Needs(1200, 875.0),
+        "attention": Needs(600, 800.0),
+        "full": Needs(190, 750.0),
+    }
+    assert best_policy(needs.__getitem__, limit, keep=keep) == (policy, needs[policy])
+
+
+def test_a_policy_that_the_compiler_refuses_does_not_fit():
+    needs = dict.fromkeys(POLICIES, Needs(None))
+    assert best_policy(needs.__getitem__, 10**12) == ("full", Needs(None))
+    needs["attention"] = Needs(600, 800.0)
+    assert best_policy(needs.__getitem__, 10**12) == ("attention", needs["attention"])
 
 
 @pytest.mark.slow
