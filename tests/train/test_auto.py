@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from refusals import refused
 from tiny import ADAMW, MODEL, short_config, tiny_config
 
 from maxmars.checkpoint import read
@@ -69,7 +70,7 @@ def test_the_choice_is_logged_and_a_given_type_stays():
 
 def test_a_model_whose_type_was_not_chosen_says_so():
     model = nnx.eval_shape(lambda: GPT2(AUTO_DTYPE.model, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"model\.compute_dtype=auto names no type"):
+    with refused(ValueError, "model.compute_dtype=auto"):
         jax.eval_shape(mean_loss, model, jnp.zeros((1, MODEL.max_seq_len + 1), jnp.int32))
 
 
@@ -241,12 +242,16 @@ def test_more_microbatches_are_taken_where_those_of_before_do_not_fit(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{"embed_dim": 2**30}, {"num_layers": 10**9}, {"vocab_size": 2**30, "embed_dim": 2**17}],
+    ("model", "unit"),
+    [
+        ({"embed_dim": 2**30}, "EB"),
+        ({"num_layers": 10**9}, "PB"),
+        ({"vocab_size": 2**30, "embed_dim": 2**17}, "PB"),
+    ],
 )
-def test_a_state_that_no_memory_holds_is_refused(model):
+def test_a_state_that_no_memory_holds_is_refused(model, unit):
     config = tiny_config(model=dataclasses.replace(MODEL, **model))
-    with pytest.raises(ValueError, match=r"optimizer state need [\d.]+[EP]B, and this machine has"):
+    with refused(ValueError, "optimizer state", unit, "mesh.fsdp"):
         check_memory(config, make_mesh(MeshConfig()))
 
 
@@ -259,7 +264,7 @@ def test_batches_that_no_machine_holds(name):
         config = tiny_config(model=model, eval=EvalConfig(batch_size=2**30))
     mesh = make_mesh(MeshConfig())
     check_mesh(config, mesh.shape)
-    with pytest.raises(ValueError, match=f"{name}={2**30} .*lower {name}"):
+    with refused(ValueError, f"{name}={2**30}"):
         check_memory(config, mesh)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import MODEL, batch_of, first_difference, series, short_config
 from xla_flags import xla_flags
 
@@ -159,16 +160,14 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     changed = SOURCE.replace("optax.adamw(learning_rate, b1=b1, b2=b2", "optax.lion(learning_rate")
     Path(moved).write_text(changed)
     more = dataclasses.replace(config, num_steps=4)
-    with pytest.raises(
-        ValueError, match=r"another text of .*own\.py.*--resume-overrides opt.*make"
-    ):
+    with refused(ValueError, moved, kept / "own.py", "--resume-overrides optimizer.make"):
         train(more, tmp_path / "continued")
     place = tmp_path / "continued" / "checkpoints" / "3"
-    misfit = f"does not fit this .* --init-from {place} and another"
-    with pytest.raises(ValueError, match=misfit):
+    misfit = "opt_state/0/nu/", f"--init-from {place}"
+    with refused(ValueError, *misfit):
         train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
     shutil.rmtree(kept)  # as in the directory of a run of before
-    with pytest.raises(ValueError, match=misfit):
+    with refused(ValueError, *misfit):
         train(more, tmp_path / "continued")
 
 
@@ -206,30 +205,30 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "message"),
+    ("make", "options", "kind", "named"),
     [
-        ("own.py:missing", {}, "has no function 'missing'"),
-        ("own.py:not_a_function", {}, "has no function 'not_a_function'"),
-        ("none.py:adamw", {}, "there is no file"),
-        ("own.py:adamw", {"b3": 1}, r"cannot be called with .*b3.*keys of optimizer.options"),
-        ("own.py:refusing", {"b1": 2}, "b1=2 must be below 1"),
-        ("own.py:number", {}, "returned a int; it must return an optax"),
-        ("own.py:sums", {}, "updates of another structure or shape"),
-        ("own.py:searching", {}, r"needs more than gradients, .* missing 3 required .*'value_fn'"),
-        ("own.py:widening", {}, r"m/h/.* is bfloat16\[.*\] before and float32\[.*\(old\.dtype"),
-        ("own.py:averaging", {}, r"n is int32\[\] before and float32\[\] after"),
-        ("own.py:growing", {}, r"n is absent before and float32\[\] after"),
-        ("own.py:regrouping", {}, "its containers are others after"),
-        ("own.py:keyed", {}, r"0/rng_key is key<fry>\[\].*jax\.random\.key_data\(key\)"),
-        ("own.py:empty", {}, r"n is float32\[0\]"),
-        ("own.py:injected", {}, r"keeps learning_rate in its state.*static_args='learning_rate'"),
+        ("own.py:missing", {}, ValueError, ["'missing'"]),
+        ("own.py:not_a_function", {}, ValueError, ["'not_a_function'"]),
+        ("none.py:adamw", {}, FileNotFoundError, ["none.py"]),
+        ("own.py:adamw", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
+        ("own.py:refusing", {"b1": 2}, ValueError, ["b1=2"]),
+        ("own.py:number", {}, ValueError, ["a int", "optax.GradientTransformation"]),
+        ("own.py:sums", {}, ValueError, ["own.py:sums", "updates", "parameters"]),
+        ("own.py:searching", {}, ValueError, ["'value_fn'"]),
+        ("own.py:widening", {}, ValueError, ["m/h/", "bfloat16[", "float32[", "old.dtype"]),
+        ("own.py:averaging", {}, ValueError, [" n ", "int32[]", "float32[]"]),
+        ("own.py:growing", {}, ValueError, [" n ", "absent", "float32[]"]),
+        ("own.py:regrouping", {}, ValueError, ["containers"]),
+        ("own.py:keyed", {}, ValueError, ["0/rng_key", "key<fry>[]", "jax.random.key_data(key)"]),
+        ("own.py:empty", {}, ValueError, [" n ", "float32[0]"]),
+        ("own.py:injected", {}, ValueError, ["static_args='learning_rate'"]),
     ],
 )
 def test_wrong_functions_are_refused_before_anything_is_written(
-    tmp_path, source, make, options, message
+    tmp_path, source, make, options, kind, named
 ):
     own = OptaxConfig(make=str(tmp_path / make), options=options, learning_rate=0.1)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with refused(kind, *named):
         train(short_config(tmp_path / "tokens", optimizer=own), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -262,5 +261,5 @@ def test_exact_mars_is_told_that_it_gets_no_second_gradient(tmp_path):
     )
     own = OptaxConfig(make=f"{tmp_path / 'exact.py'}:make", learning_rate=0.1)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with pytest.raises(ValueError, match="prev_grads"):
+    with refused(ValueError, "prev_grads="):
         check_optimizer(own, MODEL, mesh)
