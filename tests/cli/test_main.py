@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 import maxmars
 from maxmars import cli
@@ -178,8 +179,8 @@ def test_a_wrong_flag_names_the_one_that_was_meant(capsys):
 
 def test_the_environment_asks_for_the_traceback(monkeypatch):
     monkeypatch.setenv("MAXMARS_TRACEBACK", "1")
-    with pytest.raises(FileNotFoundError, match="x does not exist"):
-        cli.main(["generate", "x", "--prompt", "a"])
+    with refused(FileNotFoundError, "runs/no-such-run"):
+        cli.main(["generate", "runs/no-such-run", "--prompt", "a"])
 
 
 OWN_DATA = """

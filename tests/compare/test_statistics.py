@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from made_up import cell_result
+from refusals import refused
 from tiny import tiny_config
 
 from maxmars.compare.cells import Comparison, Contender
@@ -45,7 +46,7 @@ def test_pairs_that_do_not_vary():
     assert paired_test([1.0, 2.0], [1.0, 2.0]).p == 1.0
     assert paired_test([1.5, 2.5], [1.0, 2.0]).p == 0.0
     assert paired_test([1.0], [2.0]) is None
-    with pytest.raises(ValueError, match="3 and 2 losses cannot be paired"):
+    with refused(ValueError, "3 and 2"):
         paired_test([1.0, 2.0, 3.0], [1.0, 2.0])
 
 

@@ -1,6 +1,7 @@
 """Secrets in options, command lines and addresses: hidden in records, revealed to own functions."""
 
 import pytest
+from refusals import refused
 
 from maxmars.config import GrainConfig, differences, from_dict, to_dict
 from maxmars.config.secrets import hide, hide_words, reveal
@@ -70,11 +71,12 @@ def test_the_environment_gives_secrets_back(monkeypatch):
     options = {"login": {"password": CANARY}, "url": f"https://{CANARY}@host", "size": 3}
     recorded = hide({"options": options})["options"]
     monkeypatch.setenv("MAXMARS_URL", options["url"])
-    with pytest.raises(ValueError, match=r"data\.options\.login\.password .* MAXMARS_LOGIN_PASSW"):
+    named = ("data.options.login.password", recorded["login"]["password"], "MAXMARS_LOGIN_PASSWORD")
+    with refused(ValueError, *named):
         reveal(recorded, "data.options")
-    monkeypatch.setenv("MAXMARS_LOGIN_PASSWORD", "another")
-    with pytest.raises(ValueError, match="MAXMARS_LOGIN_PASSWORD holds another") as found:
+    monkeypatch.setenv("MAXMARS_LOGIN_PASSWORD", "CANARY77")
+    with refused(ValueError, *named) as found:
         reveal(recorded, "data.options")
-    assert "another" not in str(found.value).replace("holds another one", "")
+    assert "CANARY" not in str(found.value)
     monkeypatch.setenv("MAXMARS_LOGIN_PASSWORD", CANARY)
     assert reveal(recorded, "data.options") == options

@@ -213,14 +213,14 @@ def test_a_local_directory_of_a_dataset(tmp_path):
     assert text.split("<|endoftext|>")[:-1] == TEXTS[:9]
     write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:8], field="content")
     assert open_corpus(f"hf:{tmp_path / 'set'}::train").fingerprint != corpus.fingerprint
-    with pytest.raises(ValueError, match=r"has no field 'text'.*It has content, n"):
+    with refused(ValueError, "'text'", "content, n"):
         texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
 
 
 def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for source in ("openwebtext", "hf:a/b"):
-        with pytest.raises(ImportError, match=r"pip install 'maxmars\[hf\]'"):
+        with refused(ImportError, "'maxmars[hf]'"):
             open_corpus(source)
 
 
@@ -236,5 +236,5 @@ def test_other_sources(tmp_path, tfds_dir):
     assert isinstance(open_corpus("python"), PythonSources)
     assert isinstance(open_corpus(str(tmp_path / "*.txt")), TextFiles)
     assert isinstance(open_corpus("tfds:prose", data_dir=tfds_dir), TfdsCorpus)
-    with pytest.raises(ValueError, match=r"write hf:REPO\[:config\]\[:split\]"):
+    with refused(ValueError, "hf:a/b:c:d:e"):
         open_corpus("hf:a/b:c:d:e")

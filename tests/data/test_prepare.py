@@ -117,7 +117,7 @@ def test_few_texts_give_their_ends_from_a_line_break_on(tmp_path, count, task_by
 def test_no_validation(tmp_path):
     run(documents(3), tmp_path / "out", validation_fraction=0.0)
     assert pieces(read(tmp_path / "out", "train")) == [text for _, text in documents(3)]
-    with pytest.raises(ValueError, match="no split 'val', only train"):
+    with refused(ValueError, tmp_path / "out", "'val'", "train"):
         TokenShards(tmp_path / "out", "val")
 
 
@@ -237,7 +237,7 @@ def test_an_interrupted_run_is_continued(tmp_path, capfd):
     for stop in (0, 40, 249):
         with pytest.raises(KeyboardInterrupt):
             run(docs, out, tokenizer=Failing(docs[stop][1]), **options)
-        with pytest.raises(FileNotFoundError, match=r"out is unfinished; run its .* again"):
+        with refused(FileNotFoundError, out, "unfinished", "maxmars data prepare"):
             read_metadata(out)
     # What a killed process was writing may be anything.
     (out / ".train_00009.bin.1234.tmp").write_bytes(b"junk")
@@ -255,20 +255,19 @@ def begin(out, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("count", "options", "named"),
     [
-        ({"shard_tokens": 77}, "shard_tokens was 100000000, now 77"),
-        ({"validation_fraction": 0.2}, r"validation_fraction was 0\.1, now 0\.2"),
-        ({"source": "another"}, "source was 'a test', now 'another'"),
-        ({"task_bytes": 1000}, "task_bytes was 500, now 1000"),
+        (250, {"shard_tokens": 77}, ("shard_tokens", 100_000_000, 77)),
+        (250, {"validation_fraction": 0.2}, ("validation_fraction", 0.1, 0.2)),
+        (250, {"source": "another"}, ("source", "'a test'", "'another'")),
+        (250, {"task_bytes": 1000}, ("task_bytes", 500, 1000)),
+        (251, {}, ("corpus",)),
     ],
 )
-def test_other_arguments_do_not_continue(tmp_path, options, message):
+def test_other_arguments_do_not_continue(tmp_path, count, options, named):
     begin(tmp_path / "out", task_bytes=500)
-    with pytest.raises(ValueError, match=f"other arguments: .*{message}.*delete that directory"):
-        run(documents(250), tmp_path / "out", **({"task_bytes": 500} | options))
-    with pytest.raises(ValueError, match="other arguments: corpus was"):
-        run(documents(251), tmp_path / "out", task_bytes=500)
+    with refused(ValueError, tmp_path / "out", *named):
+        run(documents(count), tmp_path / "out", **({"task_bytes": 500} | options))
     run(documents(250), tmp_path / "out", task_bytes=500)
 
 
@@ -287,7 +286,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, names):
     for name in [*names, "tasks/mine"]:
         (tmp_path / "out" / name).write_text('{"resources": "mine"}')
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(FileExistsError, match=r"out exists.*; delete it or choose another name"):
+    with refused(FileExistsError, tmp_path / "out"):
         run(documents(3), tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -298,9 +297,7 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "own.json"))
     (tmp_path / "text.jsonl").write_text('{"text": "a a"}\n{"text": "a b"}\n')
-    with pytest.raises(
-        ValueError, match=r"text\.jsonl:16 cannot be tokenised with tokenizer\.json"
-    ):
+    with refused(ValueError, "text.jsonl:16", "tokenizer.json"):
         run(
             TextFiles([str(tmp_path / "text.jsonl")]),
             tmp_path / "out",
@@ -377,7 +374,7 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
     (tmp_path / "out" / "tasks").mkdir()
     for name in ("plan.json", "tasks/00000.json", ".train_00000.bin.12.tmp"):
         (tmp_path / "out" / name).write_text("{}")
-    with pytest.raises(FileExistsError, match="out is complete: train on it"):
+    with refused(FileExistsError, tmp_path / "out"):
         run(documents(3), tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
@@ -420,7 +417,7 @@ class Dying(ByteTokenizer):
 
 
 def test_a_worker_that_dies_is_one_error(tmp_path):
-    with pytest.raises(ChildProcessError, match="tokenising processes has died"):
+    with refused(ChildProcessError, "--workers"):
         run(documents(3), tmp_path / "out", tokenizer=Dying(), workers=2)
 
 
@@ -445,18 +442,18 @@ def test_starts_of_documents(tmp_path, split, count):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"validation_fraction": 1.0}, r"validation_fraction=1\.0 must lie in \[0, 1\)"),
-        ({"validation_fraction": -0.1}, r"must lie in \[0, 1\)"),
-        ({"shard_tokens": 0}, "shard_tokens=0 must be greater than zero"),
-        ({"task_bytes": 0}, "task_bytes=0 must be greater than zero"),
-        ({"workers": -1}, "workers=-1 must not be negative"),
+        ("validation_fraction", 1.0),
+        ("validation_fraction", -0.1),
+        ("shard_tokens", 0),
+        ("task_bytes", 0),
+        ("workers", -1),
     ],
 )
-def test_bad_arguments(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(documents(3), tmp_path / "out", **options)
+def test_bad_arguments(tmp_path, name, value):
+    with refused(ValueError, f"{name}={value}"):
+        run(documents(3), tmp_path / "out", **{name: value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -464,7 +461,7 @@ def test_bad_arguments(tmp_path, options, message):
     ("docs", "split"), [([], "train"), ([("a", "")], "train"), ([("a", "1")], "train")]
 )
 def test_empty_split(tmp_path, docs, split):
-    with pytest.raises(ValueError, match=f"no text of a test has come into split '{split}'"):
+    with refused(ValueError, "a test", f"'{split}'"):
         run(docs, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -523,8 +520,9 @@ def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     text = Path(sysconfig.get_path("stdlib"), "abc.py").read_bytes()
     streams = [read(path, split).astype(np.uint16) for split in ("train", "val")]
     assert any(text in s[s < 256].astype(np.uint8).tobytes() for s in streams)
-    (path / metadata.splits["val"].shards[0].file).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val_0000\d\.bin has 0 bytes.*delete the directory"):
+    shard = path / metadata.splits["val"].shards[0].file
+    shard.write_bytes(b"")
+    with refused(ValueError, shard, "0 bytes"):
         prepare_python_sources()
 
 

@@ -26,11 +26,13 @@ def test_metadata_round_trip(tmp_path):
     assert "command" not in fields
 
 
-def test_missing_directory(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nothing does not exist; run `maxmars data prep"):
-        read_metadata(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=r"has no meta\.json; run `maxmars data prepare"):
-        read_metadata(tmp_path)
+@pytest.mark.parametrize(
+    ("place", "named"), [("nothing", "nothing"), ("", "meta.json"), ("file", "file")]
+)
+def test_what_is_no_directory_of_tokens(tmp_path, place, named):
+    (tmp_path / "file").write_text("text")
+    with refused(FileNotFoundError, tmp_path / place, named, "maxmars data prepare SOURCE"):
+        read_metadata(tmp_path / place)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,3 @@ def test_a_directory_for_a_description(tmp_path):
     (tmp_path / "meta.json").mkdir()
     with pytest.raises(IsADirectoryError):
         read_metadata(tmp_path)
-
-
-def test_a_file_for_a_directory(tmp_path):
-    (tmp_path / "file").write_text("text")
-    with pytest.raises(FileNotFoundError, match="file is no directory; run"):
-        read_metadata(tmp_path / "file")

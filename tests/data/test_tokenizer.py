@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
+from refusals import refused
 
 from maxmars.config.errors import in_words
 from maxmars.data.tokenizer import (
@@ -257,10 +258,10 @@ def test_one_form_in_every_directory(gpt2, json_file, tmp_path, name):
         np.testing.assert_array_equal(found.encode(TEXTS[2]), tokenizer.encode(TEXTS[2]))
     (tmp_path / "tokens" / "tokenizer.json").write_bytes(load(json_file).to_json() + b" ")
     if name != "byte":
-        with pytest.raises(ValueError, match="is not the one that made the tokens"):
+        with refused(ValueError, tmp_path / "tokens"):
             tokenizer_of_tokens(tokens)
     if name == "tokenizer.json":
-        with pytest.raises(ValueError, match="is not the one that made the tokens"):
+        with refused(ValueError, tmp_path / "tokens"):
             copy_tokenizer(tokens, tmp_path / "again")
 
 
@@ -288,7 +289,7 @@ def test_tokens_of_other_programs_have_no_files(gpt2, tmp_path):
         copy_tokenizer(tokens, tmp_path / name)
         if name == "unknown":
             assert not (tmp_path / name).exists()
-            with pytest.raises(ValueError, match="GrainConfig"):
+            with refused(ValueError, "GrainConfig"):
                 tokenizer_of_tokens(tokens)
         else:
             assert load(tmp_path / name).name == tokenizer_of_tokens(tokens).name == name

@@ -84,10 +84,10 @@ def test_no_questions(tmp_path):
     with refused(FileNotFoundError, "none.jsonl"):
         load_questions(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="has no questions"):
+    with refused(ValueError, tmp_path / "empty.jsonl"):
         load_questions(tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="0, must be at least 1"):
-        load_questions(tmp_path / "empty.jsonl", num_questions=0)
+    with refused(ValueError, "questions, 0"):
+        load_questions(write_questions_file(tmp_path / "q.jsonl"), num_questions=0)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_download_appears_whole_or_not_at_all(tmp_path, server):
     (tmp_path / "served" / "q.jsonl").write_bytes(content)
     path, seen = tmp_path / "cache" / "q.jsonl", []
     wanted = {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
-    with pytest.raises(ValueError, match=f"{len(content)} bytes with SHA-256"):
+    with refused(ValueError, f"{server}/q.jsonl", len(content), wanted["sha256"], "0" * 64):
         download(f"{server}/q.jsonl", path, sha256="0" * 64, num_bytes=5)
     with pytest.raises(OSError, match="404"):
         download(f"{server}/other.jsonl", path, **wanted)
@@ -246,9 +246,9 @@ def test_each_question_is_written(params, questions, tmp_path):
 
 def test_what_does_not_fit_the_model(questions):
     few = dataclasses.replace(LONG, vocab_size=256)
-    with pytest.raises(ValueError, match=r"byte has 257 tokens, more than .* vocab_size=256"):
+    with refused(ValueError, "byte", "257 tokens", "vocab_size=256"):
         HellaSwag(few, one_device(), ByteTokenizer(), questions)
-    with pytest.raises(ValueError, match=r"question 4 has an ending of 42 tokens .*max_seq_len=16"):
+    with refused(ValueError, "question 4", "42 tokens", "max_seq_len=16"):
         HellaSwag(MODEL, one_device(), ByteTokenizer(), questions[-1:], protocols=["completion"])
 
 
@@ -272,7 +272,7 @@ def test_questions_that_are_too_long_are_told_or_left_out(params, questions):
         ).all(axis=1)
         np.testing.assert_array_equal(same, fit[protocol])
         assert scores.summary()["num_cut"] == (~fit[protocol]).sum()
-    with pytest.raises(ValueError, match=r"all 6 HellaSwag questions are longer than .*=8;"):
+    with refused(ValueError, "6 HellaSwag questions", "max_seq_len=8"):
         fitting(questions, ByteTokenizer(), 8)
 
 
@@ -377,5 +377,5 @@ def test_a_large_difference_underflows_to_no_error():
 
 
 def test_questions_must_be_the_same():
-    with pytest.raises(ValueError, match="3 and 2 questions"):
+    with refused(ValueError, "3 and 2"):
         paired_difference(np.ones(3, bool), np.ones(2, bool))

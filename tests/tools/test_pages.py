@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from markdown_pages import NEEDS, Block, blocks_of, is_run, missing_line, run_blocks
+from refusals import refused
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "examples"
 FILES = {path.stem: path for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
@@ -45,18 +46,18 @@ def test_the_list_of_pages_names_them_all():
 
 
 BROKEN = {
-    "a command": "```sh\nfalse\necho later\n```",
-    "code": "```python\nx = 1\n```\n```python\nassert x == 2\n```",
-    "a file": "```python\n# file: a/b.py\nraise ValueError\n```\n```sh\npython a/b.py\n```",
-    "output": "```sh\necho loss 3.21\n```\n```output\nloss 3.51\n```",
-    "a count": "```sh\necho 21 steps\n```\n```output\n20 steps\n```",
-    "order": "```sh\necho a\necho b\n```\n```output\nb\na\n```",
+    "a command": (1, "```sh\nfalse\necho later\n```"),
+    "code": (4, "```python\nx = 1\n```\n```python\nassert x == 2\n```"),
+    "a file": (5, "```python\n# file: a/b.py\nraise ValueError\n```\n```sh\npython a/b.py\n```"),
+    "output": (4, "```sh\necho loss 3.21\n```\n```output\nloss 3.51\n```"),
+    "a count": (4, "```sh\necho 21 steps\n```\n```output\n20 steps\n```"),
+    "order": (5, "```sh\necho a\necho b\n```\n```output\nb\na\n```"),
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_page_that_is_wrong_is_found(text, tmp_path):
-    with pytest.raises(AssertionError, match="line "):
+@pytest.mark.parametrize(("line", "text"), BROKEN.values(), ids=BROKEN)
+def test_a_page_that_is_wrong_is_found(line, text, tmp_path):
+    with refused(AssertionError, f"line {line}: "):
         check(blocks_of(text), tmp_path)
 
 
