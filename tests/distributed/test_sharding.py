@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -5,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny import tiny_config
+from tiny import MODEL, tiny_config
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
@@ -28,7 +29,8 @@ def test_only_data_crosses_between_networks():
 
 
 def test_the_mesh_of_a_run_whose_config_sets_none():
-    config = tiny_config(num_microbatches=1)
+    model = dataclasses.replace(MODEL, embed_dim=64)  # an eighth are 8 rows
+    config = tiny_config(num_microbatches=1, model=model)
     shapes = {
         (0,) * 8: (1, 8, 1),
         (0, 0, 0, 0, 1, 1, 1, 1): (2, 4, 1),
