@@ -47,14 +47,9 @@ _WORDS: dict[Any, dict[str, Any]] = {
 def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """A type of one word, such as `int`, `Literal["a", "b"]` or `float | None`."""
     kinds = _kinds(info.type)
-    named: dict[str, Any] = {}  # the words that mean a value by themselves
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            named |= {str(value): value for value in typing.get_args(kind)}
-        elif kind in _WORDS:
-            named |= _WORDS[kind]
-        elif kind not in _TYPES:
-            return None
+    named = _words_of(kinds)
+    if not all(kind in _TYPES or _words_of([kind]) for kind in kinds):
+        return None
     others = [_TYPES[kind] for kind in kinds if kind in _TYPES]
 
     def read(words: list[str]) -> Any:
@@ -105,6 +100,50 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
     )
 
 
+def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Texts by name, such as options of a compiler, or a word in place of them all."""
+    kinds = _kinds(info.type)
+    of_dicts = [kind for kind in kinds if typing.get_origin(kind) is dict]
+    if not of_dicts or len(kinds) == 1:
+        return None  # a dict alone: each key that the config file gives is an option
+    alone = _words_of(kinds)
+
+    def read(words: list[str]) -> Any:
+        if not words:
+            raise ValueError("needs one or more values.")
+        if len(words) == 1 and words[0] in alone:
+            return alone[words[0]]
+        pairs = [word.partition("=") for word in words]
+        for word, (name, equals, _) in zip(words, pairs, strict=True):
+            if not (name and equals):
+                hint = did_you_mean(word, alone)
+                raise ValueError(f"{word} must be NAME=VALUE or {' or '.join(alone)}{hint}.")
+        return {name: value for name, _, value in pairs}
+
+    def written(value: Any) -> list[str]:
+        is_dict = isinstance(value, dict)
+        return [f"{name}={item}" for name, item in value.items()] if is_dict else [str(value)]
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="|".join(["NAME=VALUE ...", *alone]),
+        instance_from_str=read,
+        is_instance=lambda value: fits(value, info.type),
+        str_from_instance=written,
+    )
+
+
+def _words_of(kinds: list[Any]) -> dict[str, Any]:
+    """The words that mean a value of such a type by themselves."""
+    named: dict[str, Any] = {}
+    for kind in kinds:
+        if typing.get_origin(kind) is Literal:
+            named |= {str(value): value for value in typing.get_args(kind)}
+        else:
+            named |= _WORDS.get(kind, {})
+    return named
+
+
 def _kinds(hint: Any) -> list[Any]:
     """The types of a union, without their annotations."""
     if typing.get_origin(hint) is typing.Annotated:
@@ -117,3 +156,4 @@ def _kinds(hint: Any) -> list[Any]:
 VALUES = ConstructorRegistry()
 VALUES.primitive_rule(_one_value)
 VALUES.primitive_rule(_several_values)
+VALUES.primitive_rule(_named_values)

@@ -170,6 +170,19 @@ class GuardConfig(CheckedConfig):
         )
 
 
+CompilerOptions = Annotated[
+    dict[str, bool | int | float | str],
+    Rule(
+        lambda options: options == "auto" or _are_scalars(options),
+        "must give each option a text, a number, True or False",
+    ),
+]
+
+
+def _are_scalars(options: dict[str, Any]) -> bool:
+    return all(isinstance(value, bool | int | float | str) for value in options.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(CheckedConfig):
     """One training run."""
@@ -200,6 +213,15 @@ class TrainConfig(CheckedConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    # Not hashed, as a dict cannot be; configs are still compared by it.
+    tpu_compiler_options: CompilerOptions | Literal["auto"] | None = field(
+        default="auto", hash=False
+    )
+    """Options of XLA's compiler for the train step on TPUs, in place of maxmars's own, such as
+    xla_tpu_dot_dot_fusion=false; there is no effect elsewhere. `auto` takes
+    xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000, and for embed_dim from 1280 on also
+    xla_tpu_dot_dot_fusion=false. None takes no options. Resuming may change them. See
+    maxmars/plan/README.md for what they bring."""
     hang_timeout_s: Positive[float] | None = 600.0
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, and checkpoints

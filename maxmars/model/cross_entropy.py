@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxmars.distributed.sharding import RULES, constrain, on_devices
+from maxmars.distributed.sharding import RULES, ambient_platform, constrain, on_devices
 
 CHUNK_BYTES = 2**29
-"""Size of a chunk's logits on each device, about."""
+"""Size of a chunk's logits on each device, about; with gradients on TPUs twice as much, as each
+chunk reads and writes the gradient of the whole table."""
 _TENSOR = RULES.vocab
 
 Cap = Callable[[jax.Array], jax.Array]
@@ -63,7 +64,7 @@ def token_losses(
     tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     cap: Cap | None = None,
 ) -> Float[Array, "B T"]:
     """`cross_entropy` of the logits x tableᵀ, in nats, in float32 at least.
@@ -75,21 +76,21 @@ def token_losses(
       tables: `sharding.copies` of the output head [V, D] in the same type.
       targets: the tokens to predict.
       vocab_size: the rows from here on are padding and have probability zero.
-      chunk_bytes: size of a chunk's logits on each device, about.
+      chunk_bytes: size of a chunk's logits on each device, about; None takes the platform's.
       cap: of the logits; it closes over no array that is differentiated.
     """
     return _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap)[0]
 
 
 def _token_losses_fwd(
-    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int, cap: Cap | None
+    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int | None, cap: Cap | None
 ) -> tuple[Any, Any]:
     arrays = (x, tables, targets)
     return token_losses(*arrays, vocab_size, chunk_bytes, cap), arrays
 
 
 def _token_losses_bwd(
-    vocab_size: int, chunk_bytes: int, cap: Cap | None, arrays: Any, weights: Any
+    vocab_size: int, chunk_bytes: int | None, cap: Cap | None, arrays: Any, weights: Any
 ) -> tuple[Any, Any, None]:
     x, tables, targets = arrays
     _, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap, weights)
@@ -105,7 +106,7 @@ def mean_loss(
     tables: Float[Array, "P V D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     cap: Cap | None = None,
     weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
@@ -125,7 +126,7 @@ def _mean_loss_fwd(
     tables: Any,
     targets: Any,
     vocab_size: int,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     cap: Cap | None,
     weights: Any,
 ) -> tuple[Any, Any]:
@@ -137,7 +138,7 @@ def _mean_loss_fwd(
 
 
 def _mean_loss_bwd(
-    vocab_size: int, chunk_bytes: int, cap: Cap | None, grads: Any, weight: Any
+    vocab_size: int, chunk_bytes: int | None, cap: Cap | None, grads: Any, weight: Any
 ) -> tuple[Any, ...]:
     return *_sum_over_devices(weight / math.prod(grads[0].shape[1:3]), grads), None
 
@@ -150,7 +151,7 @@ def _over_chunks(
     tables: Any,
     targets: Any,
     vocab_size: int,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     cap: Cap | None,
     weights: Any = None,
 ) -> tuple[Any, Any]:
@@ -187,13 +188,16 @@ def _on_device(
     weights: Float[Array, "B T"] | None,
     *,
     vocab_size: int,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     cap: Cap | None,
     parts: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
     """`_over_chunks` for one device's tokens and its part of the vocabulary, one of `parts`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     vocab = _vocabulary(tables[0], vocab_size, parts, cap)
+    if chunk_bytes is None:
+        is_added_up = weights is not None and ambient_platform() == "tpu"
+        chunk_bytes = 2 * CHUNK_BYTES if is_added_up else CHUNK_BYTES
     size, count = _chunks(targets.size, tables.shape[1] * wide.itemsize, chunk_bytes)
 
     def add(total: Any, chunk: Any) -> tuple[Any, Any]:
@@ -232,7 +236,7 @@ def draw_targets(
       tables: as in `token_losses`.
       uniforms: independent numbers from [0, 1), in float32 at least.
       vocab_size: the rows from here on are padding, which is never drawn.
-      chunk_bytes: as in `token_losses`.
+      chunk_bytes: size of a chunk's logits on each device, about.
       cap: as in `token_losses`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -377,6 +381,10 @@ def _chunk(
     weights: Float[Array, " C"] | None,
 ) -> tuple[Float[Array, " C"], tuple[Float[Array, "C D"], Float[Array, "V D"]] | None]:
     """Losses of a chunk and, with weights, the gradient of their weighted sum."""
+    if ambient_platform() == "tpu":
+        # Else both products would read the chunk out of all tokens, in windows so small that the
+        # slopes are computed twice: by the compiler's clock a third more for XL (plan/README.md).
+        x = jax.lax.optimization_barrier(x)
     products = vocab.products(x)
     logits = vocab.logits(products)
     wide = logits.dtype

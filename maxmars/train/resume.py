@@ -37,6 +37,7 @@ from maxmars.distributed.workdir import MODEL_SOURCE, OPTIMIZER_SOURCE
 from maxmars.eval.trained_model import kept_sha256
 from maxmars.model.attention import choose_attention
 from maxmars.train.auto import with_compute_dtype
+from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import abstract_train_state
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
@@ -52,6 +53,7 @@ _MAY_CHANGE = (
     "model.remat",
     "model.scan_unroll",
     "mesh.",
+    "tpu_compiler_options",
     "eval.",
     "checkpoint.",
     "log.",
@@ -158,6 +160,8 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
     model, found = config.model, dict[str, Any](num_microbatches=config.microbatches)
+    if platform == "tpu":
+        found["tpu_compiler_options"] = compiler_options(config, platform)
     if isinstance(model, GPT2Config):
         found["model.compute_dtype"] = model.compute_dtype
         found["model.remat"] = model.remat

@@ -33,6 +33,7 @@ from maxmars.model.language_model import (
     param_shardings,
 )
 from maxmars.optim import needs_sampled_grads, sophia_state
+from maxmars.train.compiler_options import check_compiler_options, compiler_options
 from maxmars.train.optimizer import (
     PARTS,
     make_optimizer,
@@ -255,9 +256,11 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
         that the config says: of own data, `tokens` alone.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch.
+      ValueError: the mesh does not divide the model or the batch, or the compiler does not know
+        the config's options for it.
     """
     abstract_state = abstract_train_state(config, mesh)
+    check_compiler_options(config, mesh)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
@@ -266,6 +269,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
+        compiler_options=compiler_options(config, mesh.devices.flat[0].platform),
     )
     types = types or {name: TYPES[name] for name in config.data.arrays}
     batch = {

@@ -54,10 +54,17 @@ MIXTURE = MixtureConfig(
         tiny_config(optimizer=ADAMW, data=TokenShardsConfig(path="tokens")),
         tiny_config(data=MIXTURE),
         tiny_config(gradient_clip_norm=None, schedule=ScheduleConfig(warmup_steps=0)),
+        tiny_config(tpu_compiler_options={"xla_a": 1, "xla_b": False, "xla_c": "d"}),
     ],
 )
 def test_a_config_survives_json(config):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_a_config_from_before_compiler_options_is_read():
+    record = to_dict(tiny_config())
+    del record["tpu_compiler_options"]
+    assert from_dict(record) == tiny_config()
 
 
 def test_differences_are_dotted_leaves():
@@ -144,6 +151,8 @@ REFUSED = [
     (lambda: MixtureConfig(parts=("a",)), "parts=('a',)", "MixturePart"),
     (lambda: tiny_config(mesh={"fsdp": 2}), "mesh={'fsdp': 2}", "MeshConfig"),
     (lambda: GrainSource(source="a.py:f", options=None), "options=None"),
+    (lambda: tiny_config(tpu_compiler_options="xla_a=1"), "tpu_compiler_options='xla_a=1'"),
+    (lambda: tiny_config(tpu_compiler_options={"xla_a": [1]}), "'xla_a': [1]"),
     # functions of a user
     (lambda: GrainConfig(source="f"), "source='f'"),
     (lambda: OptaxConfig(make="f", learning_rate=0.1), "optimizer.make='f'"),

@@ -1,5 +1,6 @@
 """Plans for TPU slices that are not there; needs the compiler of the extra `tpu`."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -11,10 +12,11 @@ import pytest
 from refusals import refused
 from tiny import ADAMW, tiny_config
 
-from maxmars.config import MarsConfig, MeshConfig
+from maxmars.config import GPT2Config, MarsConfig, MeshConfig
 from maxmars.distributed.sharding import make_mesh
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
+from maxmars.train.step import make_train_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,6 +118,28 @@ def test_traffic_stays_within_the_budgets(plans, request):
     for name, kinds in found.items():
         for kind, size in kinds.items():
             assert size <= 1.1 * stored[name].get(kind, 0), (name, kind)
+
+
+def test_compiler_options_reach_the_compiler_of_absent_chips():
+    topology = get_topology("v5e:2x2")
+    model = GPT2Config(num_layers=1, num_heads=4, embed_dim=256, max_seq_len=256, vocab_size=512)
+
+    def text(options):
+        config = tiny_config(
+            model=dataclasses.replace(model, compute_dtype="bfloat16"),
+            global_batch_size=64,
+            mesh=MeshConfig(fsdp=4),
+            num_microbatches=1,
+            tpu_compiler_options=options,
+        )
+        return make_train_step(config, topology.mesh(config)).text()
+
+    assert "collective-permute" in text(None)  # of products that are taken apart
+    assert "collective-permute" not in text("auto")
+    with refused(ValueError, "tpu_compiler_options", "'xla_no_such_option'"):
+        text({"xla_no_such_option": 1})
+    with refused(ValueError, "tpu_compiler_options", "'many'"):
+        text({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "many"})
 
 
 CONFIG = """

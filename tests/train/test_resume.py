@@ -218,6 +218,13 @@ def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_co
     assert continuing(auto, stored=stored) == stored
 
 
+@pytest.mark.parametrize("options", [None, {"xla_a": 1}])
+def test_compiler_options_may_change(continuing, short_config, options):
+    config = short_config(tpu_compiler_options=options)
+    assert continuing(config) == config
+    assert continuing(short_config(), stored=config) == short_config()
+
+
 def test_the_model_may_be_computed_in_another_way(continuing, short_config):
     config = short_config(model=dataclasses.replace(MODEL, document_end_id=256))
     assert continuing(config, "model.document_end_id") == config
