@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import os
 import re
 import shlex
@@ -37,6 +38,7 @@ class PlanArguments(ConfigArguments):
         "max-memory",
         "price",
         "output",
+        "hlo",
         "global-batch-size",
         "num-microbatches",
         "model.remat",
@@ -52,6 +54,8 @@ class PlanArguments(ConfigArguments):
     """TPU slices of that shape, joined by the data center's network, which only `data` crosses."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the plan to this JSON file."""
+    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the text of the compiled train step to this file; compressed if it ends in .gz."""
     price: Annotated[NotNegative[float] | None, tyro.conf.arg(metavar="MONEY")] = None
     """Price of one chip for an hour, in any currency; gives the cost of the run."""
     max_memory: Annotated[
@@ -91,6 +95,10 @@ def run(argv: list[str]) -> int:
         print(f"use: {' '.join(overrides)}")
     if arguments.output is not None:
         write_json(arguments.output, plan.to_json() | {"overrides": overrides})
+    if arguments.hlo is not None:
+        opened = gzip.open if arguments.hlo.suffix == ".gz" else open
+        with opened(arguments.hlo, "wt", encoding="utf-8") as file:
+            file.write(plan.train_step.executable.as_text() or "")
     print(f"next, on those chips: {_train_command(argv, overrides)}")
     return 0
 

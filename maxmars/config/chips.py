@@ -47,6 +47,16 @@ class Chip:
     devices: int = 1
     """JAX devices of a chip, by which the figures above are divided."""
 
+    @property
+    def clock_hz(self) -> float | None:
+        """Cycles a second; None where the compiler gives no cycles, or the clock is not known."""
+        return None if self.name not in _CYCLES else _CYCLES[self.name][0]
+
+    @property
+    def flops_per_cycle(self) -> int | None:
+        """Dense bfloat16 FLOPs of the matrix units in a cycle; None where `clock_hz` is."""
+        return None if self.name not in _CYCLES else _CYCLES[self.name][1]
+
 
 # TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" give
 # memory, FLOP/s, memory bandwidth and the sum of both directions of a chip's ICI links (v4 600, v5e
@@ -76,6 +86,14 @@ CHIPS = {
     "h100-mega": Chip("H100 SXM", r"\bG?H100\b", 989e12, 80 * GiB, 3350e9, "NVLink", 450e9, 25e9),
     "h200": Chip("H200 SXM", r"\bG?H200\b", 989e12, 141 * 10**9, 4800e9, "NVLink", 450e9, 50e9),
     "b200": Chip("B200 SXM", r"\bB200\b", 2250e12, 180 * 10**9, 8000e9, "NVLink", 900e9, 50e9),
+}
+
+# Cycles a second, and FLOPs a cycle: 2 for each place of the matrix units, of 128 x 128 four in v5e
+# and eight in v5p, of 256 x 256 four in v6e. The clock is the published FLOP/s divided by that.
+_CYCLES = {
+    "TPU v5e": (1.5e9, 131072),
+    "TPU v5p": (1.75e9, 262144),
+    "TPU v6e": (1.75e9, 524288),
 }
 
 # Other GPUs that MFU is known for; the first pattern found counts.

@@ -185,7 +185,8 @@ def token_losses(
     """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
     size, cap = model.config.vocab_size, _cap(model)
-    return cross_entropy.token_losses(x, tables, tokens[:, 1:], size, cap=cap)
+    with jax.named_scope("loss"):
+        return cross_entropy.token_losses(x, tables, tokens[:, 1:], size, cap=cap)
 
 
 def mean_loss(
@@ -219,7 +220,8 @@ def mean_loss(
         constants = jax.lax.stop_gradient((x, tables))
         targets = cross_entropy.draw_targets(*constants, uniforms, size, cap=cap)
     weights = None if mask is None else mask[:, 1:].astype(wide)
-    return cross_entropy.mean_loss(x, tables, targets, size, cap=cap, weights=weights)
+    with jax.named_scope("loss"):  # by which `maxmars plan` tells the loss from the layers
+        return cross_entropy.mean_loss(x, tables, targets, size, cap=cap, weights=weights)
 
 
 def _cap(model: LanguageModel) -> cross_entropy.Cap | None:

@@ -8,7 +8,7 @@ The file goes from the whole to the parts: the collectives, the walk, the trip c
 groups of devices.
 
 Compilers have four habits that need care:
-* libtpu writes no trip counts. `_trip_count` works them out from the loop's condition and body.
+* libtpu writes no trip counts. `trip_count` works them out from the loop's condition and body.
 * libtpu spreads one asynchronous collective over several fusions, which all repeat it under the
   same `chain_id`. It writes a reduce-scatter as a fusion `all-reduce-scatter` of an all-reduce.
 * Replica groups come in three notations; see `_replica_groups`.
@@ -102,12 +102,12 @@ def collectives(
         message names the loop.
     """
     module = parse(program)
-    entry = _Frame(module, module.computations[module.entry])
+    entry = Frame(module, module.computations[module.entry])
     if mesh is None or num_slices == 1:
-        return tuple(_visit(entry, mesh, set()))
+        return tuple(visit(entry, mesh, set()))
     first, *rest = mesh.axis_names
     shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
-    found = _visit(entry, AbstractMesh(shape, mesh.axis_names), set())
+    found = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
     return tuple(
         dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
         for c in found
@@ -133,26 +133,26 @@ def wire_bytes(collective: Collective) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Frame:
+class Frame:
     """A computation and its caller, as a stack of calls."""
 
     module: Module
     computation: Computation
-    outer: tuple[_Frame, Instruction] | None = None
+    outer: tuple[Frame, Instruction] | None = None
     """The calling frame and instruction; None for the entry computation."""
     state: dict[tuple[int, ...], int] | None = None
     """Of a loop whose trips are being counted: the known integers of its state, by their path in
     the tuple."""
 
-    def enter(self, caller: Instruction, name: str, state: Any = None) -> _Frame:
+    def enter(self, caller: Instruction, name: str, state: Any = None) -> Frame:
         """The frame of a computation that an instruction of this one calls."""
-        return _Frame(self.module, self.module.computations[name], (self, caller), state)
+        return Frame(self.module, self.module.computations[name], (self, caller), state)
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
         return self.computation.instructions[instruction.operands[index]]
 
 
-def _visit(frame: _Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Collective]:
+def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Collective]:
     """The collectives of a computation; `chains` has the chain and the channel of those that libtpu
     repeats and that were already met."""
     for instruction in frame.computation.instructions.values():
@@ -162,18 +162,18 @@ def _visit(frame: _Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[C
             chain = re.search(r'chain_id="(\w+)"', attributes.get("frontend_attributes", ""))
             link = chain and (chain[1], attributes.get("channel_id", ""))
             if link not in chains:
-                yield _collective(frame, instruction, mesh)
+                yield read_collective(frame, instruction, mesh)
             if link is not None:
                 chains.add(link)
         elif opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
             yield _collective_between_slices(frame, instruction)
         elif opcode == "while":
             parts = [
-                list(_visit(frame.enter(instruction, name), mesh, set()))
+                list(visit(frame.enter(instruction, name), mesh, set()))
                 for name in instruction.called("body", "condition")
             ]
             if any(parts):  # a loop without collectives may run as long as it likes
-                trips = _trip_count(frame, instruction)
+                trips = trip_count(frame, instruction)
                 for part, times in zip(parts, (trips, trips + 1), strict=True):
                     for c in part:
                         yield dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times)
@@ -181,15 +181,15 @@ def _visit(frame: _Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[C
             names = instruction.called(
                 "branch_computations", "true_computation", "false_computation"
             )
-            branches = [list(_visit(frame.enter(instruction, n), mesh, set())) for n in names]
+            branches = [list(visit(frame.enter(instruction, n), mesh, set())) for n in names]
             yield from max(branches, key=total_bytes)
         elif opcode in ("call", "fusion", "async-start", "custom-call"):
             inside = chains if opcode == "fusion" else set()
             for name in instruction.called("calls", "to_apply", "called_computations"):
-                yield from _visit(frame.enter(instruction, name), mesh, inside)
+                yield from visit(frame.enter(instruction, name), mesh, inside)
 
 
-def _collective(frame: _Frame, instruction: Instruction, mesh: Any) -> Collective:
+def read_collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective:
     op = instruction.opcode.removesuffix("-start")
     shape = instruction.shape
     if op != instruction.opcode and op != "all-reduce":
@@ -212,7 +212,7 @@ def _collective(frame: _Frame, instruction: Instruction, mesh: Any) -> Collectiv
     return Collective(op, size, 1, axes, group_size, instruction.name, scopes)
 
 
-def _collective_between_slices(frame: _Frame, send: Instruction) -> Collective:
+def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
     attributes = send.attributes.get("frontend_attributes", "")
     match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
     op = match[1].lower().replace("_", "-") if match else "collective-permute"
@@ -224,7 +224,7 @@ def _collective_between_slices(frame: _Frame, send: Instruction) -> Collective:
     return Collective(op, size, 1, None, 0, send.name, scopes, between_slices=True)
 
 
-def _scopes(frame: _Frame, instruction: Instruction) -> frozenset[str]:
+def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
     """The scopes in an instruction's path; if it has no path, those of its users or its caller.
 
     An instruction without a path was made by the compiler, or has the name of an argument.
@@ -236,7 +236,7 @@ def _scopes(frame: _Frame, instruction: Instruction) -> frozenset[str]:
 
 
 def _nearest_scopes(
-    frame: _Frame, start: Instruction, towards: Literal["users", "operands"]
+    frame: Frame, start: Instruction, towards: Literal["users", "operands"]
 ) -> frozenset[str]:
     """The scopes in the first paths that are met on the ways from an instruction."""
     computation, found, todo, seen = frame.computation, set(), [start], set()
@@ -294,7 +294,7 @@ class _UnknownError(Exception):
     """A number depends on data; names the instruction."""
 
 
-def _trip_count(frame: _Frame, loop: Instruction) -> int:
+def trip_count(frame: Frame, loop: Instruction) -> int:
     """How often the body of a loop runs.
 
     Raises:
@@ -316,7 +316,7 @@ def _trip_count(frame: _Frame, loop: Instruction) -> int:
     raise ValueError(f"cannot tell how often the loop {loop.name!r} runs: {reason}.")
 
 
-def _advance(frame: _Frame, loop: Instruction, state: dict[Any, int]) -> dict[Any, int]:
+def _advance(frame: Frame, loop: Instruction, state: dict[Any, int]) -> dict[Any, int]:
     """The state after one more iteration. In the first iteration `state` grows by all integers that
     the known ones depend on."""
     body = frame.enter(loop, loop.called("body")[0], state)
@@ -327,7 +327,7 @@ def _advance(frame: _Frame, loop: Instruction, state: dict[Any, int]) -> dict[An
     return new
 
 
-def _value(frame: _Frame, instruction: Instruction, path: tuple[int, ...] = ()) -> int:
+def _value(frame: Frame, instruction: Instruction, path: tuple[int, ...] = ()) -> int:
     """The integer that an instruction results in, at `path` within a tuple."""
     match instruction.opcode:
         case "constant" if re.fullmatch(r"-?\d+|true|false", instruction.arguments):
@@ -354,7 +354,7 @@ def _value(frame: _Frame, instruction: Instruction, path: tuple[int, ...] = ()) 
 
 
 def _argument(
-    frame: _Frame, parent: _Frame, caller: Instruction, index: int, path: tuple[int, ...]
+    frame: Frame, parent: Frame, caller: Instruction, index: int, path: tuple[int, ...]
 ) -> int:
     if caller.opcode != "while":
         return _value(parent, parent.operand(caller, index), path)
@@ -365,7 +365,7 @@ def _argument(
     return frame.state[path]
 
 
-def _invariant(frame: _Frame, loop: Instruction, path: tuple[int, ...]) -> int:
+def _invariant(frame: Frame, loop: Instruction, path: tuple[int, ...]) -> int:
     """An integer of a loop's state that no iteration changes, since the first does not."""
     state = {path: _value(frame, frame.operand(loop, 0), path)}
     if _advance(frame, loop, state) != state:

@@ -25,6 +25,7 @@ from maxmars.data.batches import batch_types, validation_rows
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
+from maxmars.plan.clock import StepClock, step_clock
 from maxmars.plan.collectives import SCOPES, Collective, collectives
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
@@ -84,11 +85,13 @@ class CompiledTrainStep(Compiled):
     """Abstract."""
     flops: Counter[str]
     """From `matmul_flops`."""
+    clock: StepClock | None
+    """None where the compiler gives no cycles, or the chip's clock is not known."""
 
     @property
     def needs(self) -> Needs:
         """What `remat=auto` is chosen by."""
-        return Needs(self.peak_bytes)
+        return Needs(self.peak_bytes, None if self.clock is None else self.clock.cycles)
 
 
 def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> CompiledTrainStep:
@@ -103,10 +106,13 @@ def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> C
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
+    compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
+    chip = topology.chip
     return CompiledTrainStep(
         state=step.abstract_state,
         flops=matmul_flops(traced.jaxpr),
-        **_compile(lowered, mesh, topology, time.perf_counter() - start),
+        clock=None if chip is None else step_clock(compiled["executable"], chip),
+        **compiled,
     )
 
 

@@ -24,6 +24,7 @@ from maxmars.distributed import sharding
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import flops_per_token, num_parameters
 from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
+from maxmars.plan.clock import PRODUCTS, StepClock
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,
@@ -66,11 +67,19 @@ class Plan:
     flops: Flops
     estimate: Estimate | None
     """None on fake devices, whose speed means nothing."""
-    train_step: Compiled
+    train_step: CompiledTrainStep
     eval_step: Compiled | None
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
     messages: tuple[str, ...] = ()
     """Lines about what was chosen, and a warning of a slow mesh."""
+
+    def clock_mfu(self) -> tuple[float, float] | None:
+        """MFU by the compiler's clock and at its low figure; None without a clock."""
+        clock, chip = self.train_step.clock, self.topology.chip
+        if clock is None or chip is None:
+            return None
+        best = self.flops.model / (self.mesh.size * chip.peak_flops)
+        return best / clock.seconds, best / clock.low_seconds
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; bytes are per chip, and those of one step."""
@@ -98,9 +107,10 @@ class Plan:
             },
             "flops": dataclasses.asdict(self.flops),
             "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
+            "clock": self._clock_json(),
             "assumptions": []
             if self.estimate is None
-            else list(assumptions(self.estimate.calibration)),
+            else list(assumptions(self.estimate.calibration, clock=self.train_step.clock)),
             "eval": None
             if step is None
             else {
@@ -116,6 +126,13 @@ class Plan:
             "lower_time_s": self.train_step.lower_s,
             "compile_time_s": self.train_step.compile_s,
         }
+
+    def _clock_json(self) -> dict[str, Any] | None:
+        clock, mfu = self.train_step.clock, self.clock_mfu()
+        if clock is None or mfu is None:
+            return None
+        times = {"step_time_s": clock.seconds, "low_step_time_s": clock.low_seconds}
+        return dataclasses.asdict(clock) | times | {"mfu": mfu[0], "low_mfu": mfu[1]}
 
 
 def make_plan(
@@ -248,9 +265,43 @@ def print_plan(plan: Plan) -> None:
     for row in _number_rows(plan):
         numbers.add_row(*row)
     rich.print(numbers)
+    _print_clock(plan)
     if plan.estimate is not None:
-        lines = assumptions(plan.estimate.calibration)
+        lines = assumptions(plan.estimate.calibration, clock=plan.train_step.clock)
         print("The estimate assumes:", *(f"  - {line}" for line in lines), sep="\n")
+
+
+def _print_clock(plan: Plan) -> None:
+    """Print what the compiler says of a step's cycles; nothing of fake devices."""
+    clock, mfu = plan.train_step.clock, plan.clock_mfu()
+    if clock is None or mfu is None:
+        if plan.topology.chip is not None:
+            print(f"The compiler gives no cycles for {plan.topology.chip.name}.")
+        return
+    shares = _table("The compiler's clock", "", *map(_right, ("Mcycles", "%", "at low")))
+    for kind, share in clock.kinds.items():
+        shares.add_row(kind, *_cycles(share.cycles, clock), f"{share.low_cycles / 1e6:,.1f}")
+        if kind == PRODUCTS:
+            bound = _cycles(share.bound_cycles, clock)
+            shares.add_row("  their bound by the matrix units", *bound, "")
+    low = f"{clock.low_cycles / 1e6:,.1f}"
+    shares.add_row("a step", *_cycles(clock.cycles, clock), low, style="bold")
+    times = f"{clock.seconds * 1e3:,.1f}", "", f"{clock.low_seconds * 1e3:,.1f}"
+    shares.add_row("a step, ms", *times)
+    shares.add_row("MFU", f"{mfu[0]:.1%}", "", f"{mfu[1]:.1%}")
+    largest = _table("The most expensive operations", "", *map(_right, ("count", "Mcycles", "%")))
+    for row in clock.largest:
+        name = f"{row.kind}: {row.name} {row.shape}".replace("[", r"\[")
+        largest.add_row(name, f"{row.count:,}", *_cycles(row.cycles, clock))
+    rich.print(shares, largest)
+    if clock.guessed:
+        names = ", ".join(clock.guessed)
+        print(f"no measured cycles: {names} (kernels: by their bytes; loops: one iteration)")
+
+
+def _cycles(cycles: float, clock: StepClock) -> tuple[str, str]:
+    """Millions of cycles, and per cent of the step."""
+    return f"{cycles / 1e6:,.1f}", f"{100 * cycles / clock.cycles:.1f}"
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:

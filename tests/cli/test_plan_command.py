@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 
@@ -47,6 +48,17 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     assert written["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert written["overrides"] == ["--num-microbatches", "1", "--model.remat", "None"]
     assert written["eval"]["peak_bytes"] > 0
+
+
+def test_the_text_of_the_compiled_step(config_file, tmp_path, capsys):
+    words = ["plan", config_file, "--topology", "cpu:1", "--eval.every", "None"]
+    plain, small = tmp_path / "step.txt", tmp_path / "step.txt.gz"
+    main([*words, "--hlo", str(plain)])
+    main([*words, "--hlo", str(small)])
+    assert "--hlo" not in capsys.readouterr().out
+    assert plain.read_text().startswith("HloModule")
+    with gzip.open(small, "rt") as file:
+        assert file.read(9) == "HloModule"
 
 
 @pytest.mark.parametrize(

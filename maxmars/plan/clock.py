@@ -1,0 +1,418 @@
+"""A compiled TPU program by its compiler's own clock: how many cycles one run takes, and on what.
+
+libtpu writes `"estimated_cycles"` beside most instructions of a scheduled program. `step_clock`
+adds them up: instructions run one after the other in the order of the text, loops as often as their
+trip counts say, asynchronous transfers beside them; whoever waits for one waits until it is over.
+
+What has no estimate is charged here:
+* a kernel (Pallas) by `KERNELS`, the measured cycles of one block, or else by its bytes;
+* a collective by the bytes that it sends over the chip's links, all of them, in one direction;
+* everything else by its bytes at the memory's rate.
+
+How far to trust it: products and float32 streams agree with the rates of the chip to 2 to 30 %.
+Elementwise work in bfloat16 is charged as if it were float32, about 2.5 times the memory's time, so
+there is a low figure as well, in which all but products, kernels and collectives runs at the
+memory's rate. Exchanges between slices are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from maxmars.config.chips import Chip
+from maxmars.plan.collectives import (
+    OPS,
+    Frame,
+    read_collective,
+    scopes_of,
+    trip_count,
+    visit,
+    wire_bytes,
+)
+from maxmars.plan.hlo import Instruction, parse, shape_bytes, tuple_elements
+
+PRODUCTS = "products of the layers"
+ATTENTION = "kernels of attention"
+LOSS_PRODUCTS = "products of the loss"
+LOSS_ELEMENTWISE = "elementwise work of the loss"
+LAYOUTS = "layouts: copies, transposes"
+ELEMENTWISE = "norms and elementwise work"
+OPTIMIZER = "optimizer and clip"
+COLLECTIVES = "collectives that nothing hides"
+KINDS = (
+    *(PRODUCTS, ATTENTION, LOSS_PRODUCTS, LOSS_ELEMENTWISE),
+    *(LAYOUTS, ELEMENTWISE, OPTIMIZER, COLLECTIVES),
+)
+
+BLOCK = 512
+SPLASH_FORWARD, SPLASH_BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
+FLAT_FORWARD, FLAT_BACKWARD = "flat_attention_forward", "flat_attention_backward"
+KERNELS = {
+    "TPU v5e": {
+        SPLASH_FORWARD: 5370 / 3,
+        SPLASH_BACKWARD: 11180 / 4,
+        FLAT_FORWARD: 3430 / 3,
+        FLAT_BACKWARD: 7620 / 3,
+    },
+    "TPU v5p": {  # of one core; a chip's two share the grid
+        SPLASH_FORWARD: 5800 / 3 / 2,
+        SPLASH_BACKWARD: 10720 / 4 / 2,
+        FLAT_FORWARD: 3550 / 3 / 2,
+        FLAT_BACKWARD: 7060 / 3 / 2,
+    },
+    "TPU v6e": {
+        SPLASH_FORWARD: 3990 / 3,
+        SPLASH_BACKWARD: 6440 / 4,
+        FLAT_FORWARD: 2890 / 3,
+        FLAT_BACKWARD: 4160 / 3,
+    },
+}
+"""Cycles of one block of 512 x 512 logits of one head of 64, by `Chip.name` and the beginning of
+the kernel's name: the bundles (about one a cycle) of the machine code that libtpu 0.0.42.1 makes of
+a row of 1,024 tokens, which has 3 causal blocks. Splash's backward kernel computes all 4."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One instruction, over all its executions; or several that are alike."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """End of JAX's name of it, or the instruction's own."""
+    shape: str
+    """Of the result, or the first of several, without layout."""
+    count: int
+    cycles: float
+    low_cycles: float
+    """At the memory's rate, where that is less and it is no product, kernel or collective."""
+    bound_cycles: float
+    """Of its matrix products, at the chip's peak; 0 without products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindClock:
+    """All operations of one kind; the fields are those of `Operation`."""
+
+    count: int
+    cycles: float
+    low_cycles: float
+    bound_cycles: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepClock:
+    """Cycles of one run of a program on one chip."""
+
+    cycles: float
+    low_cycles: float
+    """With all but products, kernels and collectives at the memory's rate, padding included."""
+    kinds: dict[str, KindClock]
+    """By all of `KINDS`; they sum to the whole."""
+    largest: tuple[Operation, ...]
+    """The ten that take most cycles."""
+    guessed: tuple[str, ...]
+    """Names of kernels that are charged by their bytes, and of loops that are counted once because
+    their trip count depends on data."""
+    clock_hz: float
+
+    @property
+    def seconds(self) -> float:
+        return self.cycles / self.clock_hz
+
+    @property
+    def low_seconds(self) -> float:
+        return self.low_cycles / self.clock_hz
+
+
+def step_clock(program: Any, chip: Chip) -> StepClock | None:
+    """The clock of a compiled program; None if the chip's clock is not known.
+
+    Args:
+      program: a `jax.stages.Compiled` for TPUs, or its `as_text()`.
+      chip: what it was compiled for.
+
+    Raises:
+      ValueError: the text is not HLO.
+    """
+    if chip.clock_hz is None or chip.flops_per_cycle is None:
+        return None
+    module, guessed = parse(program), set[str]()
+    walk = _Walk(chip, chip.clock_hz, chip.flops_per_cycle, guessed)
+    found = list(walk.operations(Frame(module, module.computations[module.entry])))
+    alike = defaultdict[tuple[str, str, str], list[Operation]](list)
+    for operation in found:
+        alike[operation.kind, operation.name, operation.shape].append(operation)
+    merged = [dataclasses.replace(group[0], **_sums(group)) for group in alike.values()]
+    kinds = {kind: KindClock(**_sums(o for o in found if o.kind == kind)) for kind in KINDS}
+    return StepClock(
+        cycles=sum(kind.cycles for kind in kinds.values()),
+        low_cycles=sum(kind.low_cycles for kind in kinds.values()),
+        kinds=kinds,
+        largest=tuple(sorted(merged, key=lambda o: -o.cycles)[:10]),
+        guessed=tuple(sorted(guessed)),
+        clock_hz=chip.clock_hz,
+    )
+
+
+def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
+    found = list(operations)
+    return {key: sum(getattr(o, key) for o in found) for key in _FIGURES}
+
+
+_FIGURES = ("count", "cycles", "low_cycles", "bound_cycles")
+_FREE = (
+    *("get-tuple-element", "constant", "parameter", "tuple", "bitcast"),
+    *("partition-id", "after-all", "opt-barrier"),
+)
+_LAYOUT_OPCODES = ("copy", "transpose", "reshape", "copy-done", "slice-done")
+_LAYOUT_NAME = re.compile(r"transpose|slice_bitcast|copy|bitcast_fusion")
+_LAYOUT_PATH = re.compile(r"(transpose|squeeze|/slice)$")
+
+
+@dataclass
+class _Transfers:
+    """Transfers that run beside the instructions of one computation, by their start's name."""
+
+    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """When each of `links` and `memory` has carried all that was given to it."""
+    ends: dict[str, float] = field(default_factory=dict)
+
+    def start(self, name: str, engine: str, now: float, cycles: float) -> None:
+        self.ends[name] = self.free[engine] = max(now, self.free[engine]) + cycles
+
+
+@dataclass(frozen=True)
+class _Walk:
+    chip: Chip
+    clock_hz: float
+    flops_per_cycle: float
+    guessed: set[str]
+
+    def operations(self, frame: Frame) -> Iterator[Operation]:
+        """The operations of a computation, which runs from cycle 0; their cycles sum to its end."""
+        now, transfers, chains = 0.0, _Transfers(), set[tuple[str, str]]()
+        for instruction in frame.computation.instructions.values():
+            for operation in self._operations(frame, instruction, now, transfers, chains):
+                now += operation.cycles
+                yield operation
+
+    def _operations(
+        self, frame: Frame, i: Instruction, now: float, transfers: _Transfers, chains: set
+    ) -> Iterator[Operation]:
+        base = i.opcode.removesuffix("-start")
+        is_async = i.opcode != base or "async-collective-start" in i.name
+        if i.opcode in _FREE:
+            return
+        if i.opcode == "while":
+            yield from self._loop(frame, i)
+        elif i.opcode == "call":
+            yield from self.operations(frame.enter(i, i.called("to_apply")[0]))
+        elif i.opcode == "conditional":
+            keys = ("branch_computations", "true_computation", "false_computation")
+            branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
+            yield from max(branches, key=lambda found: sum(o.cycles for o in found))
+        elif base in ("copy", "slice") and is_async:
+            moved = min(map(shape_bytes, tuple_elements(i.shape)[:2]))
+            transfers.start(i.name, "memory", now, self._memory(moved))
+        elif i.opcode.endswith("-done") or "async-collective-done" in i.name:
+            start = i.name.replace("done", "start") if i.opcode == "fusion" else i.operands[0]
+            wait = transfers.ends.pop(start, now) - now
+            if wait > 0:
+                kind = LAYOUTS if i.opcode in _LAYOUT_OPCODES else COLLECTIVES
+                yield _operation(kind, i, wait, wait)
+        elif base in OPS:
+            sent = self._links(wire_bytes(read_collective(frame, i, None)))
+            if is_async:
+                transfers.start(i.name, "links", now, sent)
+            else:
+                yield _operation(COLLECTIVES, i, sent, sent)
+        else:
+            inside = [frame.enter(i, name) for name in i.called("calls")]
+            found = [c for part in inside for c in visit(part, None, chains)]
+            sent = self._links(sum(map(wire_bytes, found)))
+            if "async-collective-start" in i.name:
+                transfers.start(i.name, "links", now, sent)
+                return
+            if sent:
+                yield _operation(COLLECTIVES, i, sent, sent)
+            yield self._arithmetic(frame, i)
+
+    def _loop(self, frame: Frame, i: Instruction) -> Iterator[Operation]:
+        try:
+            trips = trip_count(frame, i)
+        except ValueError:
+            trips = 1
+            self.guessed.add(i.name)
+        for o in self.operations(frame.enter(i, i.called("body")[0])):
+            figures: dict[str, Any] = {key: trips * getattr(o, key) for key in _FIGURES}
+            yield dataclasses.replace(o, **figures)
+
+    def _arithmetic(self, frame: Frame, i: Instruction) -> Operation:
+        path = _path(frame, i)
+        if i.opcode == "custom-call":
+            cycles = self._kernel(frame, i) if "tpu_custom_call" in i.rest else 0.0
+            return _operation(ATTENTION, i, cycles, cycles)
+        streamed = self._memory(_streamed_bytes(frame, i))
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
+        cycles = float(estimate[1]) if estimate else streamed
+        flops = sum(_product_flops(*product) for product in _products(frame, i))
+        in_loss = re.search(r"\bloss\b", path) is not None
+        if {"optimizer", "clip"} & scopes_of(path):
+            kind = OPTIMIZER
+        elif flops:
+            kind = LOSS_PRODUCTS if in_loss else PRODUCTS
+        elif in_loss:
+            kind = LOSS_ELEMENTWISE
+        elif (
+            i.opcode in _LAYOUT_OPCODES
+            or _LAYOUT_NAME.search(i.name)
+            or _LAYOUT_PATH.search(i.op_name)
+        ):
+            kind = LAYOUTS
+        else:
+            kind = ELEMENTWISE
+        low = cycles if flops else min(cycles, streamed)
+        return _operation(kind, i, cycles, low, flops / self.flops_per_cycle)
+
+    def _kernel(self, frame: Frame, i: Instruction) -> float:
+        table = KERNELS.get(self.chip.name, {})
+        name = next((name for name in table if i.name.startswith(name)), None)
+        if name is None:
+            self.guessed.add(re.sub(r"\.\d+$", "", i.name))
+            return self._memory(_streamed_bytes(frame, i))
+        shapes = [_dims(frame.operand(i, k).shape) for k in range(len(i.operands))]
+        if name in (SPLASH_FORWARD, SPLASH_BACKWARD):
+            batch, heads, length, _ = next(shape for shape in shapes if len(shape) == 4)
+        else:
+            batch, length, width = next(shape for shape in shapes if len(shape) == 3)
+            heads = width // 64
+        n = math.ceil(length / BLOCK)
+        blocks = n * n if name == SPLASH_BACKWARD else n * (n + 1) // 2
+        return batch * heads * blocks * table[name]
+
+    def _memory(self, size: float) -> float:
+        return size / self.chip.memory_bandwidth * self.clock_hz
+
+    def _links(self, size: float) -> float:
+        return size / self.chip.network_bandwidth * self.clock_hz
+
+
+def _operation(
+    kind: str, i: Instruction, cycles: float, low: float, bound: float = 0.0
+) -> Operation:
+    name = "/".join(i.op_name.split("/")[-2:]) or i.name
+    shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
+    return Operation(kind, name, shape, 1, cycles, low, bound)
+
+
+def _path(frame: Frame, i: Instruction) -> str:
+    """An instruction's path; the caller's if the compiler made it and gave it none."""
+    if i.path or frame.outer is None:
+        return i.path
+    return _path(*frame.outer)
+
+
+# Bytes that an instruction moves from and to memory.
+
+
+def _streamed_bytes(frame: Frame, i: Instruction) -> float:
+    """Operands and result; where only a slice is read or written, that slice."""
+    operands = [frame.operand(i, k) for k in range(len(i.operands))]
+    if i.opcode == "dynamic-update-slice":
+        return 2 * _padded_bytes(operands[1].shape)
+    if i.opcode != "fusion":
+        return sum(_padded_bytes(x.shape) for x in (i, *operands))
+    inside = frame.enter(i, i.called("calls")[0])
+    read = sum(_read_bytes(inside, k, x.shape) for k, x in enumerate(operands))
+    updates = [
+        inside.operand(x, 1)
+        for x in inside.computation.instructions.values()
+        if x.opcode == "dynamic-update-slice"
+    ]
+    return read + sum(_padded_bytes(x.shape) for x in updates or [i])
+
+
+def _read_bytes(frame: Frame, index: int, shape: str) -> float:
+    """Bytes that a fusion reads of an argument, through the fusions within it."""
+    whole, size = _padded_bytes(shape), 0.0
+    instructions = frame.computation.instructions.values()
+    parameter = next(
+        x for x in instructions if x.opcode == "parameter" and x.arguments == f"{index}"
+    )
+    for user in frame.computation.users[parameter.name]:
+        position = user.operands.index(parameter.name)
+        if user.opcode == "dynamic-slice":
+            size += _padded_bytes(user.shape)
+        elif user.opcode == "fusion":
+            size += _read_bytes(frame.enter(user, user.called("calls")[0]), position, shape)
+        elif user.opcode != "dynamic-update-slice" or position:
+            return whole
+    return min(whole, size)
+
+
+def _padded_bytes(shape: str) -> float:
+    """Bytes in the chip's main memory, in tiles of 8 x 128; what lies in another (`S(1)`) is 0."""
+    if shape.startswith("("):
+        return sum(map(_padded_bytes, tuple_elements(shape)))
+    match = re.match(r"(\w+)\[([\d,]+)\](?:\{([\d,]*)(:[^}]*)?\})?", shape)
+    if not match or "S(" in (match[4] or ""):
+        return 0.0
+    sizes = _dims(shape)
+    order = [int(n) for n in (match[3] or "").split(",") if n] or [*range(len(sizes))][::-1]
+    from_minor = [sizes[axis] for axis in order]
+    for axis, tile in zip(range(len(from_minor)), (128, 8), strict=False):
+        from_minor[axis] = math.ceil(from_minor[axis] / tile) * tile
+    return math.prod(from_minor) * shape_bytes(f"{match[1]}[8]") / 8
+
+
+def _dims(shape: str) -> list[int]:
+    match = re.match(r"\w+\[([\d,]*)\]", shape)
+    return [int(n) for n in match[1].split(",") if n] if match else []
+
+
+# Matrix products, which libtpu writes as convolutions.
+
+
+def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction]]:
+    if i.opcode in ("convolution", "dot"):
+        yield frame, i
+    elif i.opcode in ("fusion", "call"):
+        for name in i.called("calls", "to_apply"):
+            inside = frame.enter(i, name)
+            for instruction in inside.computation.instructions.values():
+                yield from _products(inside, instruction)
+
+
+def _product_flops(frame: Frame, i: Instruction) -> int:
+    left, right, out = (_dims(x.shape) for x in (frame.operand(i, 0), frame.operand(i, 1), i))
+    if i.opcode == "dot":
+        axes = re.findall(r"\d+", i.attributes["lhs_contracting_dims"])
+        return 2 * math.prod(out) * math.prod(left[int(axis)] for axis in axes)
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", i.attributes["dim_labels"])
+    assert labels is not None
+    lefts, rights, outs = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", i.attributes.get("window", "")))
+    places = 1
+    for axis in range(len(lefts) - 2):  # those that lie in the padding are not computed
+        stride, apart, dilation = (
+            int(window[key].split("x")[axis]) if key in window else 1
+            for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        before = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
+        label = str(axis)
+        results = np.arange(out[outs.index(label)])[:, None] * stride
+        place = results + np.arange(right[rights.index(label)]) * dilation - before
+        end = (left[lefts.index(label)] - 1) * apart
+        places *= int(((place >= 0) & (place <= end) & (place % apart == 0)).sum())
+    groups = int(i.attributes.get("feature_group_count", 1))
+    batch = left[lefts.index("b")] // int(i.attributes.get("batch_group_count", 1))
+    return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * places
