@@ -49,11 +49,12 @@ class GPT2Config(CheckedConfig):
     no token before it. Positions still count from the start of the window, and every token is
     predicted. None attends over the whole window, as GPT-2 does. See also `data.packing`, which
     counts positions in each document."""
-    attention: Literal["auto", "plain", "blocked", "splash", "cudnn"] = "auto"
-    """Implementation of attention. `splash` is a kernel for TPUs and `cudnn` a kernel for NVIDIA
-    GPUs; neither stores length x length numbers a head. `plain` and `blocked` run anywhere, and
-    `blocked` is faster on CPUs. `auto` chooses by the devices, and the run logs why where a kernel
-    cannot be used."""
+    attention: Literal["auto", "plain", "blocked", "flat", "splash", "cudnn"] = "auto"
+    """Implementation of attention. `flat` and `splash` are kernels for TPUs and `cudnn` one for
+    NVIDIA GPUs; none stores length x length numbers a head. `flat` takes heads of 64 or 128 as the
+    products write them; `splash` takes any. `plain` and `blocked` run anywhere, and `blocked` is
+    faster on CPUs. `auto` chooses by the devices, and the run logs why where the first kernel for
+    them cannot be used."""
     remat: Literal["auto", "full", "attention", "dots"] | None = None
     """Rematerialisation: which arrays of a block are kept for the backward pass, which computes the
     others again. `full` keeps the block's input; `attention` also queries, keys, values and the

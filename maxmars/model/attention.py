@@ -24,8 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import RULES, ambient_platform, on_devices
 
-Implementation = Literal["plain", "blocked", "splash", "cudnn"]
+Implementation = Literal["plain", "blocked", "flat", "splash", "cudnn"]
 Heads = Float[Array, "B T H K"]
+Flat = Float[Array, "B T HK"]
 Scale = Float[Array, ""]
 Ids = Int[Array, "B T"]
 
@@ -33,12 +34,15 @@ RESIDUALS = "attention"
 """The name under which a remat policy keeps the residuals of attention: its result and, for splash
 attention, the logarithm of each query's softmax denominator."""
 
-_KERNELS: dict[str | None, Implementation] = {
-    "tpu": "splash",
-    "gpu": "cudnn",
-    "cuda": "cudnn",  # the compiler's name for GPUs that are not there (`plan`)
+_KERNELS: dict[str | None, tuple[Implementation, ...]] = {  # the first that can is taken
+    "tpu": ("flat", "splash"),
+    "gpu": ("cudnn",),
+    "cuda": ("cudnn",),  # the compiler's name for GPUs that are not there (`plan`)
 }
-_DEVICES = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}
+_DEVICES = {"flat": "TPUs", "splash": "TPUs", "cudnn": "NVIDIA GPUs"}
+FLAT_HEAD_DIMS = (64, 128)  # two or one fill a tile of 128 lanes
+LONGEST_FLAT = 8192
+"""Tokens of a row; of longer ones keys and values exceed the fast memory of a v5e."""
 _SPLASH_BLOCK = 512  # queries of a block, and its keys in the forward pass, as in MaxText
 _LANES = 128
 _SMALLEST_CPU_BLOCK = 64
@@ -51,7 +55,7 @@ class Choice:
 
     implementation: Implementation
     reason: str | None = None
-    """Why the platform's kernel is not used; None where it is used, or where there is none."""
+    """Why the platform's first kernel is not used; None where it is used, or there is none."""
 
 
 @functools.cache
@@ -61,30 +65,41 @@ def choose_attention(config: GPT2Config, platform: str | None) -> Choice:
     Raises:
       ValueError: `config.attention` names a kernel that this platform or this model cannot use.
     """
-    wanted, kernel = config.attention, _KERNELS.get(platform)
+    wanted, kernels = config.attention, _KERNELS.get(platform, ())
     if wanted in ("plain", "blocked"):
         return Choice(wanted)
-    if wanted not in ("auto", kernel):
+    if wanted not in ("auto", *kernels):
         raise ValueError(
             f"model.attention={wanted} needs {_DEVICES[wanted]}, but the devices are of platform "
             f"{platform}; set model.attention=auto."
         )
-    if kernel is None:
+    if not kernels:
         return Choice("blocked" if platform == "cpu" else "plain")
-    problem = _refusal(kernel, config)
-    if problem is None:
-        return Choice(kernel)
+    reason = None
+    for kernel in kernels if wanted == "auto" else (wanted,):
+        problem = _refusal(kernel, config)
+        if problem is None:
+            return Choice(kernel, reason)
+        reason = reason or problem
     if wanted == "auto":
-        return Choice("plain", problem)
-    raise ValueError(f"model.attention={wanted} is not possible: {problem}; set it to auto.")
+        return Choice("plain", reason)
+    raise ValueError(f"model.attention={wanted} is not possible: {reason}; set it to auto.")
 
 
 def _refusal(kernel: Implementation, config: GPT2Config) -> str | None:
     """Why a kernel cannot compute this model, or is not available."""
     dtype = config.compute_dtype
-    if kernel == "splash":
+    if kernel in ("flat", "splash"):
         if dtype == "float64":
-            return "the splash kernel does not compute in model.compute_dtype=float64"
+            return f"the {kernel} kernel does not compute in model.compute_dtype=float64"
+        if kernel == "flat" and config.head_dim not in FLAT_HEAD_DIMS:
+            sizes = " or ".join(map(str, FLAT_HEAD_DIMS))
+            return f"the flat kernel takes heads of {sizes} columns, not of {config.head_dim}"
+        if kernel == "flat" and config.max_seq_len > LONGEST_FLAT:
+            return (
+                f"the flat kernel takes up to {LONGEST_FLAT} tokens, and not "
+                f"model.max_seq_len={config.max_seq_len}"
+            )
         return None
     if dtype != "bfloat16":
         return f"cuDNN's flash attention does not compute in model.compute_dtype={dtype}"
@@ -115,10 +130,10 @@ def attention(
     """`causal_attention`, by the implementation for the devices of the ambient mesh.
 
     The plain formula is used without an ambient mesh (`jax.set_mesh`), and with `continuation_ids`,
-    which no kernel supports.
+    which no kernel supports. The flat kernel has a form of its own; see `takes_flat`.
     """
     implementation = choose_attention(config, ambient_platform()).implementation
-    if implementation == "plain" or continuation_ids is not None:
+    if implementation in ("plain", "flat") or continuation_ids is not None:
         attended = causal_attention(q, k, v, scale, segment_ids, continuation_ids)
         return checkpoint_name(attended, RESIDUALS)
     if implementation == "blocked":
@@ -139,6 +154,34 @@ def attention_on_mesh(
     heads, rows = RULES.spec("batch", "length", "heads", None), RULES.spec("batch", "length")
     mapped = on_devices(kernel, (heads, heads, heads, RULES.spec(), rows), heads)
     return mapped(q, k, v, scale, segment_ids)
+
+
+def takes_flat(config: GPT2Config) -> bool:
+    """Whether the devices of the ambient mesh have the flat kernel for this model."""
+    return choose_attention(config, ambient_platform()).implementation == "flat"
+
+
+def flat_attention_on_mesh(
+    head_dim: int, q: Flat, k: Flat, v: Flat, segment_ids: Ids | None = None, **options: Any
+) -> Flat:
+    """`flat_attention` on each device's rows and heads of the ambient mesh.
+
+    Args:
+      head_dim: columns of a head.
+      q: queries, the heads side by side, times the factor of the logits already.
+      k: keys.
+      v: values.
+      segment_ids: as in `causal_attention`.
+      options: of the kernel.
+    """
+    # This import takes 0.2 s, which only runs on TPUs should pay.
+    from maxmars.model.flat_attention import flat_attention
+
+    kernel = functools.partial(
+        flat_attention, head_dim=head_dim, residual_name=RESIDUALS, **options
+    )
+    heads, rows = RULES.spec("batch", "length", "heads"), RULES.spec("batch", "length")
+    return on_devices(kernel, (heads, heads, heads, rows), heads)(q, k, v, segment_ids)
 
 
 def causal_attention(

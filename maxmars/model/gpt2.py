@@ -12,6 +12,7 @@ L layers, P parts of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,11 +25,20 @@ from jaxtyping import Array, Float, Int, Integer
 from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import constrain, copies, gathered, look_up, on_parts
 from maxmars.model import cross_entropy
-from maxmars.model.attention import RESIDUALS, attention
+from maxmars.model.attention import RESIDUALS, attention, flat_attention_on_mesh, takes_flat
 
 LAYERS = "layers"
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention [B, T, H, K] of queries, keys and values [B, T, H, K], and the logits' factor []."""
+
+
+@dataclass(frozen=True)
+class FlatAttend:
+    """Attention on arrays [B, T, H K], as products write them, with queries that are scaled."""
+
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 _INIT_STD = 0.02
 
 
@@ -91,7 +101,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
-        kernel = gathered(self.kernel[...].astype(x.dtype), self.axes)
+        kernel = self.in_type(x.dtype)
         leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
         # All tokens on one axis: where a kernel's gradient contracts B and T as two axes, XLA's CPU
         # backend writes the activations out transposed, element by element (0.4 times the rate).
@@ -103,6 +113,18 @@ class Linear(nnx.Module):
             # where one in bfloat16 stops growing.
             y = (y + self.bias[...]).astype(x.dtype)
         return y
+
+    def in_type(self, dtype: Any) -> Float[Array, ...]:
+        """The kernel in the type of the products, whole over `fsdp`."""
+        return gathered(self.kernel[...].astype(dtype), self.axes)
+
+    def flat(self, x: Float[Array, "*B N"]) -> Float[Array, "*B D"]:
+        """Contract the one last axis of x, which holds those of the kernel's inputs side by side,
+        to one axis."""
+        kernel = self.in_type(x.dtype)
+        y = x.reshape(-1, x.shape[-1]) @ kernel.reshape(x.shape[-1], -1)
+        y = y.reshape(*x.shape[:-1], -1)
+        return (y + self.bias[...]).astype(x.dtype) if self.config.use_bias else y
 
 
 class Attention(nnx.Module):
@@ -117,15 +139,37 @@ class Attention(nnx.Module):
         self.c_proj = Linear(config, heads, embed, std=_residual_std(config), rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend
+        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend | FlatAttend
     ) -> Float[Array, "B T D"]:
         """Attend by a function of queries, keys, values and the logits' scale; layers from 0."""
-        qkv = checkpoint_name(self.c_attn(x), "qkv")
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         scale = jnp.asarray(self.config.head_dim, _at_least_float32(x.dtype)) ** -0.5
         if self.config.scale_attn_by_inverse_layer_idx:
             scale = scale / (layer_index + 1)
-        return self.c_proj(attend(q, k, v, scale))
+        if isinstance(attend, FlatAttend):
+            q, k, v = self._flat_heads(x, scale)
+            return self.c_proj.flat(attend.attend(q, k, v))
+        qkv = checkpoint_name(self.c_attn(x), "qkv")
+        return self.c_proj(attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], scale))
+
+    def _flat_heads(
+        self, x: Float[Array, "B T D"], scale: Float[Array, ""]
+    ) -> list[Float[Array, "B T HK"]]:
+        """Queries, times the scale, keys and values, the heads side by side."""
+        # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
+        # transposes x and the gradients of queries, keys and values.
+        kernel = jax.lax.optimization_barrier(self.c_attn.in_type(x.dtype))
+        found = []
+        for part in range(3):
+            weight = kernel[:, part]
+            if part == 0:  # here the scale costs nothing, and rounds as if it came later
+                weight = (weight.astype(scale.dtype) * scale).astype(x.dtype)
+            weight = jax.lax.optimization_barrier(weight.reshape(len(weight), -1))
+            y = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
+            if self.config.use_bias:
+                bias = self.c_attn.bias[...][part].reshape(-1)
+                y = (y + (bias * scale if part == 0 else bias)).astype(x.dtype)
+            found.append(checkpoint_name(y, "qkv"))
+        return found
 
 
 class MLP(nnx.Module):
@@ -151,7 +195,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend
+        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend | FlatAttend
     ) -> Float[Array, "B T D"]:
         """Add attention and MLP to the residual stream x; see `Attention`."""
         x = constrain(x, "batch", "length", None)
@@ -253,8 +297,14 @@ class GPT2(nnx.Module):
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
             return attention(config, q, k, v, scale, segment_ids, continuation_ids)
 
+        def attend_flat(q: Any, k: Any, v: Any) -> jax.Array:
+            return flat_attention_on_mesh(config.head_dim, q, k, v, segment_ids)
+
+        is_flat = continuation_ids is None and takes_flat(config)
+        by = FlatAttend(attend_flat) if is_flat else attend
+
         def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            return layer[0](x, layer[1], attend), None
+            return layer[0](x, layer[1], by), None
 
         layers = (self.h, jnp.arange(config.num_layers))
         unroll = min(config.scan_unroll, config.num_layers)

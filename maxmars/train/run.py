@@ -285,7 +285,8 @@ def check(
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:
-            messages.append(f"attention is plain and slower: {attention.reason}")
+            kind = attention.implementation
+            messages.append(f"attention is {kind} and slower: {attention.reason}")
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""

@@ -131,10 +131,10 @@ def test_splash_on_a_mesh(masked):
 
 
 @pytest.mark.parametrize(
-    ("platform", "kernel"), [("tpu", "splash"), ("cpu", "blocked"), (None, "plain")]
+    ("platform", "kernel"), [("tpu", "flat"), ("cpu", "blocked"), (None, "plain")]
 )
 def test_the_kernel_is_that_of_the_devices(platform, kernel):
-    config = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    config = dataclasses.replace(GPT2Config.small(), compute_dtype="bfloat16")
     assert choose_attention(config, platform) == Choice(kernel)
     for anywhere in ("plain", "blocked"):
         wanted = dataclasses.replace(config, attention=anywhere)
@@ -154,12 +154,29 @@ def test_a_reason_for_the_plain_formula(changes, platform, reason):
     choice = choose_attention(config, platform)
     assert choice.implementation == "plain"
     assert reason in choice.reason
-    kernel = {"tpu": "splash", "gpu": "cudnn"}[platform]
+    kernel = {"tpu": "flat", "gpu": "cudnn"}[platform]
     with refused(ValueError, f"model.attention={kernel}", reason):
         choose_attention(dataclasses.replace(config, attention=kernel), platform)
 
 
-@pytest.mark.parametrize(("kernel", "platform"), [("splash", "cpu"), ("cudnn", "tpu")])
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [({"num_heads": 24}, "32"), ({"max_seq_len": 8193}, "model.max_seq_len=8193")],
+)
+def test_a_model_that_the_flat_kernel_cannot_compute_takes_splash(changes, value):
+    config = dataclasses.replace(GPT2Config.small(), **changes)
+    choice = choose_attention(config, "tpu")
+    assert choice.implementation == "splash"
+    assert value in choice.reason
+    wanted = dataclasses.replace(config, attention="splash")
+    assert choose_attention(wanted, "tpu") == Choice("splash")
+    with refused(ValueError, "model.attention=flat", value):
+        choose_attention(dataclasses.replace(config, attention="flat"), "tpu")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform"), [("splash", "cpu"), ("flat", "cpu"), ("cudnn", "tpu")]
+)
 def test_a_kernel_of_other_devices(kernel, platform):
     with refused(ValueError, kernel, f"platform {platform}"):
         choose_attention(dataclasses.replace(MODEL, attention=kernel), platform)
