@@ -38,7 +38,6 @@ class PlanArguments(ConfigArguments):
         "max-memory",
         "price",
         "output",
-        "hlo",
         "global-batch-size",
         "num-microbatches",
         "model.remat",

@@ -44,12 +44,12 @@ from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import programs, sharding
+from maxmars.distributed.collectives import collectives
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.language_model import num_parameters
-from maxmars.plan.collectives import collectives
 from maxmars.train import train
 from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
 from maxmars.train.metrics import read_metrics

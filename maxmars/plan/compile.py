@@ -23,10 +23,10 @@ from maxmars.config.chips import Chip
 from maxmars.config.mesh import possible_microbatches
 from maxmars.data.batches import batch_types, validation_rows
 from maxmars.distributed import sharding
+from maxmars.distributed.collectives import SCOPES, Collective, collectives
+from maxmars.distributed.cycles import StepClock, step_clock
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
-from maxmars.plan.clock import StepClock, step_clock
-from maxmars.plan.collectives import SCOPES, Collective, collectives
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
     POLICIES,

@@ -21,10 +21,10 @@ from maxmars import __version__
 from maxmars.config import MarsConfig, ModuleConfig, MuonConfig, TrainConfig, to_dict
 from maxmars.config.mesh import check_mesh
 from maxmars.distributed import sharding
+from maxmars.distributed.cycles import PRODUCTS, StepClock
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import flops_per_token, num_parameters
 from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
-from maxmars.plan.clock import PRODUCTS, StepClock
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip, Network
+from maxmars.distributed.collectives import Collective, Phase, wire_bytes
+from maxmars.distributed.cycles import StepClock
 from maxmars.model.language_model import num_parameters
-from maxmars.plan.clock import StepClock
-from maxmars.plan.collectives import Collective, Phase, wire_bytes
 from maxmars.plan.compile import ChipMemory
 from maxmars.plan.topology import Topology
 

@@ -32,10 +32,12 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
+from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.own_data import Types
 from maxmars.distributed import processes, sharding
+from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import num_parameters
 from maxmars.train.step import abstract_train_state, make_train_step
@@ -383,7 +385,10 @@ def best_policy(
 
 def needs_of(compiled: jax.stages.Compiled, mesh: Mesh) -> Needs:
     """What a compiled train step takes on one device of a mesh."""
-    return Needs(peak_bytes(compiled, tpu=mesh.devices.flat[0].platform == "tpu"))
+    device = mesh.devices.flat[0]
+    is_tpu, name = device.platform == "tpu", chip_name(device.device_kind)
+    clock = step_clock(compiled, CHIPS[name]) if is_tpu and name is not None else None
+    return Needs(peak_bytes(compiled, tpu=is_tpu), None if clock is None else clock.cycles)
 
 
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:

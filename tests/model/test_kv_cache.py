@@ -9,9 +9,9 @@ from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
+from maxmars.distributed.collectives import collectives
 from maxmars.model.kv_cache import decode, prefill
 from maxmars.model.language_model import graph_and_abstract_params, param_shardings
-from maxmars.plan.collectives import collectives
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
 NEW, SLOTS, PROMPT = 6, 16, 10

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from maxmars.distributed.collectives import collectives
 from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
     MatrixSpec,
@@ -17,7 +18,6 @@ from maxmars.optim import (
     orthogonalize,
     plan_orthogonalization,
 )
-from maxmars.plan.collectives import collectives
 
 AXES = ("data", "fsdp", "tensor")
 PARTITIONS = {

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 from xla_flags import xla_flags
 
+from maxmars.distributed.collectives import collectives, total_bytes
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
@@ -22,7 +23,6 @@ from maxmars.optim import (
     orthogonalize,
     plan_orthogonalization,
 )
-from maxmars.plan.collectives import collectives, total_bytes
 
 # Of directions, relative to their norms; a learning rate of at most 0.02 multiplies them.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}

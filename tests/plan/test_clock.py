@@ -5,8 +5,7 @@ from tiny import tiny_config
 
 from maxmars.config import MeshConfig
 from maxmars.config.chips import CHIPS
-from maxmars.plan import get_topology, make_plan
-from maxmars.plan.clock import (
+from maxmars.distributed.cycles import (
     ATTENTION,
     COLLECTIVES,
     ELEMENTWISE,
@@ -21,6 +20,7 @@ from maxmars.plan.clock import (
     SPLASH_FORWARD,
     step_clock,
 )
+from maxmars.plan import get_topology, make_plan
 
 V5E = CHIPS["v5e"]
 CYCLES_A_BYTE = V5E.clock_hz / V5E.memory_bandwidth

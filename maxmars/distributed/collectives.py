@@ -33,7 +33,14 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmars.plan.hlo import Computation, Instruction, Module, parse, shape_bytes, tuple_elements
+from maxmars.distributed.hlo import (
+    Computation,
+    Instruction,
+    Module,
+    parse,
+    shape_bytes,
+    tuple_elements,
+)
 
 OPS = (
     "all-gather",

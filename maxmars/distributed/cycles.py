@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from maxmars.config.chips import Chip
-from maxmars.plan.collectives import (
+from maxmars.distributed.collectives import (
     OPS,
     Frame,
     read_collective,
@@ -37,7 +37,7 @@ from maxmars.plan.collectives import (
     visit,
     wire_bytes,
 )
-from maxmars.plan.hlo import Instruction, parse, shape_bytes, tuple_elements
+from maxmars.distributed.hlo import Instruction, parse, shape_bytes, tuple_elements
 
 PRODUCTS = "products of the layers"
 ATTENTION = "kernels of attention"
