@@ -107,7 +107,7 @@ def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> C
         traced = step.trace()
         lowered = traced.lower()
     compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
-    chip = topology.chip
+    chip = topology.chip if mesh.devices.flat[0].platform == "tpu" else None
     return CompiledTrainStep(
         state=step.abstract_state,
         flops=matmul_flops(traced.jaxpr),
