@@ -154,8 +154,8 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
     merged = [dataclasses.replace(group[0], **_sums(group)) for group in alike.values()]
     kinds = {kind: KindClock(**_sums(o for o in found if o.kind == kind)) for kind in KINDS}
     return StepClock(
-        cycles=sum(kind.cycles for kind in kinds.values()),
-        low_cycles=sum(kind.low_cycles for kind in kinds.values()),
+        cycles=math.fsum(kind.cycles for kind in kinds.values()),
+        low_cycles=math.fsum(kind.low_cycles for kind in kinds.values()),
         kinds=kinds,
         largest=tuple(sorted(merged, key=lambda o: -o.cycles)[:10]),
         guessed=tuple(sorted(guessed)),
@@ -165,10 +165,11 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
 
 def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
     found = list(operations)
-    return {key: sum(getattr(o, key) for o in found) for key in _FIGURES}
+    cycles = {key: math.fsum(getattr(o, key) for o in found) for key in _CYCLES}
+    return {"count": sum(o.count for o in found), **cycles}
 
 
-_FIGURES = ("count", "cycles", "low_cycles", "bound_cycles")
+_CYCLES = ("cycles", "low_cycles", "bound_cycles")
 _FREE = (
     *("get-tuple-element", "constant", "parameter", "tuple", "bitcast"),
     *("partition-id", "after-all", "opt-barrier"),
@@ -194,7 +195,7 @@ class _Transfers:
 class _Walk:
     chip: Chip
     clock_hz: float
-    flops_per_cycle: float
+    flops_per_cycle: int
     guessed: set[str]
 
     def operations(self, frame: Frame) -> Iterator[Operation]:
@@ -221,7 +222,7 @@ class _Walk:
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
             yield from max(branches, key=lambda found: sum(o.cycles for o in found))
         elif base in ("copy", "slice") and is_async:
-            moved = min(map(shape_bytes, tuple_elements(i.shape)[:2]))
+            moved = float(min(map(shape_bytes, tuple_elements(i.shape)[:2])))
             transfers.start(i.name, "memory", now, self._memory(moved))
         elif i.opcode.endswith("-done") or "async-collective-done" in i.name:
             start = i.name.replace("done", "start") if i.opcode == "fusion" else i.operands[0]
@@ -238,7 +239,7 @@ class _Walk:
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
             found = [c for part in inside for c in visit(part, None, chains)]
-            sent = self._links(sum(map(wire_bytes, found)))
+            sent = self._links(math.fsum(map(wire_bytes, found)))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, sent)
                 return
@@ -253,8 +254,8 @@ class _Walk:
             trips = 1
             self.guessed.add(i.name)
         for o in self.operations(frame.enter(i, i.called("body")[0])):
-            figures: dict[str, Any] = {key: trips * getattr(o, key) for key in _FIGURES}
-            yield dataclasses.replace(o, **figures)
+            cycles: dict[str, Any] = {key: trips * getattr(o, key) for key in _CYCLES}
+            yield dataclasses.replace(o, count=trips * o.count, **cycles)
 
     def _arithmetic(self, frame: Frame, i: Instruction) -> Operation:
         path = _path(frame, i)
@@ -330,9 +331,9 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
     if i.opcode == "dynamic-update-slice":
         return 2 * _padded_bytes(operands[1].shape)
     if i.opcode != "fusion":
-        return sum(_padded_bytes(x.shape) for x in (i, *operands))
+        return math.fsum(_padded_bytes(x.shape) for x in (i, *operands))
     inside = frame.enter(i, i.called("calls")[0])
-    read = sum(_read_bytes(inside, k, x.shape) for k, x in enumerate(operands))
+    read = math.fsum(_read_bytes(inside, k, x.shape) for k, x in enumerate(operands))
     updates = [
         inside.operand(x, 1)
         for x in inside.computation.instructions.values()
@@ -362,7 +363,7 @@ def _read_bytes(frame: Frame, index: int, shape: str) -> float:
 def _padded_bytes(shape: str) -> float:
     """Bytes in the chip's main memory, in tiles of 8 x 128; what lies in another (`S(1)`) is 0."""
     if shape.startswith("("):
-        return sum(map(_padded_bytes, tuple_elements(shape)))
+        return math.fsum(map(_padded_bytes, tuple_elements(shape)))
     match = re.match(r"(\w+)\[([\d,]+)\](?:\{([\d,]*)(:[^}]*)?\})?", shape)
     if not match or "S(" in (match[4] or ""):
         return 0.0
