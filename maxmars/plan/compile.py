@@ -9,8 +9,9 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from maxmars.distributed.collectives import SCOPES, Collective, collectives
 from maxmars.distributed.cycles import StepClock, step_clock
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
+from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
     POLICIES,
@@ -37,6 +39,7 @@ from maxmars.train.auto import (
     choose_precision,
     peak_bytes,
     policies_of,
+    possible_policies,
     with_remat,
 )
 from maxmars.train.step import TrainState, make_train_step
@@ -158,30 +161,47 @@ def _compile(
 
 
 def compile_chosen(
-    config: TrainConfig, mesh: Mesh, topology: Topology
+    config: TrainConfig,
+    mesh: Mesh,
+    topology: Topology,
+    *,
+    log: Callable[[str], None] = lambda _: None,
+    known: Mapping[Remat, CompiledTrainStep] = MappingProxyType({}),
 ) -> tuple[TrainConfig, CompiledTrainStep]:
     """The compiled train step, and the config with the policy that `train` chooses for `auto`.
+
+    Args:
+      config: what to train.
+      mesh: its devices.
+      topology: the chips.
+      log: gets a line for each program that was compiled to choose among policies.
+      known: steps of this config that are compiled already, by their policy.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses even the last policy.
     """
-    limit, steps = topology.memory_bytes, dict[Remat, CompiledTrainStep]()
+    limit, steps = topology.memory_bytes, dict(known)
     if config.model.remat == "auto" and limit is None:
         config = with_remat(config, None)
     if config.model.remat != "auto" or limit is None:
         return config, compile_train_step(config, mesh, topology)
 
     def measure(remat: Remat) -> Needs:
+        if remat in known:
+            return known[remat].needs
         try:
             steps[remat] = compile_train_step(with_remat(config, remat), mesh, topology)
         except DoesNotFitError:
             if remat == POLICIES[-1]:
                 raise
+            log(f"remat {remat}: no fit, too much")
             return Needs(None)
+        log(f"remat {remat}, {config.microbatches} microbatches: {steps[remat].needs}")
         return steps[remat].needs
 
-    remat, _ = best_policy(measure, int(USABLE * limit))
+    usable = int(USABLE * limit)
+    remat, _ = best_policy(measure, usable, possible_policies(config, mesh, usable))
     return with_remat(config, remat), steps[remat]
 
 
@@ -229,7 +249,7 @@ def find_fit(
             return False
         is_small = step.peak_bytes <= max_bytes
         verdict = "fits" if is_small else "too much"
-        log(f"remat {remat}, {count} microbatches: {step.peak_bytes / 1e9:.3f} GB, {verdict}")
+        log(f"remat {remat}, {count} microbatches: {step.needs}, {verdict}")
         if is_small:
             found[remat] = tried, step  # the search ends with the last setting that fits
         return is_small
@@ -347,6 +367,29 @@ def optimizer_state_bytes(opt_state: Any) -> dict[str, int]:
         fields = [key.name for key in path if isinstance(key, GetAttrKey)]
         found[fields[-1] if fields else "other"] += bytes_on_chip(leaf)
     return dict(found.most_common())
+
+
+def soap_travelling_bytes(opt_state: Any) -> int:
+    """Bytes of SOAP's state on one device that go to the owners of whole matrices in each step, and
+    back: those of parameters of which the device keeps pieces of matrices between steps."""
+
+    def is_soap(x: Any) -> bool:
+        return isinstance(x, ScaleBySoapState)
+
+    def shard_shape(x: Any) -> tuple[int, ...]:
+        return x.sharding.shard_shape(x.shape)
+
+    def travelling(mu: Any, *others: Any) -> int:
+        grams = [x for x in others[1:3] if x is not None]
+        if not grams:
+            return 0
+        stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
+        pieces = math.prod(shard_shape(mu)) * math.prod(stack) != mu.size * math.prod(kept)
+        return bytes_on_chip((mu, *others)) if pieces else 0
+
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
+    sizes = [jax.tree.map(travelling, *state[1:], is_leaf=lambda x: x is None) for state in found]
+    return sum(jax.tree.leaves(sizes))
 
 
 # FLOPs of a traced program.

@@ -7,7 +7,8 @@ need not be there, and reads memory and traffic from the compiled programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from maxmars.plan.compile import (
     chip_memory,
     compile_chosen,
     compile_eval_step,
+    soap_travelling_bytes,
 )
 from maxmars.plan.roofline import (
     CALIBRATIONS,
@@ -72,6 +74,14 @@ class Plan:
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
     messages: tuple[str, ...] = ()
     """Lines about what was chosen, and a warning of a slow mesh."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, by the compiler's clock or, where there is none, the roofline; `inf` of fake
+        devices."""
+        if self.train_step.clock is not None:
+            return self.train_step.clock.seconds
+        return math.inf if self.estimate is None else self.estimate.step_time_s
 
     def clock_mfu(self) -> tuple[float, float] | None:
         """MFU by the compiler's clock and at its low figure; None without a clock."""
@@ -143,6 +153,7 @@ def make_plan(
     evaluate: bool = True,
     train_step: CompiledTrainStep | None = None,
     calibrations: Mapping[str, Calibration] = CALIBRATIONS,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Compile a run's programs for a topology and read from them what it needs.
 
@@ -153,6 +164,7 @@ def make_plan(
       evaluate: whether to compile the evaluation step as well.
       train_step: of `config`, if it is compiled already, as by `find_fit`.
       calibrations: what was measured, by the chip's name.
+      log: gets a line for each program that is compiled to choose `remat`.
 
     Raises:
       ValueError: the mesh fits neither the devices nor the model and its batch.
@@ -163,7 +175,7 @@ def make_plan(
     if step is None:
         check_mesh(config, mesh.shape)
         config = choose_microbatches(config, mesh, topology.memory_bytes, messages.append)
-        config, step = compile_chosen(config, mesh, topology)
+        config, step = compile_chosen(config, mesh, topology, log=log)
     chip, params = topology.chip, step.state.params
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and chip.network == "NVLink":
@@ -177,6 +189,13 @@ def make_plan(
         warning = slow_network_warning(config, mesh, networks, topology.name, sent)
         messages += [] if warning is None else [warning]
     tokens = config.microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
+    if travelling := soap_travelling_bytes(step.state.opt_state):
+        owners = mesh.shape["fsdp"] * mesh.shape["tensor"]
+        messages.append(
+            f"SOAP: {_mb(travelling)} MB of its state on a chip go to the owners of whole matrices "
+            f"and back in each step, as mesh.fsdp x mesh.tensor = {owners} does not divide a stack "
+            "of layers; where it does, they stay with their owners"
+        )
     memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
     parameters = num_parameters(config.model)
     flops = Flops(

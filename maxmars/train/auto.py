@@ -315,15 +315,10 @@ def choose_remat(
             return Needs(None)  # another process's devices have less memory
         return needs
 
-    policies = POLICIES[POLICIES.index(before) :]
+    policies = possible_policies(config, mesh, usable, POLICIES[POLICIES.index(before) :])
     remat, needs = best_policy(measure, usable, policies, keep=kept is not None)
-    told = "is refused by the compiler"
-    if needs.peak_bytes is not None:
-        told = f"needs {needs.peak_bytes / 1e9:.2f} GB"
-    if needs.cycles is not None:
-        told = f"takes {needs.cycles / 1e6:,.0f} million cycles by the compiler's clock, and {told}"
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
-    log(f"model.remat=auto: {remat} {told} of {usable / 1e9:.2f} GB a device{problem}")
+    log(f"model.remat=auto: {remat} takes {needs} of {usable / 1e9:.2f} GB a device{problem}")
     return with_remat(config, remat)
 
 
@@ -340,6 +335,21 @@ def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
     return POLICIES if isinstance(model, GPT2Config) else (None,)
 
 
+def possible_policies(
+    config: TrainConfig, mesh: Mesh, usable_bytes: int, policies: Sequence[Remat] = POLICIES
+) -> Sequence[Remat]:
+    """Those of the policies whose steps are worth compiling; the last one always is.
+
+    The others do not fit even if `estimated_bytes` is too high by as much as it was ever seen to
+    be: 1.5 times what the compiler for TPUs then took.
+    """
+
+    def is_possible(remat: Remat) -> bool:
+        return estimated_bytes(with_remat(config, remat), mesh) <= 1.7 * usable_bytes
+
+    return [*filter(is_possible, policies[:-1]), policies[-1]]
+
+
 class Needs(NamedTuple):
     """What a compiled train step takes on one device."""
 
@@ -350,6 +360,12 @@ class Needs(NamedTuple):
 
     def fit(self, usable_bytes: int) -> bool:
         return self.peak_bytes is not None and self.peak_bytes <= usable_bytes
+
+    def __str__(self) -> str:
+        if self.peak_bytes is None:
+            return "more memory than there is, by the compiler,"
+        cycles = "" if self.cycles is None else f"{self.cycles / 1e6:,.1f} Mcycles and "
+        return f"{cycles}{self.peak_bytes / 1e9:.3f} GB"
 
 
 def best_policy(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from maxmars.config import EvalConfig
+from maxmars.config import EvalConfig, MeshConfig, SoapConfig
 from maxmars.config.chips import CHIPS
+from maxmars.plan import get_topology, make_plan
 from maxmars.plan.plan import print_plan
 from maxmars.plan.roofline import Calibration, estimate
 from maxmars.train import train
@@ -28,6 +29,23 @@ def test_mars_adamw_adds_no_traffic_but_scalars(plan_of):
     assert sum(row.bytes for row in rows_of(mars, "optimizer")) < 1000
     total = [sum(row.bytes for row in plan.collectives) for plan in (adamw, mars)]
     assert abs(total[1] - total[0]) < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [4, 3])
+def test_soap_whose_state_travels_is_said(config_of, layers):
+    config = config_of("adamw")
+    model = dataclasses.replace(config.model, num_layers=layers)
+    config = dataclasses.replace(config, model=model, optimizer=SoapConfig())
+    config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    plan = make_plan(config, get_topology("cpu:8"), evaluate=False)
+    state = plan.memory.optimizer_state_bytes
+    told = [message for message in plan.messages if message.startswith("SOAP")]
+    if layers % 4 == 0:
+        assert not told
+    else:
+        (size,) = re.findall(r"SOAP: ([\d.]+) MB", told[0])
+        assert 0.5 < float(size) * MB / sum(state.values()) < 1
 
 
 def test_mars_shampoo_moves_what_its_plan_says(plan_of):

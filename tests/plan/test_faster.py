@@ -1,0 +1,39 @@
+"""What a plan says of settings with which the same step is shorter."""
+
+import dataclasses
+
+import pytest
+from tiny import MODEL, tiny_config
+
+from maxmars.config import MeshConfig
+from maxmars.config.chips import CHIPS
+from maxmars.plan import get_topology, make_plan
+from maxmars.plan.faster import find_faster
+
+CPUS = get_topology("cpu:8")
+CHIPS_OF_A_SLICE = dataclasses.replace(CPUS, chip=CHIPS["v5e"])
+RECOMPUTING = dataclasses.replace(MODEL, remat="full")
+
+
+@pytest.mark.slow
+def test_a_faster_setting_has_its_flags():
+    config = tiny_config(model=RECOMPUTING, mesh=MeshConfig(fsdp=8), num_microbatches=2)
+    plan, lines = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False), []
+    faster = find_faster(config, plan, log=lines.append)
+    assert faster.plan.step_seconds == (1 - faster.saved) * plan.step_seconds
+    assert faster.plan.config.model.remat is None
+    flags = dict(zip(faster.flags[::2], faster.flags[1::2], strict=True))
+    assert flags["--model.remat"] == "None"
+    assert flags["--num-microbatches"] == "1"
+    questions = [line for line in lines if line.endswith("?")]
+    assert len(questions) == len(set(questions)) == 2  # no program is compiled twice
+    # The flags make that plan, than which nothing is faster.
+    better = dataclasses.replace(faster.plan.config, num_microbatches=1)
+    again = make_plan(better, CHIPS_OF_A_SLICE, evaluate=False)
+    assert again.step_seconds == faster.plan.step_seconds
+    assert find_faster(better, again, log=lines.append) is None
+
+
+def test_fake_devices_have_no_speed(plan_of):
+    plan = plan_of("shampoo")
+    assert find_faster(plan.config, plan, log=pytest.fail) is None
