@@ -403,7 +403,8 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
     pass is traced, and so counted. Elementwise arithmetic is left out: it is bound by memory.
 
     The scopes are `collectives.SCOPES`; products outside of them count under "". Of a conditional
-    the branch with the most FLOPs counts, and a loop of unknown length counts once.
+    the branch with the most FLOPs counts, and a loop of unknown length counts once. A Pallas kernel
+    that says how many FLOPs it takes counts with these.
 
     Args:
       jaxpr: the `jaxpr` of a `jax.stages.Traced`.
@@ -429,6 +430,8 @@ def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
             (batch, length, heads, head_dim), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval
             product = 2 * batch * heads * length * keys.shape[1] * head_dim
             found[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
+        elif eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+            found[scope] += times * eqn.params["cost_estimate"].flops
         elif eqn.primitive.name == "cond":
             branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
             found += max(branches, key=Counter.total)

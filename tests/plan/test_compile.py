@@ -11,6 +11,7 @@ from tiny import tiny_config
 from maxmars.config import MeshConfig
 from maxmars.config.chips import CHIPS
 from maxmars.distributed.sharding import bytes_on_chip, make_mesh
+from maxmars.model.flat_attention import flat_attention
 from maxmars.plan import get_topology
 from maxmars.plan.compile import (
     compile_chosen,
@@ -163,3 +164,16 @@ def test_flops_of_loops_branches_and_devices():
 
     traced = jax.jit(program).trace(jax.ShapeDtypeStruct((4, 4), "float32"))
     assert matmul_flops(traced.jaxpr) == {"": (5 + 2) * 2 * 4**3}
+
+
+@pytest.mark.parametrize("length", [512, 1024, 4096])
+def test_flops_of_a_kernel_are_of_the_blocks_that_it_computes(length):
+    def loss(x):
+        return flat_attention(x, x, x, head_dim=64, residual_name="kept").sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(jax.ShapeDtypeStruct((2, length, 128), "bfloat16"))
+    blocks = length // 512 * (length // 512 + 1) // 2
+    forward, backward = 2, 5  # products of a block of 512 x 512 logits
+    assert matmul_flops(traced.jaxpr) == {
+        "": (forward + backward) * 2 * 2 * 2 * blocks * 512**2 * 64  # rows, heads
+    }
