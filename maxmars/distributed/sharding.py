@@ -199,42 +199,13 @@ def gathered(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    sent, spec = _as_sent(kernel.shape, axes)
-    whole = _without(spec, ("fsdp",))
-    pieces = jax.lax.with_sharding_constraint(kernel.reshape(sent), spec)
-    return jax.lax.with_sharding_constraint(pieces, whole).reshape(kernel.shape)
+    return jax.lax.with_sharding_constraint(kernel, _without(RULES.spec(*axes), ("fsdp",)))
 
 
-def _gathered_bwd(axes: tuple[str | None, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    sent, spec = _as_sent(gradient.shape, axes)
-    pieces = jax.lax.with_sharding_constraint(gradient.reshape(sent), spec)
-    return (constrain(pieces.reshape(gradient.shape), *axes),)
-
-
-_gathered.defvjp(lambda kernel, axes: (_gathered(kernel, axes), None), _gathered_bwd)
-
-
-def _as_sent(
-    shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> tuple[tuple[int, ...], PartitionSpec]:
-    """The shape in which a kernel is gathered, and how it is split: as a matrix, where only its
-    first or last axis is.
-
-    libtpu gathers matrices while products run, but arrays of more axes, such as [D, 3, H, K], one
-    after the other; and the last axis of 64 would travel padded to 128.
-    """
-    spec, mesh = RULES.spec(*axes), jax.sharding.get_abstract_mesh()
-
-    def parts(entry: Any) -> int:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        return math.prod(mesh.shape[name] for name in names if name is not None)
-
-    split = [axis for axis, entry in enumerate(spec) if parts(entry) > 1]
-    if len(split) == 1 and split[0] in (0, len(shape) - 1):
-        first, last = (spec[0], None) if split[0] == 0 else (None, spec[-1])
-        sides = (shape[0], -1) if split[0] == 0 else (-1, shape[-1])
-        return sides, PartitionSpec(first, last)
-    return shape, spec
+_gathered.defvjp(
+    lambda kernel, axes: (_gathered(kernel, axes), None),
+    lambda axes, _, gradient: (constrain(gradient, *axes),),
+)
 
 
 def copies(
