@@ -53,31 +53,38 @@ KINDS = (
 )
 
 BLOCK = 512
-SPLASH_FORWARD, SPLASH_BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
-FLAT_FORWARD, FLAT_BACKWARD = "flat_attention_forward", "flat_attention_backward"
 KERNELS = {
     "TPU v5e": {
-        SPLASH_FORWARD: 5370 / 3,
-        SPLASH_BACKWARD: 11180 / 4,
-        FLAT_FORWARD: 3430 / 3,
-        FLAT_BACKWARD: 7620 / 3,
+        "splash_mha_fwd": 5370 / 3,
+        "splash_mha_dkv": 11180 / 4,
+        "flat_attention_forward_64": 6780 / 3,
+        "flat_attention_backward_64": 15240 / 3,
+        "flat_attention_forward_128": 4450 / 3,
+        "flat_attention_backward_128": 9130 / 3,
     },
     "TPU v5p": {  # of one core; a chip's two share the grid
-        SPLASH_FORWARD: 5800 / 3 / 2,
-        SPLASH_BACKWARD: 10720 / 4 / 2,
-        FLAT_FORWARD: 3550 / 3 / 2,
-        FLAT_BACKWARD: 7060 / 3 / 2,
+        "splash_mha_fwd": 5800 / 3 / 2,
+        "splash_mha_dkv": 11180 / 4 / 2,
+        "flat_attention_forward_64": 7050 / 3 / 2,
+        "flat_attention_backward_64": 15240 / 3 / 2,
+        "flat_attention_forward_128": 4570 / 3 / 2,
+        "flat_attention_backward_128": 9130 / 3 / 2,
     },
     "TPU v6e": {
-        SPLASH_FORWARD: 3990 / 3,
-        SPLASH_BACKWARD: 6440 / 4,
-        FLAT_FORWARD: 2890 / 3,
-        FLAT_BACKWARD: 4160 / 3,
+        "splash_mha_fwd": 3990 / 3,
+        "splash_mha_dkv": 6440 / 4,
+        "flat_attention_forward_64": 5590 / 3,
+        "flat_attention_backward_64": 8640 / 3,
+        "flat_attention_forward_128": 3290 / 3,
+        "flat_attention_backward_128": 5380 / 3,
     },
 }
-"""Cycles of one block of 512 x 512 logits of one head of 64, by `Chip.name` and the beginning of
-the kernel's name: the bundles (about one a cycle) of the machine code that libtpu 0.0.42.1 makes of
-a row of 1,024 tokens, which has 3 causal blocks. Splash's backward kernel computes all 4."""
+"""Cycles of one block of 512 x 512 logits, by `Chip.name` and the beginning of the kernel's name:
+of a head in splash, of a tile in flat attention, which is one head of 128 or two of 64.
+
+They are the length of the machine code (bundles, about one a cycle) that libtpu 0.0.42.1 makes for
+a row of 1,024 tokens, which has 3 causal blocks, or the time of its products in the matrix units
+where that is longer. Splash's backward kernel computes all 4 blocks."""
 
 
 @dataclass(frozen=True)
@@ -291,14 +298,14 @@ class _Walk:
             self.guessed.add(re.sub(r"\.\d+$", "", i.name))
             return self._memory(_streamed_bytes(frame, i))
         shapes = [_dims(frame.operand(i, k).shape) for k in range(len(i.operands))]
-        if name in (SPLASH_FORWARD, SPLASH_BACKWARD):
-            batch, heads, length, _ = next(shape for shape in shapes if len(shape) == 4)
+        if name.startswith("splash"):
+            batch, tiles, length, _ = next(shape for shape in shapes if len(shape) == 4)
         else:
             batch, length, width = next(shape for shape in shapes if len(shape) == 3)
-            heads = width // 64
+            tiles = math.ceil(width / 128)
         n = math.ceil(length / BLOCK)
-        blocks = n * n if name == SPLASH_BACKWARD else n * (n + 1) // 2
-        return batch * heads * blocks * table[name]
+        blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
+        return batch * tiles * blocks * table[name]
 
     def _memory(self, size: float) -> float:
         return size / self.chip.memory_bandwidth * self.clock_hz

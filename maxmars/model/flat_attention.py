@@ -138,7 +138,7 @@ def _forward(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any:
     part, whole = _tile(kernel.block), _whole(length)
     return _call(
         _forward_kernel,
-        "flat_attention_forward",
+        "forward",
         kernel,
         inputs=[(q, part), (k, whole), (v, whole)],
         segment_ids=segment_ids,
@@ -149,7 +149,7 @@ def _forward(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any:
                 pl.BlockSpec((1, 1, heads, kernel.block), lambda b, p, i: (b, p, 0, i)),
             ),
         ],
-        scratch=[(8, kernel.block), (8, kernel.block), (_LANES, kernel.block)],
+        scratch=[*map(_float32, ((8, kernel.block), (8, kernel.block), (_LANES, kernel.block)))],
         products=2,
     )
 
@@ -165,7 +165,7 @@ def _backward(
     sums = (heads, kernel.block, _LANES)
     return _call(
         _backward_kernel,
-        "flat_attention_backward",
+        "backward",
         kernel,
         inputs=[
             *((q, whole), (k, part), (v, part)),
@@ -173,7 +173,10 @@ def _backward(
         ],
         segment_ids=segment_ids,
         outputs=[(gradient, whole), (gradient, part), (gradient, part)],
-        scratch=[(8, length), (_LANES, length), sums, sums],
+        scratch=[
+            pltpu.VMEM((_LANES, kernel.block), k.dtype),
+            *map(_float32, ((8, length), (_LANES, length), sums, sums)),
+        ],
         products=5,
     )
 
@@ -188,6 +191,10 @@ def _whole(length: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, length, _LANES), lambda b, p, i: (b, 0, p))
 
 
+def _float32(shape: tuple[int, ...]) -> Any:
+    return pltpu.VMEM(shape, jnp.float32)
+
+
 def _call(
     body: Callable[..., None],
     name: str,
@@ -196,7 +203,7 @@ def _call(
     inputs: Sequence[tuple[Any, pl.BlockSpec]],
     segment_ids: Any,
     outputs: Sequence[tuple[Any, pl.BlockSpec]],
-    scratch: Sequence[tuple[int, ...]],
+    scratch: Sequence[Any],
     products: int,
 ) -> Any:
     """Run a kernel; `products` is how many it makes of each block of logits."""
@@ -215,7 +222,7 @@ def _call(
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=shapes,
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=None if row_bytes <= _USUAL_VMEM_ROWS_BYTES else _LARGE_VMEM_BYTES,
@@ -225,7 +232,7 @@ def _call(
             transcendentals=logits,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *shapes)),
         ),
-        name=name,
+        name=f"flat_attention_{name}_{kernel.head_dim}",
         interpret=kernel.interpret,
     )(*arrays)
 
@@ -271,7 +278,8 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     """A block of keys, against the blocks of queries from its own on."""
     q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref = refs[:6]
     ids_ref = refs[6] if has_segments else None
-    dq_ref, dk_ref, dv_ref, inner_ref, dq_sum_ref, dk_sum_ref, dv_sum_ref = refs[-7:]
+    dq_ref, dk_ref, dv_ref, transposed_ref, inner_ref, *sum_refs = refs[-8:]
+    dq_sum_ref, dk_sum_ref, dv_sum_ref = sum_refs
     j, block = pl.program_id(2), kernel.block
 
     @pl.when(j == 0)
@@ -285,7 +293,9 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     dk_sum_ref[...] = jnp.zeros(dk_sum_ref.shape, jnp.float32)
     dv_sum_ref[...] = jnp.zeros(dv_sum_ref.shape, jnp.float32)
     k, v = k_ref[0], v_ref[0]
-    transposed = k.T
+    # By way of memory: libtpu 0.0.42.1 breaks off (mxu_lmr_transform.cc) where a product of all 128
+    # rows takes the transposed keys themselves.
+    transposed_ref[...] = k.T
     key_ids = None if ids_ref is None else _as_column(ids_ref[0, :, _block_of(j, block)])
 
     def step(i: Any, *, is_diagonal: bool) -> None:
@@ -303,7 +313,7 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
             d_weights = _product(kernel.lanes(v, head), kernel.lanes(do, head), _NT)
             d_logits = (weights * (d_weights - inner_ref[row, queries])).astype(q.dtype)
             dk_sum_ref[head] += _product(d_logits, q, _NN)
-            dq_sum_ref[rows, queries] += _product(kernel.rows(transposed, head), d_logits, _NN)
+            dq_sum_ref[rows, queries] += _product(transposed_ref[rows, :], d_logits, _NN)
 
     step(j, is_diagonal=True)
     lax.fori_loop(j + 1, pl.num_programs(2), lambda i, _: step(i, is_diagonal=False), None)

@@ -163,13 +163,16 @@ def test_a_layer_of_gpt2_is_the_same_by_either_form(use_bias):
     importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
 )
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (25, 64), (16, 128)])
-def test_it_compiles_for_tpus(name, heads, head_dim):
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [(12, 64, "bfloat16"), (25, 64, "bfloat16"), (16, 128, "bfloat16"), (3, 128, "float32")],
+)
+def test_it_compiles_for_tpus(name, heads, head_dim, dtype):
     from maxmars.plan import get_topology
 
     mesh = get_topology(name).mesh(tiny_config(mesh=MeshConfig(fsdp=4)))
     rows = jax.sharding.NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    shape = jax.ShapeDtypeStruct((8, 1024, heads * head_dim), jnp.bfloat16, sharding=rows)
+    shape = jax.ShapeDtypeStruct((8, 1024, heads * head_dim), dtype, sharding=rows)
 
     def gradients(q, k, v):
         def total(*arrays):
