@@ -67,6 +67,17 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(scope="module")
+def uncached():
+    """For tests that compile for chips that are not there, whose programs JAX writes into its cache
+    but cannot read back."""
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture(scope="session")
 def reference_dir() -> Path:
     """The folder with the larger reference data; a test that needs it skips where it is absent."""

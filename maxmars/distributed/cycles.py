@@ -297,15 +297,13 @@ class _Walk:
         if name is None:
             self.guessed.add(re.sub(r"\.\d+$", "", i.name))
             return self._memory(_streamed_bytes(frame, i))
-        shapes = [_dims(frame.operand(i, k).shape) for k in range(len(i.operands))]
-        if name.startswith("splash"):
-            batch, tiles, length, _ = next(shape for shape in shapes if len(shape) == 4)
-        else:
-            batch, length, width = next(shape for shape in shapes if len(shape) == 3)
-            tiles = math.ceil(width / 128)
+        operands = [frame.operand(i, k).shape for k in range(len(i.operands))]
+        queries = next(_dims(x) for x in operands if re.match(r"b?f\d+\[\d+,\d+,", x))
+        *others, length, width = queries  # of splash [B, H, T, K], of flat attention [B, T, H K]
+        tiles = math.prod(others) * (1 if name.startswith("splash") else math.ceil(width / 128))
         n = math.ceil(length / BLOCK)
         blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
-        return batch * tiles * blocks * table[name]
+        return tiles * blocks * table[name]
 
     def _memory(self, size: float) -> float:
         return size / self.chip.memory_bandwidth * self.clock_hz

@@ -159,6 +159,7 @@ def test_a_layer_of_gpt2_is_the_same_by_either_form(use_bias):
 
 
 @slow
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
 )

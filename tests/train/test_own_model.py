@@ -308,6 +308,7 @@ def test_a_plan_of_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
 )
