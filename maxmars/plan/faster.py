@@ -32,7 +32,7 @@ class Faster:
 
     def __str__(self) -> str:
         took, peak = _milliseconds(self.plan), self.plan.memory.peak_bytes / 1e9
-        return f"{' '.join(self.flags)} ({took} a step, {self.saved:.0%} less, peak {peak:.1f} GB)"
+        return f"{' '.join(self.flags)} ({took} a step, {self.saved:.0%} less, peak {peak:.2g} GB)"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values of what changes."""

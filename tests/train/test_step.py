@@ -21,6 +21,7 @@ from maxmars.config import (
     ModuleConfig,
     SoapConfig,
     SophiaConfig,
+    load_config,
 )
 from maxmars.distributed import sharding
 from maxmars.train.step import (
@@ -389,6 +390,14 @@ def test_more_layers_do_not_make_a_larger_program(optimizer):
         return step.lower().as_text().count("\n")
 
     assert size(48) <= size(8)  # smaller where every device owns the same number of matrices
+
+
+@pytest.mark.parametrize("size", ["6.7b", "13b"])
+def test_a_step_of_more_than_2_to_the_31_parameters_is_traced(size):
+    config = load_config(f"gpt3:size={size},optimizer=mars_shampoo")
+    model = dataclasses.replace(config.model, remat="full", compute_dtype="bfloat16")
+    config = dataclasses.replace(config, model=model, num_microbatches=1, mesh=MeshConfig(fsdp=8))
+    make_train_step(config, sharding.make_mesh(config.mesh)).lower()
 
 
 def test_without_norms_the_step_reports_none():
