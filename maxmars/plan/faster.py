@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from maxmars.config import GPT2Config, MeshConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
-from maxmars.plan.compile import CompiledTrainStep, DoesNotFitError, compile_chosen
+from maxmars.plan.compile import CompiledTrainStep, compile_chosen
 from maxmars.plan.plan import Plan, make_plan
 from maxmars.train.auto import Remat, choose_microbatches, with_remat
 
@@ -56,30 +57,19 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
       plan: of it.
       log: gets a line for each program that is compiled.
     """
-    topology, best = plan.topology, plan
-    if topology.chip is None:
+    if plan.topology.chip is None:
         return None
-    tried = [(plan.mesh.shape, plan.config.microbatches)]
-    for mesh_config in _meshes(plan):
-        config = dataclasses.replace(plan.config, mesh=mesh_config, num_microbatches=None)
-        mesh = topology.mesh(config)
-        try:
-            check_mesh(config, mesh.shape)
-        except ValueError:  # the mesh does not divide the batch
-            continue
-        config = choose_microbatches(config, mesh, topology.memory_bytes, lambda _: None)
-        if (mesh.shape, config.microbatches) not in tried:
-            tried.append((mesh.shape, config.microbatches))
-            best = _faster_of(best, config, {}, log)
+    best, tried = plan, [_setting(plan.config, plan.mesh)]
+    for mesh in _meshes(plan):
+        config = dataclasses.replace(plan.config, mesh=mesh, num_microbatches=None)
+        best = _faster_of(best, config, tried, log)
     if isinstance(asked.model, GPT2Config) and asked.model.remat != "auto":
-        assert isinstance(best.config.model, GPT2Config)
-        assert best.config.model.remat != "auto"
-        known: dict[Remat, CompiledTrainStep] = {best.config.model.remat: best.train_step}
-        best = _faster_of(best, with_remat(best.config, "auto"), known, log)
+        config = dataclasses.replace(best.config, num_microbatches=None)
+        best = _faster_of(best, with_remat(config, "auto"), tried, log)
     saved = 1 - best.step_seconds / plan.step_seconds
     if saved < WORTH_NAMING:
         return None
-    return Faster(plan=best, flags=_flags(plan, best), saved=saved)
+    return Faster(plan=best, flags=_flags(asked, plan, best), saved=saved)
 
 
 def _meshes(plan: Plan) -> Iterator[MeshConfig]:
@@ -89,23 +79,33 @@ def _meshes(plan: Plan) -> Iterator[MeshConfig]:
         yield MeshConfig(fsdp=math.gcd(*networks.values(), plan.config.model.embed_dim))
 
 
+def _setting(config: TrainConfig, mesh: Mesh) -> tuple[Any, ...]:
+    """What tells the programs of a run apart."""
+    return mesh.shape, config.microbatches, config.model.remat
+
+
 def _faster_of(
-    best: Plan,
-    config: TrainConfig,
-    known: Mapping[Remat, CompiledTrainStep],
-    log: Callable[[str], None],
+    best: Plan, config: TrainConfig, tried: list[tuple[Any, ...]], log: Callable[[str], None]
 ) -> Plan:
-    """The faster of a plan and that of `config`, if it fits; `known` are steps of `config`."""
-    mesh = best.topology.mesh(config)
-    axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    log(
-        f"is it faster with {axes}, {config.microbatches} microbatches, remat {config.model.remat}?"
-    )
+    """The faster of a plan and that of `config`, if this is none of those `tried`, and possible."""
+    topology, mesh = best.topology, best.topology.mesh(config)
+    known: dict[Remat, CompiledTrainStep] = {}
     try:
-        config, step = compile_chosen(config, mesh, best.topology, log=log, known=known)
-    except DoesNotFitError:
+        check_mesh(config, mesh.shape)
+        config = choose_microbatches(config, mesh, topology.memory_bytes, lambda _: None)
+        setting = _setting(config, mesh)
+        if setting in tried:
+            return best
+        tried.append(setting)
+        axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        log(f"is it faster with {axes}, {config.microbatches} microbatches, remat {setting[-1]}?")
+        *others, remat = _setting(best.config, best.mesh)
+        if others == [*setting[:-1]]:
+            known[remat] = best.train_step
+        config, step = compile_chosen(config, mesh, topology, log=log, known=known)
+    except ValueError:  # the mesh does not divide the model or the batch, or the step does not fit
         return best
-    other = make_plan(config, best.topology, evaluate=False, train_step=step)
+    other = make_plan(config, topology, evaluate=False, train_step=step)
     log(f"{_milliseconds(other)} a step; the best before takes {_milliseconds(best)}")
     return min(best, other, key=lambda plan: plan.step_seconds)
 
@@ -114,11 +114,15 @@ def _milliseconds(plan: Plan) -> str:
     return f"{plan.step_seconds * 1e3:,.4g} ms"
 
 
-def _flags(plan: Plan, best: Plan) -> tuple[str, ...]:
-    """Mesh, microbatches and policy of `best`, where they are others than those of `plan`."""
-    shapes = plan.mesh.shape, best.mesh.shape
-    sizes = {f"mesh.{axis}": tuple(shape[axis] for shape in shapes) for axis in plan.mesh.shape}
-    sizes["num-microbatches"] = plan.config.microbatches, best.config.microbatches
-    sizes["model.remat"] = plan.config.model.remat, best.config.model.remat
-    changed = ((f"--{name}", str(new)) for name, (old, new) in sizes.items() if new != old)
-    return tuple(itertools.chain.from_iterable(changed))
+def _flags(asked: TrainConfig, plan: Plan, best: Plan) -> tuple[str, ...]:
+    """What makes `best` of the config that was asked for."""
+    changed = {
+        f"--mesh.{axis}": size
+        for axis, size in best.mesh.shape.items()
+        if size != plan.mesh.shape[axis]
+    }
+    if best.config.num_microbatches != asked.num_microbatches:  # which depends on the policy
+        changed["--num-microbatches"] = best.config.microbatches
+    if best.config.model.remat != plan.config.model.remat:
+        changed["--model.remat"] = best.config.model.remat
+    return tuple(str(word) for item in changed.items() for word in item)

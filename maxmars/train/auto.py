@@ -318,7 +318,8 @@ def choose_remat(
     policies = possible_policies(config, mesh, usable, POLICIES[POLICIES.index(before) :])
     remat, needs = best_policy(measure, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
-    log(f"model.remat=auto: {remat} takes {needs} of {usable / 1e9:.2f} GB a device{problem}")
+    usable_gb = f"{usable / 1e9:.2f} GB of a device may be taken"
+    log(f"model.remat=auto: {remat} takes {needs}; {usable_gb}{problem}")
     return with_remat(config, remat)
 
 
@@ -340,8 +341,8 @@ def possible_policies(
 ) -> Sequence[Remat]:
     """Those of the policies whose steps are worth compiling; the last one always is.
 
-    The others do not fit even if `estimated_bytes` is too high by as much as it was ever seen to
-    be: 1.5 times what the compiler for TPUs then took.
+    The others do not fit even if `estimated_bytes` is 1.7 times too high; 1.5 times what the
+    compiler for TPUs took is the most that was seen.
     """
 
     def is_possible(remat: Remat) -> bool:
@@ -363,7 +364,7 @@ class Needs(NamedTuple):
 
     def __str__(self) -> str:
         if self.peak_bytes is None:
-            return "more memory than there is, by the compiler,"
+            return "too much memory"
         cycles = "" if self.cycles is None else f"{self.cycles / 1e6:,.1f} Mcycles and "
         return f"{cycles}{self.peak_bytes / 1e9:.3f} GB"
 

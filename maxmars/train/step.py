@@ -595,7 +595,7 @@ def _update_metrics(
     for kind, of in kinds.items():
         total = sum(squares[part] for part in of)
         size = sum(sizes[part] for part in of) or 1  # a model may have none of a kind
-        # A size beyond 2^31 is no int32, which JAX would take it for.
+        # JAX takes a Python integer for an int32, which a size of 2^31 or more is not.
         metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / float(size))
     for name in ("clip_fraction", "orthogonality_error"):
         found = optax.tree.get_all_with_path(opt_state, name)

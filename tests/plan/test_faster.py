@@ -20,7 +20,7 @@ def test_a_faster_setting_has_its_flags():
     config = tiny_config(model=RECOMPUTING, mesh=MeshConfig(fsdp=8), num_microbatches=2)
     plan, lines = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False), []
     faster = find_faster(config, plan, log=lines.append)
-    assert faster.plan.step_seconds == (1 - faster.saved) * plan.step_seconds
+    assert faster.plan.step_seconds == pytest.approx((1 - faster.saved) * plan.step_seconds)
     assert faster.plan.config.model.remat is None
     flags = dict(zip(faster.flags[::2], faster.flags[1::2], strict=True))
     assert flags["--model.remat"] == "None"
@@ -32,6 +32,16 @@ def test_a_faster_setting_has_its_flags():
     again = make_plan(better, CHIPS_OF_A_SLICE, evaluate=False)
     assert again.step_seconds == faster.plan.step_seconds
     assert find_faster(better, again, log=lines.append) is None
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_divide_the_batch_is_left_out():
+    config = tiny_config(mesh=MeshConfig(fsdp=4, tensor=2), global_batch_size=4, num_microbatches=1)
+    plan, lines = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False), []
+    assert find_faster(config, plan, log=lines.append) is None
+    assert {line.split(",")[0] for line in lines if line.endswith("?")} == {
+        "is it faster with data=1 fsdp=4 tensor=2"
+    }
 
 
 def test_fake_devices_have_no_speed(plan_of):

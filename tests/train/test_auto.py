@@ -144,7 +144,7 @@ def test_what_a_compiled_step_needs_decides():
         return choose_remat(config, mesh, logged.append, memory_bytes=int(limit))
 
     assert choose(needed / USABLE + 2) == with_remat(config, None)
-    assert logged[-1].startswith(f"model.remat=auto: None takes {needed / 1e9:.3f} GB of ")
+    assert logged[-1].startswith(f"model.remat=auto: None takes {needed / 1e9:.3f} GB; ")
     assert choose(1) == with_remat(config, "full")
     assert logged[-1].endswith("nothing fits; raise num_microbatches or mesh.fsdp")
     assert len(logged) == 2
