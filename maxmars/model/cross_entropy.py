@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from maxmars.distributed.sharding import RULES, ambient_platform, constrain, on_devices
@@ -210,6 +211,10 @@ def _on_device(
     chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, targets, weights))
     zeros: Any = None if weights is None else jnp.zeros(tables.shape[1:], wide)
     embedding_grad, (losses, x_grad) = jax.lax.scan(add, zeros, chunks)
+    if embedding_grad is not None and ambient_platform() == "tpu":
+        # Where all tokens are one chunk, libtpu else gives the update the product's own layout: it
+        # copies the table and its moments into that layout and back.
+        embedding_grad = with_layout_constraint(embedding_grad, Layout((0, 1)))
     losses = losses.reshape(-1)[: targets.size].reshape(targets.shape)
     if weights is None:
         return losses, None

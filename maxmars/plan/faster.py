@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from maxmars.config import GPT2Config, MeshConfig, TrainConfig
+from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.plan.compile import CompiledTrainStep, compile_chosen
 from maxmars.plan.plan import Plan, make_plan
@@ -49,7 +49,8 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     """The fastest of a few other plans of a run, if its step is over 5 % shorter; else None.
 
     Two meshes are tried, that of an unset `--mesh` and `fsdp` over a whole fast network, each with
-    the fewest microbatches; and on the best, if `remat` was set, the other policies that may fit.
+    the fewest microbatches; on the best, matrices that are owned over `data` too; and, if `remat`
+    was set, the other policies that may fit.
     Times are the compiler's clock or, where there is none, the roofline; fake devices have none.
 
     Args:
@@ -63,6 +64,11 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     for mesh in _meshes(plan):
         config = dataclasses.replace(plan.config, mesh=mesh, num_microbatches=None)
         best = _faster_of(best, config, tried, log)
+    replicas, optimizer = best.mesh.shape["data"], best.config.optimizer
+    is_fast = replicas > 1 and plan.topology.num_slices == 1
+    if is_fast and best.exchange is not None and isinstance(optimizer, MarsConfig | MuonConfig):
+        optimizer = dataclasses.replace(optimizer, own_over_data=True)
+        best = _faster_of(best, dataclasses.replace(best.config, optimizer=optimizer), tried, log)
     if isinstance(asked.model, GPT2Config) and asked.model.remat != "auto":
         config = dataclasses.replace(best.config, num_microbatches=None)
         best = _faster_of(best, with_remat(config, "auto"), tried, log)
@@ -79,9 +85,14 @@ def _meshes(plan: Plan) -> Iterator[MeshConfig]:
         yield MeshConfig(fsdp=math.gcd(*networks.values(), plan.config.model.embed_dim))
 
 
+def _owns_over_data(config: TrainConfig) -> bool:
+    optimizer = config.optimizer
+    return isinstance(optimizer, MarsConfig | MuonConfig) and optimizer.own_over_data
+
+
 def _setting(config: TrainConfig, mesh: Mesh) -> tuple[Any, ...]:
     """What tells the programs of a run apart."""
-    return mesh.shape, config.microbatches, config.model.remat
+    return mesh.shape, config.microbatches, _owns_over_data(config), config.model.remat
 
 
 def _faster_of(
@@ -98,7 +109,11 @@ def _faster_of(
             return best
         tried.append(setting)
         axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-        log(f"is it faster with {axes}, {config.microbatches} microbatches, remat {setting[-1]}?")
+        owned = ", matrices owned over data" if _owns_over_data(config) else ""
+        log(
+            f"is it faster with {axes}, {config.microbatches} microbatches, "
+            f"remat {config.model.remat}{owned}?"
+        )
         *others, remat = _setting(best.config, best.mesh)
         if others == [*setting[:-1]]:
             known[remat] = best.train_step
@@ -123,6 +138,8 @@ def _flags(asked: TrainConfig, plan: Plan, best: Plan) -> tuple[str, ...]:
     }
     if best.config.num_microbatches != asked.num_microbatches:  # which depends on the policy
         changed["--num-microbatches"] = best.config.microbatches
+    if _owns_over_data(best.config) != _owns_over_data(plan.config):
+        changed["--optimizer.own-over-data"] = True
     if best.config.model.remat != plan.config.model.remat:
         changed["--model.remat"] = best.config.model.remat
     return tuple(str(word) for item in changed.items() for word in item)

@@ -80,15 +80,21 @@ class Plan:
         """Of a step, by the compiler's clock or, where there is none, the roofline; `inf` of fake
         devices."""
         if self.train_step.clock is not None:
-            return self.train_step.clock.seconds
+            return self.clock_scale * self.train_step.clock.seconds
         return math.inf if self.estimate is None else self.estimate.step_time_s
 
+    @property
+    def clock_scale(self) -> float:
+        """What the compiler's clock is multiplied by: the calibration's factor, or 1."""
+        found = None if self.estimate is None else self.estimate.calibration
+        return 1.0 if found is None else found.clock
+
     def clock_mfu(self) -> tuple[float, float] | None:
-        """MFU by the compiler's clock and at its low figure; None without a clock."""
+        """MFU by the compiler's clock, as it is scaled, and at its low figure; None without one."""
         clock, chip = self.train_step.clock, self.topology.chip
         if clock is None or chip is None:
             return None
-        best = self.flops.model / (self.mesh.size * chip.peak_flops)
+        best = self.flops.model / (self.mesh.size * chip.peak_flops * self.clock_scale)
         return best / clock.seconds, best / clock.low_seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +148,7 @@ class Plan:
         if clock is None or mfu is None:
             return None
         times = {"step_time_s": clock.seconds, "low_step_time_s": clock.low_seconds}
+        times = {name: self.clock_scale * seconds for name, seconds in times.items()}
         return dataclasses.asdict(clock) | times | {"mfu": mfu[0], "low_mfu": mfu[1]}
 
 
@@ -307,8 +314,9 @@ def _print_clock(plan: Plan) -> None:
             shares.add_row("  their bound by the matrix units", *bound, "")
     low = f"{clock.low_cycles / 1e6:,.1f}"
     shares.add_row("a step", *_cycles(clock.cycles, clock), low, style="bold")
-    times = f"{clock.seconds * 1e3:,.1f}", "", f"{clock.low_seconds * 1e3:,.1f}"
-    shares.add_row("a step, ms", *times)
+    ms = 1e3 * plan.clock_scale
+    times = f"{clock.seconds * ms:,.1f}", "", f"{clock.low_seconds * ms:,.1f}"
+    shares.add_row("a step, ms" if plan.clock_scale == 1 else "a step, ms, calibrated", *times)
     shares.add_row("MFU", f"{mfu[0]:.1%}", "", f"{mfu[1]:.1%}")
     largest = _table("The most expensive operations", "", *map(_right, ("count", "Mcycles", "%")))
     for row in clock.largest:

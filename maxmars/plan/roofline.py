@@ -85,6 +85,8 @@ class Calibration:
     error: float
     """Largest error of the estimated step time among the measured steps, where the share of each
     size was taken from the other sizes."""
+    clock: float = 1.0
+    """Time of a measured step over that of the compiler's clock, which only TPUs have."""
 
     def share(self, num_parameters: int) -> float:
         """Share of the peak FLOP/s; between the measured sizes by the logarithm of the size."""
@@ -143,6 +145,8 @@ def assumptions(found: Calibration | None, *, clock: StepClock | None = None) ->
         f"calibrated on {found.measured}; error of a step on one chip ±{found.error:.0%}; networks "
         "are not calibrated"
     )
+    if clock is not None:
+        trust = (f"steps took {found.clock:.2f} times what the compiler's clock says of them",)
     return (line, *ASSUMPTIONS[2:], *trust)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny import MODEL, tiny_config
 
-from maxmars.config import MeshConfig
+from maxmars.config import MarsConfig, MeshConfig
 from maxmars.config.chips import CHIPS
 from maxmars.plan import get_topology, make_plan
 from maxmars.plan.faster import find_faster
@@ -42,6 +42,22 @@ def test_a_mesh_that_does_not_divide_the_batch_is_left_out():
     assert {line.split(",")[0] for line in lines if line.endswith("?")} == {
         "is it faster with data=1 fsdp=4 tensor=2"
     }
+
+
+@pytest.mark.slow
+def test_matrices_that_each_replica_orthogonalises_again():
+    model = dataclasses.replace(MODEL, num_layers=8, embed_dim=256)
+    optimizer = MarsConfig(variant="shampoo")
+    config = tiny_config(model=model, optimizer=optimizer, mesh=MeshConfig(data=4, fsdp=2))
+    config = dataclasses.replace(config, num_microbatches=1)
+    plan = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False)
+    faster = find_faster(config, plan, log=lambda _: None)
+    assert faster.flags == ("--optimizer.own-over-data", "True")
+    # Nobody's clock counts what goes between slices, over which `data` goes.
+    between = dataclasses.replace(CHIPS_OF_A_SLICE, num_slices=4)
+    lines = []
+    find_faster(config, dataclasses.replace(plan, topology=between), log=lines.append)
+    assert not any("owned over data" in line for line in lines)
 
 
 def test_fake_devices_have_no_speed(plan_of):

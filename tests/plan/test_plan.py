@@ -9,6 +9,7 @@ import pytest
 
 from maxmars.config import EvalConfig, MeshConfig, SoapConfig
 from maxmars.config.chips import CHIPS
+from maxmars.distributed.cycles import step_clock
 from maxmars.plan import get_topology, make_plan
 from maxmars.plan.plan import print_plan
 from maxmars.plan.roofline import Calibration, estimate
@@ -125,6 +126,41 @@ def test_a_calibration_scales_the_times(plan_of):
     assert found.optimizer_s == pytest.approx(products / share + moved / 0.8)
     assert found.step_time_s == pytest.approx(found.model_compute_s + found.optimizer_s)
     assert found.mfu < best.mfu
+
+
+ONE_FUSION = """HloModule m, is_scheduled=true, num_partitions=8
+
+%adds {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %sum = f32[1024]{0} add(%p, %p)
+}
+
+ENTRY %main {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %f = f32[1024]{0} fusion(%x), kind=kLoop, calls=%adds, \
+backend_config={"estimated_cycles":"3000000"}
+}
+"""
+
+
+def test_a_calibration_scales_the_compilers_clock(plan_of, capsys):
+    plan, chip = plan_of("shampoo"), CHIPS["v5e"]
+    step = dataclasses.replace(plan.train_step, clock=step_clock(ONE_FUSION, chip))
+    topology = dataclasses.replace(plan.topology, chip=chip)
+    plan = dataclasses.replace(plan, train_step=step, topology=topology)
+    found = {}
+    for scale in (1.0, 1.25):
+        calibration = dataclasses.replace(CALIBRATION, clock=scale)
+        times = estimate(plan.config, plan.flops, plan.memory, [], chip, 8, None, calibration)
+        found[scale] = dataclasses.replace(plan, estimate=times)
+    assert found[1.0].step_seconds == pytest.approx(3_000_000 / chip.clock_hz)
+    assert found[1.25].step_seconds == pytest.approx(1.25 * found[1.0].step_seconds)
+    written = {scale: plan.to_json()["clock"] for scale, plan in found.items()}
+    assert written[1.25]["step_time_s"] == found[1.25].step_seconds
+    assert written[1.25]["cycles"] == written[1.0]["cycles"] == 3_000_000
+    assert written[1.25]["mfu"] == pytest.approx(written[1.0]["mfu"] / 1.25)
+    print_plan(found[1.25])
+    assert "2.5" in re.search(r"a step, ms.*", capsys.readouterr().out).group()
 
 
 @pytest.mark.parametrize(
