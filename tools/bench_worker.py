@@ -30,16 +30,10 @@ class MaxmarsSteps:
         """Open the data and make the state; the first `run` compiles."""
         import jax
 
-        from maxmars.config.mesh import check_mesh
         from maxmars.data.batches import TrainBatches, open_data
         from maxmars.distributed import sharding
-        from maxmars.train.auto import (
-            choose_microbatches,
-            choose_precision,
-            choose_remat,
-            memory_bytes_of,
-        )
-        from maxmars.train.step import init_train_state, make_train_step
+        from maxmars.train.auto import prepare
+        from maxmars.train.step import init_train_state
 
         # What compiles twice here, once to run and once to be read, must be the same program.
         jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
@@ -47,18 +41,12 @@ class MaxmarsSteps:
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self.scratch = scratch
         self.mesh = sharding.training_mesh(config)
-        check_mesh(config, self.mesh.shape)
-        config = choose_precision(config, self.mesh, lambda text: print(text, file=sys.stderr))
-        memory = memory_bytes_of(self.mesh)
-        config = choose_microbatches(
-            config, self.mesh, memory, lambda text: print(text, file=sys.stderr)
-        )
-        config = choose_remat(config, self.mesh, lambda text: print(text, file=sys.stderr))
-        self.config = config
         tokens = open_data(config.data, "train", model=config.model)
-        self.train_step = make_train_step(config, self.mesh)
-        self.state = init_train_state(config, self.mesh)
-        self.batches = TrainBatches(tokens, config, self.mesh)
+        self.config, self.train_step = prepare(
+            config, self.mesh, log=lambda text: print(text, file=sys.stderr)
+        )
+        self.state = init_train_state(self.config, self.mesh)
+        self.batches = TrainBatches(tokens, self.config, self.mesh)
         self.num_compiles, self.compile_seconds = 0, 0.0  # from here on of the step alone
 
     def _count(self, event: str, duration_secs: float, **_: Any) -> None:

@@ -9,9 +9,8 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,14 +31,13 @@ from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
     POLICIES,
-    USABLE,
     Needs,
     Remat,
     best_policy,
     choose_precision,
     peak_bytes,
     policies_of,
-    possible_policies,
+    prepare,
     with_remat,
 )
 from maxmars.train.step import TrainState, make_train_step
@@ -160,49 +158,50 @@ def _compile(
     }
 
 
-def compile_chosen(
+def compile_prepared(
     config: TrainConfig,
-    mesh: Mesh,
     topology: Topology,
     *,
     log: Callable[[str], None] = lambda _: None,
-    known: Mapping[Remat, CompiledTrainStep] = MappingProxyType({}),
+    choices: Callable[[str], None] = lambda _: None,
+    known: Iterable[tuple[TrainConfig, CompiledTrainStep]] = (),
 ) -> tuple[TrainConfig, CompiledTrainStep]:
-    """The compiled train step, and the config with the policy that `train` chooses for `auto`.
+    """The config with what `train` chooses there by itself, and its compiled train step.
 
     Args:
       config: what to train.
-      mesh: its devices.
       topology: the chips.
-      log: gets a line for each program that was compiled to choose among policies.
-      known: steps of this config that are compiled already, by their policy.
+      log: gets a line for each program that is compiled to choose among policies.
+      choices: gets each choice and its reason, in one line.
+      known: steps that are compiled already.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses even the last policy.
     """
-    limit, steps = topology.memory_bytes, dict(known)
-    if config.model.remat == "auto" and limit is None:
-        config = with_remat(config, None)
-    if config.model.remat != "auto" or limit is None:
-        return config, compile_train_step(config, mesh, topology)
+    mesh, steps = topology.mesh(config), list(known)
 
-    def measure(remat: Remat) -> Needs:
-        if remat in known:
-            return known[remat].needs
+    def compiled(config: TrainConfig) -> CompiledTrainStep:
+        for other, step in steps:
+            if other == config:
+                return step
+        steps.append((config, compile_train_step(config, mesh, topology)))
+        return steps[-1][1]
+
+    def measure(config: TrainConfig) -> Needs:
+        setting = f"remat {config.model.remat}, {config.microbatches} microbatches"
         try:
-            steps[remat] = compile_train_step(with_remat(config, remat), mesh, topology)
+            needs = compiled(config).needs
         except DoesNotFitError:
-            if remat == POLICIES[-1]:
+            if config.model.remat == POLICIES[-1]:
                 raise
-            log(f"remat {remat}: no fit, too much")
-            return Needs(None)
-        log(f"remat {remat}, {config.microbatches} microbatches: {steps[remat].needs}")
-        return steps[remat].needs
+            needs = Needs(None)
+        log(f"{setting}: {needs}")
+        return needs
 
-    usable = int(USABLE * limit)
-    remat, _ = best_policy(measure, usable, possible_policies(config, mesh, usable))
-    return with_remat(config, remat), steps[remat]
+    types, memory = batch_types(config.data, config.model), topology.memory_bytes
+    config, _ = prepare(config, mesh, types, log=choices, memory_bytes=memory, measure=measure)
+    return config, compiled(config)
 
 
 # What fits in memory.

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
-from maxmars.plan.compile import CompiledTrainStep, compile_chosen
+from maxmars.plan.compile import compile_prepared
 from maxmars.plan.plan import Plan, make_plan
-from maxmars.train.auto import Remat, choose_microbatches, with_remat
+from maxmars.train.auto import choose_microbatches, with_remat
 
 WORTH_NAMING = 0.05
 """Share of a step's time from which on a faster plan is named."""
@@ -100,7 +100,6 @@ def _faster_of(
 ) -> Plan:
     """The faster of a plan and that of `config`, if this is none of those `tried`, and possible."""
     topology, mesh = best.topology, best.topology.mesh(config)
-    known: dict[Remat, CompiledTrainStep] = {}
     try:
         check_mesh(config, mesh.shape)
         config = choose_microbatches(config, mesh, topology.memory_bytes, lambda _: None)
@@ -114,10 +113,8 @@ def _faster_of(
             f"is it faster with {axes}, {config.microbatches} microbatches, "
             f"remat {config.model.remat}{owned}?"
         )
-        *others, remat = _setting(best.config, best.mesh)
-        if others == [*setting[:-1]]:
-            known[remat] = best.train_step
-        config, step = compile_chosen(config, mesh, topology, log=log, known=known)
+        known = [(best.config, best.train_step)]
+        config, step = compile_prepared(config, topology, log=log, known=known)
     except ValueError:  # the mesh does not divide the model or the batch, or the step does not fit
         return best
     other = make_plan(config, topology, evaluate=False, train_step=step)

@@ -20,7 +20,6 @@ from rich.table import Column, Table
 
 from maxmars import __version__
 from maxmars.config import MarsConfig, ModuleConfig, MuonConfig, TrainConfig, to_dict
-from maxmars.config.mesh import check_mesh
 from maxmars.distributed import sharding
 from maxmars.distributed.cycles import PRODUCTS, StepClock
 from maxmars.model.attention import choose_attention
@@ -31,8 +30,8 @@ from maxmars.plan.compile import (
     Compiled,
     CompiledTrainStep,
     chip_memory,
-    compile_chosen,
     compile_eval_step,
+    compile_prepared,
     soap_travelling_bytes,
 )
 from maxmars.plan.roofline import (
@@ -46,7 +45,7 @@ from maxmars.plan.roofline import (
     traffic,
 )
 from maxmars.plan.topology import Topology
-from maxmars.train.auto import choose_microbatches, choose_precision, slow_network_warning
+from maxmars.train.auto import slow_network_warning
 from maxmars.train.optimizer import matrix_specs, parameter_groups, summarize_rules
 
 
@@ -177,12 +176,9 @@ def make_plan(
       ValueError: the mesh fits neither the devices nor the model and its batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
-    mesh, messages = topology.mesh(config), list[str]()
-    config, step = choose_precision(config, mesh), train_step
+    mesh, step, messages = topology.mesh(config), train_step, list[str]()
     if step is None:
-        check_mesh(config, mesh.shape)
-        config = choose_microbatches(config, mesh, topology.memory_bytes, messages.append)
-        config, step = compile_chosen(config, mesh, topology, log=log)
+        config, step = compile_prepared(config, topology, log=log, choices=messages.append)
     chip, params = topology.chip, step.state.params
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and chip.network == "NVLink":

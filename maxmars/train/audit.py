@@ -46,7 +46,7 @@ from maxmars.distributed.workdir import (
     SUMMARY,
 )
 from maxmars.eval.trained_model import check_code
-from maxmars.train.auto import choose_microbatches, choose_remat, memory_bytes_of, with_remat
+from maxmars.train.auto import prepare, with_remat
 from maxmars.train.journal import (
     began_in,
     broken_links,
@@ -57,7 +57,7 @@ from maxmars.train.journal import (
 )
 from maxmars.train.metrics import read_metrics
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
-from maxmars.train.step import init_train_state, make_hyperparams, make_train_step
+from maxmars.train.step import init_train_state, make_hyperparams
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -426,9 +426,7 @@ def _digest_after(
     tokens = open_data(config.data, "train", model=config.model)
     if tokens.digest() != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
-    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), log)
-    config = choose_remat(config, mesh, log, types=tokens.types)
-    train_step = make_train_step(config, mesh, tokens.types)
+    config, train_step = prepare(config, mesh, tokens.types, log=log)
     position = 0
     if first:
         loaded = load(directory, train_step.abstract_state, first)

@@ -1,6 +1,9 @@
 """What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`, and
 `num_microbatches`, where it is None; and a warning of a mesh that slows the run down.
 
+`prepare` makes the choices and the train step, for `train`, `plan`, `audit`, `compare` and the
+benchmarks alike; the config that it returns is the one that a run writes down.
+
 The type of matrix products follows from a rule and not from a measurement: two runs of one config
 on one machine, and a run and its resume, must compute in the same type. A run keeps the type that
 it began with, wherever it continues.
@@ -33,14 +36,15 @@ from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
-from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
+from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.own_data import Types
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
-from maxmars.model.language_model import num_parameters
-from maxmars.train.step import abstract_train_state, make_train_step
+from maxmars.model.language_model import check_model, num_parameters
+from maxmars.train.optimizer import check_optimizer
+from maxmars.train.step import TrainStep, abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -59,6 +63,61 @@ USABLE = 0.95
 # Vectors of embed_dim numbers: that each layer keeps of a token, and that the layer at work takes.
 _VECTORS_KEPT = {"full": 1, "auto": 1, "attention": 9, "dots": 11, None: 36}
 _VECTORS_AT_WORK = 30
+
+
+class Prepared(NamedTuple):
+    """A run that is ready to train."""
+
+    config: TrainConfig
+    """Nothing is left to choose in it."""
+    train_step: TrainStep
+
+
+def prepare(
+    config: TrainConfig,
+    mesh: Mesh,
+    types: Types | None = None,
+    *,
+    log: Callable[[str], None] = lambda _: None,
+    kept: TrainConfig | None = None,
+    memory_bytes: int | None = None,
+    measure: Callable[[TrainConfig], Needs] | None = None,
+) -> Prepared:
+    """Choose precision, microbatches and rematerialisation, and make the train step.
+
+    Args:
+      config: what to train.
+      mesh: its devices, which may be absent.
+      types: of a batch's arrays; see `make_train_step`.
+      log: gets each choice and its reason, in one line.
+      kept: what the run had before on this mesh, which stays where it still fits.
+      memory_bytes: memory of a device that programs may use; None asks the devices.
+      measure: compiles the step of a config and says what it needs; None compiles for the devices.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch, or a device, the model and the
+        optimizer do not go together.
+    """
+    check_mesh(config, mesh.shape)
+    config = choose_precision(config, mesh, log)
+    check_model(config.model, mesh)
+    check_optimizer(config.optimizer, config.model, mesh)
+    memory = memory_bytes or memory_bytes_of(mesh)
+    config = choose_microbatches(config, mesh, memory, log, kept=kept)
+
+    def measure_here(config: TrainConfig) -> Needs:
+        try:
+            compiled = make_train_step(config, mesh, types).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return Needs(None)  # the compiler itself refuses the program
+        return needs_of(compiled, mesh)
+
+    config = choose_remat(
+        config, mesh, measure or measure_here, log, kept=kept, memory_bytes=memory_bytes
+    )
+    return Prepared(config, make_train_step(config, mesh, types))
 
 
 def choose_precision(
@@ -271,22 +330,21 @@ def gathered_bytes(config: TrainConfig, mesh: Mesh) -> int:
 def choose_remat(
     config: TrainConfig,
     mesh: Mesh,
+    measure: Callable[[TrainConfig], Needs],
     log: Callable[[str], None],
     *,
-    types: Types | None = None,
     kept: TrainConfig | None = None,
     memory_bytes: int | None = None,
 ) -> TrainConfig:
-    """The config with `model.remat` chosen, if it is `auto`; all processes choose the same.
-
-    Compiles the train step for the policies and takes one by `best_policy`. Where a device's memory
-    is not known, as on a CPU, nothing is compiled, and nothing is recomputed unless it was before.
+    """The config with `model.remat` chosen by `best_policy`, if it is `auto`; all processes choose
+    the same. Where a device's memory is not known, as on a CPU, nothing is measured, and nothing is
+    recomputed unless it was before.
 
     Args:
       config: what to train; it fits the mesh.
       mesh: its devices.
-      log: prints the choice and its reason, in one line.
-      types: of a batch's arrays; see `make_train_step`.
+      measure: what the step of a config needs; it compiles.
+      log: gets the choice and its reason, in one line.
       kept: what the run had before, whose policy stays unless one of less memory is needed.
       memory_bytes: memory of a device that programs may use; None asks the device.
     """
@@ -295,28 +353,21 @@ def choose_remat(
     before: Remat = None  # which a run from before choices were recorded may have had, or not
     if kept is not None and kept.model.remat != "auto":
         before = kept.model.remat
-    device = mesh.local_devices[0]
-    limit = memory_bytes or device_memory_bytes(device)
+    limit = memory_bytes or device_memory_bytes(mesh.local_devices[0])
     if not processes.all_processes(limit is not None):
         log(f"model.remat=auto: {before}, as this device's memory is not known")
         return with_remat(config, before)
     assert limit is not None
     usable = int(USABLE * limit)
 
-    def measure(remat: Remat) -> Needs:
-        try:
-            compiled = make_train_step(with_remat(config, remat), mesh, types).lower().compile()
-            needs = needs_of(compiled, mesh)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            needs = Needs(None)  # the compiler itself refuses the program
+    def measure_everywhere(remat: Remat) -> Needs:
+        needs = measure(with_remat(config, remat))
         if not processes.all_processes(needs.fit(usable)) and needs.fit(usable):
             return Needs(None)  # another process's devices have less memory
         return needs
 
     policies = possible_policies(config, mesh, usable, POLICIES[POLICIES.index(before) :])
-    remat, needs = best_policy(measure, usable, policies, keep=kept is not None)
+    remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
     usable_gb = f"{usable / 1e9:.2f} GB of a device may be taken"
     log(f"model.remat=auto: {remat} takes {needs}; {usable_gb}{problem}")

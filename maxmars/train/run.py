@@ -1,8 +1,8 @@
 """Opening a run in four phases: check, lock, restore, open.
 
 `check` finds everything that can be wrong with config, data and workdir before anything is written.
-`lock` takes the workdir and describes the run there. `restore` builds the train step and the state
-that it begins with. `open_run` runs the three and opens the files that grow while the run trains.
+`lock` takes the workdir and describes the run there. `restore` reads or makes the state that it
+begins with. `open_run` runs the three and opens the files that grow while the run trains.
 """
 
 from __future__ import annotations
@@ -46,15 +46,12 @@ from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.trained_model import keep_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
-from maxmars.model.language_model import check_model, num_parameters
+from maxmars.model.language_model import num_parameters
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
     check_memory,
-    choose_microbatches,
-    choose_precision,
-    choose_remat,
     gathered_bytes,
-    memory_bytes_of,
+    prepare,
     slow_network_warning,
 )
 from maxmars.train.clock import Clock
@@ -67,7 +64,7 @@ from maxmars.train.init_from import (
 )
 from maxmars.train.journal import Journal
 from maxmars.train.metrics import MetricsWriter
-from maxmars.train.optimizer import check_optimizer, describe_parameters, summarize_rules
+from maxmars.train.optimizer import describe_parameters, summarize_rules
 from maxmars.train.resume import (
     check_data,
     continued_config,
@@ -80,7 +77,6 @@ from maxmars.train.step import (
     TrainStep,
     init_train_state,
     make_hyperparams,
-    make_train_step,
 )
 from maxmars.train.trackers import check_trackers, open_trackers
 
@@ -130,6 +126,7 @@ class Checked:
     saved: Checkpoint | None
     """The newest checkpoint, to continue from; None for a new run."""
     mesh: Mesh
+    train_step: TrainStep
     tokens: SplitTokens
     data_digest: str
     evaluations: Sequence[Evaluation]
@@ -141,9 +138,8 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The train step, and the state, step and data position that the run goes on from."""
+    """The state, step and data position that the run goes on from."""
 
-    train_step: TrainStep
     state: TrainState
     step: int
     position: int
@@ -217,7 +213,7 @@ def open_run(
         config=config,
         workdir=workdir,
         mesh=checked.mesh,
-        train_step=start.train_step,
+        train_step=checked.train_step,
         batches=batches,
         evaluations=checked.evaluations,
         checkpointer=checkpointer,
@@ -265,13 +261,30 @@ def check(
     if saved is not None and is_same_place(saved.environment, mesh):
         kept = saved.run_config()
         kept = kept if kept.global_batch_size == config.global_batch_size else None
-    config = choose_precision(config, mesh, messages.append)
-    check_model(config.model, mesh)
-    check_optimizer(config.optimizer, config.model, mesh)
     check_memory(config, mesh)
-    config = choose_microbatches(
-        config, mesh, memory_bytes or memory_bytes_of(mesh), messages.append, kept=kept
-    )
+    check_origin(workdir, init_from, continues=saved is not None)
+    tokens = open_data(config.data, "train", model=config.model)
+    data_digest = processes.text_from_primary(tokens.digest) or ""
+    if saved is not None:
+        check_data(saved, data_digest, messages.append)
+        changes = changes_since(saved.environment, environment(mesh))
+        if changes:
+            messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
+    if not config.data.verify:
+        messages.append("data.verify is off: files are not compared with their checksums")
+    # Enough tokens, and readable? They are the same in any number of microbatches.
+    once = dataclasses.replace(config, num_microbatches=1)
+    next(TrainBatches(tokens, once, mesh, prefetch_steps=0))
+    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
+    with clock("start", "choosing precision, microbatches and rematerialisation"):
+        config, train_step = prepare(
+            config,
+            mesh,
+            tokens.types,
+            log=messages.append,
+            kept=kept,
+            memory_bytes=memory_bytes,
+        )
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
         warning = slow_network_warning(
@@ -283,31 +296,10 @@ def check(
         )
         messages += [] if warning is None else [warning]
     if isinstance(config.model, GPT2Config):
-        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+        attention = choose_attention(config.model, device.platform)
         if attention.reason is not None:
             kind = attention.implementation
             messages.append(f"attention is {kind} and slower: {attention.reason}")
-    check_origin(workdir, init_from, continues=saved is not None)
-    tokens = open_data(config.data, "train", model=config.model)
-    data_digest = processes.text_from_primary(tokens.digest) or ""
-    if saved is not None:
-        check_data(saved, data_digest, messages.append)
-        changes = changes_since(saved.environment, environment(mesh))
-        if changes:
-            messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
-    if not config.data.verify:
-        messages.append("data.verify is off: files are not compared with their checksums")
-    next(TrainBatches(tokens, config, mesh, prefetch_steps=0))  # enough tokens, and readable?
-    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
-    with clock("start", "choosing model.remat"):
-        config = choose_remat(
-            config,
-            mesh,
-            messages.append,
-            types=tokens.types,
-            kept=kept,
-            memory_bytes=memory_bytes,
-        )
     asked = {name: old for name, old, _ in differences(given, config)}
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, mesh)):
@@ -322,6 +314,7 @@ def check(
         config=config,
         saved=saved,
         mesh=mesh,
+        train_step=train_step,
         tokens=tokens,
         data_digest=data_digest,
         evaluations=evaluations,
@@ -376,17 +369,16 @@ def restore(
     clock: Clock,
     log: Callable[[str], None],
 ) -> Start:
-    """Build the train step, and read the state from the newest sound checkpoint or make a new one.
+    """Read the state from the newest sound checkpoint or make a new one.
 
     Raises:
       ValueError: no checkpoint is sound.
     """
     config, mesh, initial = checked.config, checked.mesh, checked.initial
-    train_step = make_train_step(config, mesh, checked.tokens.types)
     step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
         if checkpointer.latest_step() is not None:
-            restored = checkpointer.restore(train_step.abstract_state)
+            restored = checkpointer.restore(checked.train_step.abstract_state)
             saved = restored.checkpoint
             step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
@@ -402,7 +394,6 @@ def restore(
             state = init_train_state(config, mesh)
         found = combine(digest(state)) if saved is None else saved.digest
     return Start(
-        train_step=train_step,
         state=state,
         step=step,
         position=position,

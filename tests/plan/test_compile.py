@@ -14,7 +14,7 @@ from maxmars.distributed.sharding import bytes_on_chip, make_mesh
 from maxmars.model.flat_attention import flat_attention
 from maxmars.plan import get_topology
 from maxmars.plan.compile import (
-    compile_chosen,
+    compile_prepared,
     compile_train_step,
     fewest_that_fit,
     find_fit,
@@ -140,11 +140,11 @@ def test_a_plan_takes_for_auto_the_first_policy_that_fits():
     for remat in POLICIES:
         limit = math.ceil(peaks[remat] / USABLE)
         chip = dataclasses.replace(CHIPS["v5e"], memory_bytes=limit)
-        chosen, step = compile_chosen(auto, mesh, dataclasses.replace(topology, chip=chip))
+        chosen, step = compile_prepared(auto, dataclasses.replace(topology, chip=chip))
         expected = next(r for r in POLICIES if peaks[r] <= USABLE * limit)
         assert chosen.model.remat == expected
         assert step.peak_bytes == peaks[expected]
-    chosen, _ = compile_chosen(auto, mesh, topology)
+    chosen, _ = compile_prepared(auto, topology)
     assert chosen.model.remat is None  # a fake device's memory means nothing
 
 

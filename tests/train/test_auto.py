@@ -27,10 +27,10 @@ from maxmars.train.auto import (
     check_memory,
     choose_microbatches,
     choose_precision,
-    choose_remat,
     estimated_bytes,
     fastest_dtype,
     peak_bytes,
+    prepare,
     slow_network_warning,
     with_remat,
 )
@@ -141,7 +141,7 @@ def test_what_a_compiled_step_needs_decides():
     needed = peak_bytes(step.lower().compile(), tpu=False)
 
     def choose(limit):
-        return choose_remat(config, mesh, logged.append, memory_bytes=int(limit))
+        return prepare(config, mesh, log=logged.append, memory_bytes=int(limit)).config
 
     assert choose(needed / USABLE + 2) == with_remat(config, None)
     assert logged[-1].startswith(f"model.remat=auto: None takes {needed / 1e9:.3f} GB; ")
@@ -153,8 +153,8 @@ def test_what_a_compiled_step_needs_decides():
 def test_a_given_policy_stays_and_unknown_memory_recomputes_nothing():
     mesh, logged = make_mesh(AUTO_REMAT.mesh), []
     given = with_remat(AUTO_REMAT, "dots")
-    assert choose_remat(given, mesh, pytest.fail, memory_bytes=1) == given
-    assert choose_remat(AUTO_REMAT, mesh, logged.append) == with_remat(AUTO_REMAT, None)
+    assert prepare(given, mesh, log=pytest.fail, memory_bytes=1).config == given
+    assert prepare(AUTO_REMAT, mesh, log=logged.append).config == with_remat(AUTO_REMAT, None)
     assert logged == ["model.remat=auto: None, as this device's memory is not known"]
 
 
