@@ -10,19 +10,29 @@ from typing import Any, NamedTuple
 
 from maxmars.cli.parse import HELP, parse_arguments, parse_options
 from maxmars.cli.train import TrainArguments
+from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
 from maxmars.config.load import load_config, named_configs
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
+from maxmars.launch.beforehand import (
+    check_data_reach,
+    check_trackers_reach,
+    parameters,
+    token_directories,
+)
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
     Job,
     RunOptions,
+    Source,
     check_shared_workdir,
     log,
     pack,
+    remark,
     require,
+    say_size,
     take_environment,
 )
 from maxmars.launch.slurm import SlurmName, SlurmOptions
@@ -55,6 +65,8 @@ preemption the run continues in its --workdir. What follows -- goes to
 
 _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
 _MOST_NAMED = 20
+_LARGE = 20_000_000
+"""Parameters from which on a run without GPUs is hardly meant."""
 
 
 def run(argv: list[str]) -> int:
@@ -119,8 +131,9 @@ def _job(
     slices: int = 1,
     network_size: int = 1,
     prolog: Path | None = None,
+    check: Callable[[TrainConfig, Source], None],
 ) -> Job:
-    """The run, checked as `maxmars train` would: before anything is rented."""
+    """The run, checked as `maxmars train` would, and by `check`: before anything is rented."""
     sources = sources_in(load_config(options.config))
     try:
         parsed = parse_arguments(TrainArguments, [options.config, *train], prog="maxmars train")
@@ -147,10 +160,11 @@ def _job(
         prolog=prolog,
         include=options.include,
     )
-    if files := source.untracked:  # not to stdout, where a dry run is YAML or bash
+    if files := source.untracked:
         more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
         names = ", ".join(files[:_MOST_NAMED])
-        print(f"git does not track, and goes along: {names}{more}", file=sys.stderr)
+        remark(f"git does not track, and goes along: {names}{more}")
+    check(parsed.config, source)
     return Job(
         name=options.name,
         source=source,
@@ -164,7 +178,24 @@ def _start_tpu(options: TpuOptions, train: tuple[str, ...]) -> int:
     options.check()
     workdir = check_shared_workdir(options.workdir)
     chips, slices = options.num_chips, options.num_slices
-    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=chips // slices)
+
+    def check(config: TrainConfig, source: Source) -> None:
+        way = "mount or copy it by --setup FILE.sh"
+        check_data_reach(config.data, options, source, mounts=(), way=way)
+        check_trackers_reach(config.log, options, has_package=False)
+
+    job = _job(
+        options,
+        train,
+        workdir,
+        chips=chips,
+        slices=slices,
+        network_size=chips // slices,
+        check=check,
+    )
+    shape = options.slice
+    hosts = slices * shape.num_hosts
+    say_size(options.name, hosts, slices * shape.num_chips, shape.chip.name, options.price)
     if options.dry_run:
         print(tpu_vm.describe(options, job), end="")
         return 0
@@ -218,7 +249,18 @@ def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
     workdir = check_shared_workdir(options.workdir)
     slices, shape = options.num_slices, options.slice
     chips, size = slices * shape.num_devices, shape.network_size
-    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=size)
+
+    def check(config: TrainConfig, source: Source) -> None:
+        mounts = [claim.partition(":")[2] for claim in options.claim]
+        way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
+        if options.patch is None:  # which may mount anything
+            check_data_reach(config.data, options, source, mounts=mounts, way=way)
+        if options.install:
+            check_trackers_reach(config.log, options, has_package=False)
+
+    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=size, check=check)
+    hosts = slices * shape.num_hosts
+    say_size(options.name, hosts, slices * shape.num_chips, shape.chip.name, options.price)
     if options.dry_run:
         print(gke.describe(options, job), end="")
     else:
@@ -230,7 +272,27 @@ def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
     workdir = options.absolute_workdir()
     size = options.gpus_per_node
     chips, prolog = options.nodes * size, options.prolog
-    job = _job(options, train, workdir, chips=chips, network_size=size, prolog=prolog)
+
+    def check(config: TrainConfig, source: Source) -> None:
+        if prolog is None:
+            check_trackers_reach(config.log, options, has_package=True)
+        for path in token_directories(config.data):
+            if not path.startswith(("gs://", "/")):
+                remark(
+                    f"warning: --data.path {path} is relative: each node reads "
+                    f"{Path.cwd() / path}, which must be on a disk that they share"
+                )
+        if not chips and (count := parameters(config)) > _LARGE:
+            remark(f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0")
+        if size and not options.asks_for_cores:
+            remark(
+                f"warning: no cores are asked for, and SLURM's default is one for {size} GPUs; "
+                f"add --cpus-per-task, such as {8 * (size if options.process_per == 'node' else 1)}"
+            )
+
+    job = _job(options, train, workdir, chips=chips, network_size=size, prolog=prolog, check=check)
+    kind = "GPU" if size else "CPU"
+    say_size(options.name, options.nodes, chips or options.nodes, kind, options.price)
     if options.dry_run:
         print(slurm.script(options, job, directory=Path.cwd()), end="")
     else:

@@ -90,12 +90,15 @@ def run(argv: list[str]) -> int:
 
 def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
-    from maxmars.distributed import processes
-    from maxmars.distributed.failures import ExitIfPeerIsLost
-    from maxmars.distributed.files import naming, resolve
-    from maxmars.plan.trace import trace_tables
-    from maxmars.train import InitFrom, train
-    from maxmars.train.lives import Life
+    from maxmars.distributed.progress import Progress
+
+    with Progress(quiet=True) as progress, progress.waiting("loading JAX"):
+        from maxmars.distributed import processes
+        from maxmars.distributed.failures import ExitIfPeerIsLost
+        from maxmars.distributed.files import naming, resolve
+        from maxmars.plan.trace import trace_tables
+        from maxmars.train import InitFrom, train
+        from maxmars.train.lives import Life
 
     init_from = None
     if arguments.init_from is not None:

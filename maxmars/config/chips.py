@@ -96,6 +96,10 @@ _CYCLES = {
     "TPU v6e": (1.75e9, 524288),
 }
 
+# Google's types of TPU VMs: the chip, and what the number after it counts a chip as, which is its
+# cores for v4 and v5p. GKE alone has tpu7x.
+TPU_TYPES = {"v6e": ("v6e", 1), "v5p": ("v5p", 2), "v5litepod": ("v5e", 1), "v4": ("v4", 2)}
+
 # Other GPUs that MFU is known for; the first pattern found counts.
 _OTHER_PEAK_FLOPS = {r"\bH100 PCIe\b": 756e12, r"\bH100 NVL\b": 835e12}
 
@@ -121,6 +125,19 @@ class Shape:
     def num_devices(self) -> int:
         """As JAX counts."""
         return self.num_chips * self.chip.devices
+
+    @property
+    def name(self) -> str:
+        """As `parse_shape` reads it: v5p:4x4x8, h100:16."""
+        return f"{self.kind}:{'x'.join(map(str, self.sizes))}"
+
+    @property
+    def tpu_type(self) -> str | None:
+        """Google's type of TPU VMs that gives this slice, such as v5p-128; None if none does."""
+        for kind, (chip, cores) in TPU_TYPES.items():
+            if chip == self.kind and self == _slice_of_type(kind, self.num_chips * cores):
+                return f"{kind}-{self.num_chips * cores}"
+        return None
 
     @property
     def chips_per_host(self) -> int:
@@ -178,32 +195,57 @@ def _cubes() -> list[tuple[int, ...]]:
     return list(itertools.combinations_with_replacement(range(4, 257, 4), 3))
 
 
-def parse_shape(text: str) -> Shape:
-    """The chips of `v5p:4x4x8` (chips along each axis of a TPU slice) or `h100:16` (GPUs).
+def _slice_of_type(kind: str, size: int) -> Shape | None:
+    """The slice of a type of TPU VMs: of those with so many chips, the one nearest to a cube."""
+    chip, cores = TPU_TYPES[kind]
+    shapes = [sizes for sizes in slice_sizes(chip) if math.prod(sizes) * cores == size]
+    return Shape(chip, min(shapes, key=max)) if shapes else None
+
+
+def _parse_type(text: str, option: str) -> Shape:
+    """The chips of a type of TPU VMs such as v5p-128."""
+    kind, _, size = text.partition("-")
+    found = _slice_of_type(kind, int(size))
+    if found is None:
+        chip, cores = TPU_TYPES[kind]
+        known = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
+        near = sorted(known, key=lambda known: abs(math.log(known / int(size))))[:3]
+        names = ", ".join(f"{kind}-{known}" for known in near)
+        raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
+    return found
+
+
+def parse_shape(text: str, option: str = "--topology") -> Shape:
+    """The chips of `v5p:4x4x8` (chips along each axis of a TPU slice), `v5p-256` (the same, as
+    Google's type of TPU VMs) or `h100:16` (GPUs); `option` is named in errors.
 
     Raises:
       UsageError: there is no such kind or no such shape; names the nearest.
     """
+    if re.fullmatch(rf"({'|'.join(TPU_TYPES)})-[1-9]\d*", text):
+        return _parse_type(text, option)
     kind, _, size = text.partition(":")
     sizes = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
     if not sizes or kind not in CHIPS or (CHIPS[kind].topology_axes is None and len(sizes) > 1):
         tpus = ", ".join(name for name, chip in CHIPS.items() if chip.topology_axes)
         gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.topology_axes)
         raise UsageError(
-            f"--topology {text} is unknown; write a TPU slice as v5e:4x4 or v5p:2x2x4 (of {tpus}), "
-            f"GPUs as h100:8 or h200:16 (of {gpus}), and fake devices of `maxmars plan` as cpu:8."
+            f"{option} {text} is unknown; write a TPU slice as v5e:4x4 or v5p:2x2x4 (of {tpus}) or "
+            "as Google's type v5p-128 (64 chips: the number counts cores for v4 and v5p, chips for "
+            f"{' and '.join(kind for kind, (_, cores) in TPU_TYPES.items() if cores == 1)}), GPUs "
+            f"as h100:8 or h200:16 (of {gpus}), and fake devices of `maxmars plan` as cpu:8."
         )
     if CHIPS[kind].topology_axes is None:
         if sizes[0] > GPUS_PER_HOST and sizes[0] % GPUS_PER_HOST:
             raise UsageError(
-                f"--topology {text} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
+                f"{option} {text} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "
                 f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
             )
     elif sizes not in (known := slice_sizes(kind)):
         wanted = math.prod(sizes)
         near = sorted(known, key=lambda sizes: abs(math.log(math.prod(sizes) / wanted)))[:3]
         names = ", ".join(f"{kind}:{'x'.join(map(str, sizes))}" for sizes in near)
-        raise UsageError(f"--topology {text}: there is no such slice; the nearest are {names}.")
+        raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
     return Shape(kind, sizes)
 
 

@@ -16,17 +16,18 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 import maxmars
 from maxmars.config.checkout import COMMIT, git_commit
-from maxmars.config.checks import CheckedConfig, NotNegative, UsageError
+from maxmars.config.checks import CheckedConfig, NotNegative, Positive, UsageError
 from maxmars.config.load import find_config
 from maxmars.config.user_code import split_source
 
@@ -87,6 +88,9 @@ class RunOptions(CheckedConfig):
     max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Starts that make no new
     checkpoint end it much earlier: 3 on the same machines, 10 after lost machines."""
+    price: Annotated[Positive[float] | None, arg(metavar="MONEY")] = None
+    """Price of one chip or GPU for an hour, in any currency: what the machines cost an hour is then
+    said before they are asked for."""
     dry_run: bool = False
     """Print every command and file, and run nothing."""
 
@@ -104,6 +108,12 @@ class Source:
     num_files: int
     untracked: Sequence[str] = ()
     """Files of the checkout among them that git does not track, and nobody named."""
+
+    def has(self, path: str) -> bool:
+        """Whether a relative path, from the top, is that of a file or a folder in the archive."""
+        with tarfile.open(fileobj=io.BytesIO(self.archive)) as tar:
+            names = (PurePosixPath(name) for name in tar.getnames())
+            return any(name.is_relative_to(path) for name in names)
 
     @property
     def digest(self) -> str:
@@ -377,3 +387,15 @@ def run_or_fail(command: Sequence[str]) -> str:
 def log(text: str) -> None:
     """Print a line at once, also into a pipe."""
     print(text, flush=True)
+
+
+def remark(text: str) -> None:
+    """Print a line that is no part of what a dry run prints, which is YAML or bash."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def say_size(name: str, hosts: int, chips: int, kind: str, price: float | None) -> None:
+    """Say what a run is about to ask for, and with a price of a chip and hour what it costs."""
+    cost = "" if price is None else f", {price * chips:,.2f} an hour"
+    plural = "s" if hosts > 1 else ""
+    remark(f"{name}: {hosts} host{plural}, {chips} x {kind}{cost}")

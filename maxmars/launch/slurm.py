@@ -158,6 +158,11 @@ class SlurmOptions(RunOptions, SlurmName):
                 check_word(value, f"--{option}", _WORD, word)
         for option in self.sbatch:
             check_word(option, "--sbatch", f"--{_WORD}", "--gres=gpu:8, one option of sbatch")
+            if option.startswith("--array"):
+                raise UsageError(
+                    f"--sbatch {option}: each job of an array would train in the same --workdir; "
+                    "submit each run by a launch of its own, with its own --name and --workdir."
+                )
         own = [o.removeprefix("--time=") for o in self.sbatch if o.startswith("--time=")]
         for limit in own or [self.time or ""]:
             if (seconds := _seconds(limit)) is not None and 0 < seconds <= _SHORTEST_S:
@@ -170,6 +175,11 @@ class SlurmOptions(RunOptions, SlurmName):
             check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
         if self.process_per == "gpu" and not self.gpus_per_node:
             raise UsageError("--process-per gpu needs --gpus-per-node.")
+
+    @property
+    def asks_for_cores(self) -> bool:
+        own = ("--cpus-per-task", "--cpus-per-gpu", "--exclusive")
+        return self.cpus_per_task is not None or any(o.startswith(own) for o in self.sbatch)
 
     def absolute_workdir(self) -> str:
         """The workdir as it may stand in the script's #SBATCH lines, where quoting is impossible.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shlex
@@ -31,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from tyro.conf import Suppress, UseAppendAction, arg
 
 from maxmars.config.checks import Positive, UsageError
-from maxmars.config.chips import Shape, slice_sizes
+from maxmars.config.chips import TPU_TYPES, Shape, parse_shape
 from maxmars.launch.job import (
     ABORTED,
     CONSTRAINTS,
@@ -66,13 +65,12 @@ _NO_ROUTE = re.compile(r"No route to host|Network is unreachable", re.IGNORECASE
 _KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
-# The chip, software of the hosts, by Google's page "TPU software versions", and cores that a type
-# counts a chip as. GKE alone has tpu7x.
-_ACCELERATORS = {
-    "v6e": ("v6e", "v2-alpha-tpuv6e", 1),
-    "v5p": ("v5p", "v2-alpha-tpuv5", 2),
-    "v5litepod": ("v5e", "v2-alpha-tpuv5-lite", 1),
-    "v4": ("v4", "tpu-ubuntu2204-base", 2),
+# Of the hosts, by Google's page "TPU software versions".
+_SOFTWARE = {
+    "v6e": "v2-alpha-tpuv6e",
+    "v5p": "v2-alpha-tpuv5",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v4": "tpu-ubuntu2204-base",
 }
 
 _Answer = TypeVar("_Answer")
@@ -357,7 +355,8 @@ class TpuOptions(RunOptions, TpuVm):
     )
 
     accelerator: Annotated[str, arg(metavar="TYPE")]
-    """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32."""
+    """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32; or its chips, as for `maxmars plan`:
+    v5p:4x4x4."""
     num_slices: int = 1
     """TPUs of this kind that train as one, each a slice. Needs --queued, and a mesh.data (the only
     axis between slices) that is a multiple of it."""
@@ -377,21 +376,11 @@ class TpuOptions(RunOptions, TpuVm):
 
     def check(self) -> None:
         super().check()
-        kind, _, size = self.accelerator.partition("-")
-        if kind not in _ACCELERATORS or not re.fullmatch(r"[1-9]\d*", size):
-            kinds = ", ".join(f"{kind}-N" for kind in _ACCELERATORS)
+        if self.slice.tpu_type is None:
+            kinds = ", ".join(f"{kind}-N" for kind in TPU_TYPES)
             raise UsageError(
-                f"--accelerator={self.accelerator!r} must be one of {kinds}, such as v5p-128 (64 "
-                "chips: N counts cores for v4 and v5p, chips for the others)."
-            )
-        cores = _ACCELERATORS[kind][2]
-        sizes = {math.prod(shape) * cores for shape in slice_sizes(_ACCELERATORS[kind][0])}
-        if int(size) not in sizes:
-            near = sorted(sizes, key=lambda known: abs(math.log(known / int(size))))[:3]
-            names = ", ".join(f"{kind}-{known}" for known in near)
-            raise UsageError(
-                f"--accelerator={self.accelerator!r}: there is no such slice; the nearest are "
-                f"{names}."
+                f"--accelerator {self.accelerator} is no slice of TPU VMs, which are {kinds}, such "
+                "as v5p-128, or by their chips v5p:4x4x4."
             )
         for flag in self.gcloud_flag:
             pattern = r"--[a-z][-a-z0-9]*(=[^\x00-\x1f]*)?"
@@ -408,11 +397,12 @@ class TpuOptions(RunOptions, TpuVm):
 
     @property
     def slice(self) -> Shape:
-        """One slice; of the shapes with so many chips, any."""
-        kind, _, size = self.accelerator.partition("-")
-        chip, _, cores = _ACCELERATORS[kind]
-        shapes = (Shape(chip, sizes) for sizes in slice_sizes(chip))
-        return next(shape for shape in shapes if shape.num_chips * cores == int(size))
+        """One slice.
+
+        Raises:
+          UsageError: there is none of that name.
+        """
+        return parse_shape(self.accelerator, "--accelerator")
 
     @property
     def num_chips(self) -> int:
@@ -421,9 +411,9 @@ class TpuOptions(RunOptions, TpuVm):
 
     def create(self) -> list[str]:
         """The command that creates the TPU, or the request for it."""
-        version = self.runtime_version or _ACCELERATORS[self.accelerator.partition("-")[0]][1]
+        version = self.runtime_version or _SOFTWARE[self.slice.kind]
         spot = ["--spot"] if self.spot else []
-        own = [f"--accelerator-type={self.accelerator}", *spot]
+        own = [f"--accelerator-type={self.slice.tpu_type}", *spot]
         options = [*own, *self.gcloud_flag, "--quiet"]
         if not self.queued:
             return self.gcloud("tpu-vm", "create", self.name, f"--version={version}", *options)

@@ -103,8 +103,9 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
     """The devices that `name` describes.
 
     Args:
-      name: `v5p:4x4x8` or `v6e:8x16` (chips along the axes of a TPU slice), `h100:8` or `b200:16`
-        (GPUs, eight to a host) or `cpu:8` (fake devices); `config.chips` has the kinds.
+      name: `v5p:4x4x8` or `v6e:8x16` (chips along the axes of a TPU slice), `v5p-256` (the first of
+        these as Google names it), `h100:8` or `b200:16` (GPUs, eight to a host) or `cpu:8` (fake
+        devices); `config.chips` has the kinds.
       num_slices: TPU slices of that shape, joined by the data center's network.
 
     Raises:
@@ -120,6 +121,7 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
         devices = _cpu_devices(int(size))
         return Topology(name=name, devices=devices, num_slices=1, chip=None)
     shape = parse_shape(name)
+    name = shape.name
     shape.check_slices(num_slices)
     if shape.chip.topology_axes is None:
         devices = _gpu_devices(name, shape)

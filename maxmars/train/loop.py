@@ -116,6 +116,7 @@ def train(
         stack.callback(tracer.close)
         reporter = StepReporter(run)
         steps = range(run.step + 1, num_steps + 1)
+        compiling = run.progress.waiting("compiling and making the first step")
         if steps and _evaluate(run, missing, stops) is None:
             steps = range(0)  # it was to stop meanwhile
 
@@ -125,7 +126,8 @@ def train(
 
             # The step is dispatched, and the metrics of the step before are fetched and reported
             # while it runs. What comes after it all processes ask each other, as part of it.
-            with clock("steps", f"step {step}", kind="step"):
+            shown = compiling if step == steps.start else contextlib.nullcontext()
+            with clock("steps", f"step {step}", kind="step"), shown:
                 tracer.before(step, run.state)
                 run.state, metrics = run.train_step(run.state, batch)
                 run.step = step
@@ -202,7 +204,8 @@ def _evaluate(
     was to stop meanwhile."""
     found: dict[str, float] = {}
     for evaluation in evaluations:
-        with run.clock("evaluation", evaluation.name):
+        shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
+        with run.clock("evaluation", evaluation.name), shown:
             try:
                 metrics, text = evaluation.measure(run.state.params, stops.check)
             except StopRequestedError:

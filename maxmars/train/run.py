@@ -168,11 +168,12 @@ def open_run(
     The open files, the lock and the threads are closed by `stack`.
     """
     progress = stack.enter_context(Progress(quiet=quiet))
-    checked = check(
-        config, workdir, init_from, resume_overrides, clock, progress.message, memory_bytes
-    )
-    checkpointer = lock(checked, workdir, progress, stack)
-    start = restore(checked, workdir, checkpointer, clock, progress.message)
+    with progress.waiting("opening the run"):
+        checked = check(
+            config, workdir, init_from, resume_overrides, clock, progress.message, memory_bytes
+        )
+        checkpointer = lock(checked, workdir, progress, stack)
+        start = restore(checked, workdir, checkpointer, clock, progress.message)
     config, owner = checked.config, checkpointer.check_owner
     batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
     stack.callback(batches.close)

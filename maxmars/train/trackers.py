@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from maxmars.config import LogConfig, TrainConfig, to_dict
@@ -120,7 +121,7 @@ def open_trackers(
         factories["TensorBoard"] = lambda: _TensorBoard(workdir / "tensorboard", resume_step)
     mode = _wandb_mode(config.log)
     if mode is not None and processes.is_primary():
-        factories["W&B"] = lambda: _WeightsAndBiases(config, workdir, resume_step, mode)
+        factories["W&B"] = lambda: _WeightsAndBiases(config, workdir, resume_step, mode, log)
     return Trackers(factories, log)
 
 
@@ -155,7 +156,14 @@ class _WeightsAndBiases:
     It ignores steps that it has had before, which are the same bit by bit when they are made again.
     """
 
-    def __init__(self, config: TrainConfig, workdir: Workdir, resume_step: int, mode: str) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        workdir: Workdir,
+        resume_step: int,
+        mode: str,
+        log: Callable[[str], None],
+    ) -> None:
         import wandb
 
         known = read_json(workdir / WANDB) if resume_step else None  # a new run gets a new id
@@ -179,6 +187,10 @@ class _WeightsAndBiases:
             ),
             **options,
         )
+        if self._run.offline:
+            log(f"W&B: later, `wandb sync {Path(self._run.dir).parent}`")
+        elif self._run.url:  # the run may be disabled by WANDB_MODE
+            log(f"W&B: {self._run.url}")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(dict(metrics), step=step)

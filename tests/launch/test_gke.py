@@ -261,6 +261,7 @@ def test_a_jobset_that_is_there(cloud, capsys):
         (["--toleration", "a:Never"], "--toleration='a:Never'"),
         (["--node-selector", "a"], "--node-selector='a'"),
         (["--name", "x" * 41], "at most 40"),
+        (["--", "--log.wandb", "online"], "wandb"),
     ],
 )
 def test_refusals(cloud, capsys, changed, named):
@@ -276,3 +277,31 @@ def test_what_fails_outside(cloud, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch(*TPU) == 1
     assert "`kubectl`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reached"),
+    [
+        (["--", "--data.path", "gs://bucket/tokens"], True),
+        (["--", "--data.path", "/data/tokens"], False),
+        ([], False),  # gpt2's default is a relative directory
+        (["--claim", "disk:/data", "--", "--data.path", "/data/tokens"], True),
+        (["--claim", "disk:/mnt", "--", "--data.path", "/data/tokens"], False),
+    ],
+)
+def test_tokens_that_the_pods_do_not_have(cloud, capsys, options, reached):
+    config = "gpt2:size=small,optimizer=mars"
+    tpu = ["launch", "gke", config, *TPU[3:], "--topology", "v5p:2x2x4", "--dry-run"]
+    assert launch(*with_options(tpu, options)) == (0 if reached else 2)
+    if not reached:
+        path = options[-1] if options else "data/"
+        assert f"--data.path {path}" in capsys.readouterr().err
+
+
+def test_a_topology_is_also_named_by_googles_type(cloud, capsys):
+    shown = []
+    for topology in ("v5p:4x4x4", "v5p-128"):
+        assert launch(*START, "--topology", topology, "--dry-run") == 0
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1]
+    assert "16 hosts, 64 x TPU v5p" in shown[0].err

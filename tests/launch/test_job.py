@@ -196,6 +196,8 @@ def test_this_checkout_packs():
     ("topology", "hosts", "chips", "devices"),
     [
         ("v5p:4x4x4", 16, 4, 64),
+        ("v5p-128", 16, 4, 64),
+        ("v5litepod-16", 4, 4, 16),
         ("v5p:2x2x1", 1, 4, 4),
         ("v4:2x2x4", 4, 4, 16),
         ("v5e:1x1", 1, 1, 1),

@@ -267,12 +267,40 @@ def test_stop_ends_the_requeueing_and_then_asks_the_steps_to_save(cloud, capsys)
         (["--time", "4:59"], "--time 4:59"),
         (["--time", "0-0:3"], "--time 0-0:3"),
         (["--time", "1-0", "--sbatch=--time=2"], "--time 2"),
+        (["--sbatch", "--array=1-3"], "--array=1-3"),
+        (["--", "--log.wandb", "online"], "WANDB_API_KEY"),
     ],
 )
-def test_refusals(cloud, capsys, options, named):
+def test_refusals(cloud, capsys, monkeypatch, options, named):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(cloud))  # where no key lies
     assert start(*options) == 2
     assert named in capsys.readouterr().err
     assert not (cloud / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus-per-node", "8"], "one for 8 GPUs"),
+        (["--gpus-per-node", "8", "--cpus-per-task", "64"], None),
+        (["--gpus-per-node", "8", "--sbatch=--exclusive"], None),
+        (["--config", "gpt2"], "124M parameters train on CPUs"),
+        (["--config", "gpt2", "--gpus-per-node", "8", "--cpus-per-task", "64"], "is relative"),
+    ],
+)
+def test_what_is_unwise_is_warned_of(cloud, capsys, options, said):
+    options = [*options, "--dry-run", "--price", "2"]
+    config = CONFIG
+    if options[0] == "--config":
+        config, options = options[1], options[2:]
+    assert launch("launch", "slurm", config, "--name", "x", "--workdir", "w", *options) == 0
+    lines = capsys.readouterr().err.splitlines()
+    if said is None:
+        assert not any("warning" in line for line in lines)
+    else:
+        assert any("warning" in line and said in line for line in lines)
+    assert ("8 x GPU, 16.00 an hour" in lines[-1]) == ("8" in options)
 
 
 @pytest.mark.parametrize("limit", ["6", "5:01", "1:00:00", "1-0", "0-0:6", "0", "UNLIMITED"])

@@ -468,10 +468,12 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
         (["--name", "-x"], 2, "--name"),
         (["--zone", "us-east5-a;rm"], 2, "--zone='us-east5-a;rm'"),
         (["--project", "a b"], 2, "--project='a b'"),
-        (["--accelerator", "h100-8"], 2, "--accelerator='h100-8'"),
+        (["--accelerator", "h100-8"], 2, "--accelerator h100-8"),
+        (["--accelerator", "h100:8"], 2, "--accelerator h100:8"),
+        (["--accelerator", "v5p:4x4x16"], 2, "--accelerator v5p:4x4x16"),  # v5p-512 is 4x8x8
         (["--accelerator", "v5p-15"], 2, "v5p-16, v5p-8, v5p-32"),
         (["--accelerator", "v5litepod-3"], 2, "v5litepod-4, v5litepod-8, v5litepod-1"),
-        (["--accelerator", "v6e-2"], 2, "--accelerator='v6e-2'"),
+        (["--accelerator", "v6e-2"], 2, "--accelerator v6e-2"),
         (["--accelerator", "v6e-8", "--queued", "--num-slices", "2"], 2, "8 chips of v6e"),
         (["--runtime-version", "v2 x"], 2, "--runtime-version='v2 x'"),
         (["--workdir", "runs/x"], 2, "--workdir='runs/x'"),
@@ -488,12 +490,47 @@ def test_a_dry_runs_script_writes_any_argument_as_it_is(tmp_path, capsys):
         (["--", "--global-batch-size", "12"], 1, "global_batch_size=12"),
         (["--", "--workdir", "x"], 2, "--workdir goes before --"),
         (["--", "--model.num-layer", "2"], 2, "--model.num-layers"),
+        (["--", "--log.wandb", "online"], 2, "wandb"),
+        (["--env", "WANDB_API_KEY", "--", "--log.wandb", "offline"], 2, "wandb"),
+        (["--", "--log.tensorboard", "True"], 2, "tensorboardX"),
     ],
 )
 def test_refusals(cloud, capsys, changed, code, named):
     assert launch(*with_options(START, changed)) == code
     assert named in capsys.readouterr().err
     assert not (cloud.folder / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reached"),
+    [
+        (["--data.path", "gs://bucket/tokens"], True),
+        (["--data.path", "/mnt/tokens"], False),
+        ([], False),  # gpt2's default is a relative directory
+        (["--setup", "SETUP", "--", "--data.path", "/mnt/tokens"], True),
+    ],
+)
+def test_tokens_that_the_hosts_do_not_have(cloud, capsys, options, reached):
+    setup = cloud.folder / "setup.sh"
+    setup.write_text("mount")
+    options = [str(setup) if word == "SETUP" else word for word in options]
+    options = options if "--" in options else ["--", *options]
+    start = [*START[:2], "gpt2:size=small,optimizer=mars", *START[3:], "--dry-run"]
+    assert launch(*with_options(start, options)) == (0 if reached else 2)
+    if not reached:
+        path = options[-1] if len(options) > 1 else "data/"
+        assert path in capsys.readouterr().err
+
+
+def test_a_type_is_also_named_by_its_chips_and_the_price_is_said(cloud, capsys):
+    words = ["--dry-run", "--price", "4.2"]
+    by_type, by_chips = ([*words, "--accelerator", name] for name in ("v5p-16", "v5p:2x2x2"))
+    shown = []
+    for changed in (by_type, by_chips):
+        assert launch(*with_options(START, changed)) == 0
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1]
+    assert "2 hosts, 8 x TPU v5p, 33.60 an hour" in shown[0].err
 
 
 @pytest.mark.slow

@@ -163,13 +163,16 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = short_config(tmp_path / "tokens", log=LogConfig(wandb="offline"))
     check_trackers(config.log, tmp_path)
-    trackers = open_trackers(config, tmp_path, 0, log=pytest.fail)
+    logged = []
+    trackers = open_trackers(config, tmp_path, 0, log=logged.append)
     with MetricsWriter(tmp_path, trackers=trackers) as writer:
         writer.write(0, {"eval/loss": 5.5})
         writer.write(1, {"train/loss": 5.25, "train/skipped": 0})
         writer.write(1, {"perf/step_time": float("nan")})
         writer.write(2, {"train/loss": 5.0})
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    (told,) = logged
+    assert f"wandb sync {path.parent}" in told
     found, deadline = {}, time.monotonic() + 30
     while not found and time.monotonic() < deadline:  # W&B's own process may still write the file
         for data in leveldb_records(path.read_bytes()):
@@ -182,7 +185,7 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert path.name == f"run-{run_id}.wandb"
     with MetricsWriter(
-        tmp_path, 2, trackers=open_trackers(config, tmp_path, 2, log=pytest.fail)
+        tmp_path, 2, trackers=open_trackers(config, tmp_path, 2, log=logged.append)
     ) as writer:
         writer.write(3, {"train/loss": 4.0})
     names = {path.name for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}

@@ -1,0 +1,97 @@
+"""What would fail on other machines only after they were asked for, and what is unwise there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from maxmars.config import (
+    DataConfig,
+    GPT2Config,
+    LogConfig,
+    MixtureConfig,
+    MixturePart,
+    TokenShardsConfig,
+    TrainConfig,
+)
+from maxmars.config.checks import UsageError
+from maxmars.launch.job import RunOptions, Source
+
+_PACKAGES = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
+_KEY = "WANDB_API_KEY"
+
+
+def token_directories(data: DataConfig) -> Iterator[str]:
+    """The directories of tokens that a config names."""
+    if isinstance(data, TokenShardsConfig):
+        yield data.path
+    elif isinstance(data, MixtureConfig):
+        yield from (part.path for part in data.parts if isinstance(part, MixturePart))
+
+
+def check_data_reach(
+    data: DataConfig, options: RunOptions, source: Source, *, mounts: Sequence[str], way: str
+) -> None:
+    """Check that machines elsewhere find the tokens: in a bucket, in the checkout that goes along,
+    or where `mounts` or the user's own --setup put them.
+
+    Raises:
+      UsageError: they do not; `way` says what would bring them there.
+    """
+    if options.setup is not None:
+        return
+    for path in token_directories(data):
+        is_mounted = any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
+        if not (path.startswith("gs://") or is_mounted or source.has(path)):
+            raise UsageError(
+                f"--data.path {path} is a directory of this machine, and nothing brings it to the "
+                f"hosts; name one in a bucket, such as gs://BUCKET/tokens, or {way}."
+            )
+
+
+def check_trackers_reach(log: LogConfig, options: RunOptions, *, has_package: bool) -> None:
+    """Check that machines elsewhere can report to the trackers that the run asks for.
+
+    Args:
+      log: of the run.
+      options: of the launch; what --setup installs and exports is not known here.
+      has_package: whether the hosts have what is installed here, or more.
+
+    Raises:
+      UsageError: a package or the key of Weights & Biases is missing there.
+    """
+    if options.setup is not None:
+        return
+    wanted = {"wandb": log.wandb is not None, "tensorboardX": log.tensorboard}
+    for package, field in _PACKAGES.items():
+        if wanted[package] and not has_package:
+            raise UsageError(
+                f"--{field} needs the package {package}, which the hosts do not get; install it "
+                "there by --setup FILE.sh, or leave it out."
+            )
+        if wanted[package] and importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"--{field} needs the package {package}, which is not installed here, and the run "
+                f"uses this Python: pip install {package}."
+            )
+    if log.wandb == "online" and _KEY not in options.env and not (has_package and _has_key()):
+        raise UsageError(
+            f"--log.wandb online needs a key, which the hosts do not have: set {_KEY} here and add "
+            f"--env {_KEY}, or take --log.wandb offline."
+        )
+
+
+def _has_key() -> bool:
+    """Whether Weights & Biases finds a key here."""
+    homes = (Path.home() / ".netrc", Path(os.environ.get("NETRC", "")))
+    return _KEY in os.environ or any(path.is_file() for path in homes)
+
+
+def parameters(config: TrainConfig) -> int:
+    """Parameters of a GPT-2, about; 0 of another model."""
+    model = config.model
+    if not isinstance(model, GPT2Config):
+        return 0
+    return model.embed_dim * (12 * model.num_layers * model.embed_dim + model.vocab_size)
