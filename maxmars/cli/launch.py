@@ -132,9 +132,9 @@ def _job(
             "--workdir goes before --, and the machines tell each process its place: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    if sources_in(parsed.config) != sources:
+    if (given := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
         raise UsageError(
-            f"the functions {', '.join(sources_in(parsed.config))} are not those that "
+            f"the functions {', '.join(given)} are not those that "
             f"{options.config} names, whose files go along; name them in the config file."
         )
     if chips:

@@ -17,7 +17,7 @@ from maxmars.config.checks import (
     Positive,
     require,
 )
-from maxmars.config.user_code import split_source, with_tuples
+from maxmars.config.user_code import Source, with_tuples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +311,8 @@ class SoapConfig(CheckedConfig):
 class OptaxConfig(CheckedConfig):
     """Any optax optimizer, made by a function of the user's own."""
 
-    make: str
-    """`FILE.py:NAME`, relative to the config file: the function is called as
+    make: Source | str
+    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
     `make(learning_rate, matrix_specs=..., mesh=..., **options)` and returns an optax
     transformation. `learning_rate` is the rate of the present step, a traced number;
     `matrix_specs` says which axes of a parameter form a matrix, and `mesh` is the device mesh."""
@@ -322,8 +322,9 @@ class OptaxConfig(CheckedConfig):
     """Peak learning rate; the schedule multiplies it."""
 
     def __post_init__(self) -> None:
+        make = Source.of(self.make, field="optimizer.make", example="my_optimizer.py:make")
+        object.__setattr__(self, "make", make)
         super().__post_init__()
-        split_source(self.make, field="optimizer.make", example="my_optimizer.py:make")
         options = with_tuples(self.options, "OptaxConfig.options")
         object.__setattr__(self, "options", options)
 

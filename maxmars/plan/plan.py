@@ -253,7 +253,7 @@ def print_plan(plan: Plan) -> None:
     chip = "fake CPU device" if topology.chip is None else topology.chip.name
     reason = None
     if isinstance(config.model, ModuleConfig):
-        model = f"model {config.model.make}"
+        model = f"model {config.model.make!r}"
     else:
         attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
         model = f"remat {config.model.remat}, attention {attention.implementation}"

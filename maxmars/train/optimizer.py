@@ -36,7 +36,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source, load_function
 from maxmars.distributed.sharding import RULES, like_params
 from maxmars.model.gpt2 import LAYERS
 from maxmars.model.language_model import (
@@ -189,7 +189,11 @@ def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
 def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> ParameterGroup:
     if isinstance(optimizer, OptaxConfig):  # what decays how, only its function knows
         return ParameterGroup(
-            kind=kind, rule=optimizer.make, learning_rate_scale=1.0, weight_decay=0.0, spec=spec
+            kind=kind,
+            rule=Source.of(optimizer.make).written,
+            learning_rate_scale=1.0,
+            weight_decay=0.0,
+            spec=spec,
         )
     decay = optimizer.weight_decay if _decays(optimizer, kind) else 0.0
     scale = 1.0

@@ -150,7 +150,7 @@ def test_text_is_generated_by_whole_forward_passes(trained):
 
 
 def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, capsys):
-    assert trained.config.make.startswith(str(run))
+    assert trained.config.make.file.startswith(str(run))
     with refused(ValueError, run / "checkpoints" / "4", "own_model.py:make", "GPT-2") as found:
         export_model(run, tmp_path / "out")
     assert "\n" not in str(found.value)
@@ -164,7 +164,6 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
     recorded = sha256_of(EXAMPLE)
     kept = copy / "sources" / "model" / EXAMPLE.name
     kept.write_text(kept.read_text() + "\nprint('it ran')\n")
-    kept.with_name(f"{kept.name}.sha256").unlink()
     questions = str(run.parent / "questions.jsonl")
     commands = (
         ["generate", str(copy), "--prompt", "the ", "--max-new-tokens", "3"],
@@ -185,8 +184,9 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
     assert "it ran" in capsys.readouterr().out
     main([*commands[-1], "--trust-code"])
     assert "one trajectory" in capsys.readouterr().out
-    (copy / "journal.jsonl").unlink()  # as in a run of before, which recorded nothing
-    assert load(copy).config == load(copy, trust_code=True).config
+    (copy / "journal.jsonl").unlink()
+    with refused(ValueError, recorded[:16]):  # which the checkpoint holds as well
+        load(copy)
 
 
 def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
@@ -225,8 +225,9 @@ def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
     assert kept.read_bytes() == Path(moved).read_bytes()
     with open(moved, "a") as file:
         file.write("\n# another text\n")
-    more = dataclasses.replace(config, num_steps=5)
-    with refused(ValueError, moved, kept, "--resume-overrides model.make"):
+    model = dataclasses.replace(model, make=f"{moved}:make")
+    more = dataclasses.replace(config, model=model, num_steps=5)
+    with refused(ValueError, moved, kept.parents[1], "--resume-overrides model.make"):
         train(more, tmp_path / "continued")
     done = train(more, tmp_path / "continued", resume_overrides=["model.make"])
     assert done.step == 5
