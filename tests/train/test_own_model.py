@@ -53,7 +53,7 @@ from maxmars.plan import get_topology, make_plan
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import matrix_specs, parameter_groups
+from maxmars.train.optimizer import matrix_specs
 from maxmars.train.step import init_train_state, make_train_step
 
 ROOT = Path(__file__).parents[2]
@@ -334,14 +334,13 @@ def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
 
 
 def test_the_names_of_the_axes_say_what_a_matrix_is():
-    groups = parameter_groups(SHAMPOO, OWN)
-    rules = {
-        jax.tree_util.keystr(path, simple=True, separator="."): (group.rule, group.kind)
-        for path, group in jax.tree.leaves_with_path(groups)
+    kinds = {
+        jax.tree_util.keystr(path, simple=True, separator="."): spec.kind
+        for path, spec in jax.tree.leaves_with_path(matrix_specs(OWN))
     }
     matrices = {f"blocks.{name}" for name in ("qkv", "out", "gate", "up", "down")}
-    assert {name for name, (rule, _) in rules.items() if rule == "mars-shampoo"} == matrices
-    tables = {name for name, (_, kind) in rules.items() if kind == "embedding"}
+    assert {name for name, kind in kinds.items() if kind == "matrix"} == matrices
+    tables = {name for name, kind in kinds.items() if kind == "embedding"}
     assert tables == {"embedding", "lm_head"}
     spec = matrix_specs(OWN)["blocks"]["qkv"]
     assert spec == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
