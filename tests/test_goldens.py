@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from maxmars.config import load_config, to_dict
 from maxmars.distributed.sharding import AXES, RULES
 from maxmars.model.language_model import graph_and_abstract_params, logical_axes, num_parameters
-from maxmars.train.optimizer import make_schedule, parameter_groups
+from maxmars.train.optimizer import make_schedule, matrix_specs
 
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
@@ -79,11 +79,10 @@ def spec_on(mesh_shape, axes, shape):
     return f"{'x'.join(map(str, local))} {tuple(spec)}"
 
 
-def group_columns(group):
-    spec = group.spec
+def columns_of(spec, rule):
     axes = "/".join("".join(map(str, a)) or "-" for a in (spec.batch, spec.rows, spec.cols))
-    rate = f"lr*{group.learning_rate_scale:g}"
-    return [group.kind, axes, group.rule, rate, f"{group.weight_decay:g}"]
+    rate = f"lr*{rule.learning_rate_scale:g}"
+    return [spec.kind, axes, rule.name, rate, f"{rule.weight_decay:g}"]
 
 
 def recipe(config):
@@ -104,8 +103,11 @@ def recipe(config):
 
 def groups(config):
     """What an optimizer does with each parameter."""
-    found = leaves(parameter_groups(config.optimizer, config.model))
-    return {path: "  ".join(group_columns(group)) for path, group in found}
+    specs = leaves(matrix_specs(config.model))
+    return {
+        path: "  ".join(columns_of(spec, config.optimizer.rule_of(spec.kind)))
+        for path, spec in specs
+    }
 
 
 def changes(old, new):

@@ -27,7 +27,9 @@ from jax.sharding import SingleDeviceSharding
 
 import maxmars
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
+from maxmars.checkpoint.journal import recorded_code, with_recorded
 from maxmars.config import ModelConfig, TrainConfig, from_dict
+from maxmars.config.user_code import sources_in
 from maxmars.distributed import files, processes
 from maxmars.distributed.workdir import CHECKPOINTS
 
@@ -416,6 +418,8 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     if version < FORMAT_VERSION:  # other fields than the model's may have had other names
         config = config.get("model", config)
     config = from_dict(config)
+    if any(source.sha256 is None for source in sources_in(config)):  # of an older maxmars
+        config = with_recorded(config, recorded_code(path.parent.parent))
     model = config.model if isinstance(config, TrainConfig) else config
     # What does not tell the tokens had examples of one length alone.
     all_tokens = meta["data_position"] * model.max_seq_len

@@ -25,8 +25,8 @@ from maxmars.launch.beforehand import (
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
     Job,
+    PackedCheckout,
     RunOptions,
-    Source,
     check_shared_workdir,
     log,
     pack,
@@ -131,7 +131,7 @@ def _job(
     slices: int = 1,
     network_size: int = 1,
     prolog: Path | None = None,
-    check: Callable[[TrainConfig, Source], None],
+    check: Callable[[TrainConfig, PackedCheckout], None],
 ) -> Job:
     """The run, checked as `maxmars train` would, and by `check`: before anything is rented."""
     sources = sources_in(load_config(options.config))
@@ -145,9 +145,9 @@ def _job(
             "--workdir goes before --, and the machines tell each process its place: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    if sources_in(parsed.config) != sources:
+    if (given := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
         raise UsageError(
-            f"the functions {', '.join(sources_in(parsed.config))} are not those that "
+            f"the functions {', '.join(given)} are not those that "
             f"{options.config} names, whose files go along; name them in the config file."
         )
     if chips:
@@ -179,7 +179,7 @@ def _start_tpu(options: TpuOptions, train: tuple[str, ...]) -> int:
     workdir = check_shared_workdir(options.workdir)
     chips, slices = options.num_chips, options.num_slices
 
-    def check(config: TrainConfig, source: Source) -> None:
+    def check(config: TrainConfig, source: PackedCheckout) -> None:
         way = "mount or copy it by --setup FILE.sh"
         check_data_reach(config.data, options, source, mounts=(), way=way)
         check_trackers_reach(config.log, options, has_package=False)
@@ -250,7 +250,7 @@ def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
     slices, shape = options.num_slices, options.slice
     chips, size = slices * shape.num_devices, shape.network_size
 
-    def check(config: TrainConfig, source: Source) -> None:
+    def check(config: TrainConfig, source: PackedCheckout) -> None:
         mounts = [claim.partition(":")[2] for claim in options.claim]
         way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
         if options.patch is None:  # which may mount anything
@@ -273,7 +273,7 @@ def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
     size = options.gpus_per_node
     chips, prolog = options.nodes * size, options.prolog
 
-    def check(config: TrainConfig, source: Source) -> None:
+    def check(config: TrainConfig, source: PackedCheckout) -> None:
         if prolog is None:
             check_trackers_reach(config.log, options, has_package=True)
         for path in token_directories(config.data):

@@ -19,6 +19,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from maxmars.config.checks import expected, fits
 from maxmars.config.load import did_you_mean
+from maxmars.config.user_code import Source
 
 
 def _whole(word: str) -> int:
@@ -67,6 +68,20 @@ def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         instance_from_str=read,
         is_instance=lambda value: fits(value, info.type),
         str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A function of the user's own: a text, of which the config makes a `Source` here, so that its
+    path is relative to where it is typed."""
+    if Source not in _kinds(info.type):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FILE.py:NAME",
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: isinstance(value, Source),
+        str_from_instance=lambda source: [source.written],
     )
 
 
@@ -155,5 +170,6 @@ def _kinds(hint: Any) -> list[Any]:
 
 VALUES = ConstructorRegistry()
 VALUES.primitive_rule(_one_value)
+VALUES.primitive_rule(_own_function)
 VALUES.primitive_rule(_several_values)
 VALUES.primitive_rule(_named_values)

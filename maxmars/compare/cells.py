@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import maxmars
+from maxmars.checkpoint.journal import with_recorded
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
-from maxmars.config.user_code import sources_in, split_source, with_sources
+from maxmars.config.user_code import Source, sources_in, with_sources
 from maxmars.distributed.files import (
     json_number,
     read_json,
@@ -215,7 +216,7 @@ def code_of(config: TrainConfig) -> dict[str, str]:
     Raises:
       FileNotFoundError: one is gone.
     """
-    paths = {split_source(source)[0] for source in sources_in(config)}
+    paths = {Path(source.file) for source in sources_in(config)}
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
 
 
@@ -275,12 +276,12 @@ def with_kept_code(config: TrainConfig, contender: str, workdir: Path) -> TrainC
     """
     code = stored_code(workdir).get(contender, {})
 
-    def place(source: str) -> str:
-        path, name = split_source(source)
+    def place(source: Source) -> Source:
+        path = Path(source.file)
         digest = code.get(str(path), "")
         for candidate in (path, _kept(path, digest, workdir)):
             if _has_digest(candidate, digest):
-                return f"{candidate}:{name}"
+                return dataclasses.replace(source, file=str(candidate), sha256=digest)
         raise FileNotFoundError(
             f"{path} is not the file that {contender} was trained with (SHA-256 {digest}), and "
             f"{workdir / _SOURCES} holds no copy of that."
@@ -301,9 +302,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
     for contender in comparison.contenders:
         check_code(contender, code, workdir)
         before = stored.get(contender.name, contender.config)
-        own = code_of(contender.config), code.get(contender.name, {})
-        rows = [r for r in _differences(contender.config, before) if not _is_same_code(r, *own)]
-        if rows:
+        if rows := _differences(contender.config, before):
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
             raise ValueError(
                 f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
@@ -327,14 +326,6 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
     }
     write_json(workdir / COMPARISON, fields)
     _keep_code(code, workdir)
-
-
-def _is_same_code(
-    row: tuple[str, object, object], now: Mapping[str, str], before: Mapping[str, str]
-) -> bool:
-    """Whether a field names the same function of the same file, by another path."""
-    (path, _, name), (other, _, theirs) = (str(value).rpartition(":") for value in row[1:])
-    return name == theirs and path in now and now[path] == before.get(other)
 
 
 def read_comparison(workdir: Path) -> Comparison:
@@ -522,7 +513,12 @@ def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult
 
 def _stored_configs(workdir: Path) -> dict[str, TrainConfig]:
     """The configs of all contenders that the comparison in `workdir` has or had, by name."""
-    return {name: from_dict(c) for name, c in _read_fields(workdir).get("configs", {}).items()}
+    fields = _read_fields(workdir)
+    code = fields.get("code", {})
+    return {
+        name: with_recorded(from_dict(config), code.get(name, {}))
+        for name, config in fields.get("configs", {}).items()
+    }
 
 
 def _damaged(workdir: Path) -> ValueError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxmars.config.checks import CheckedConfig, NotNegative, Positive, require
-from maxmars.config.user_code import split_source, with_tuples
+from maxmars.config.user_code import Source, with_tuples
 
 Order = Literal["shuffled", "sequential", "random_windows"]
 Packing = Literal["none", "split", "best_fit"]
@@ -84,8 +84,8 @@ class PythonSourcesConfig(TokenOptions):
 class GrainSource(CheckedConfig):
     """A function of the user's own that returns a Grain dataset of training windows."""
 
-    source: str
-    """`FILE.py:NAME`, relative to the config file: the function is called as
+    source: Source | str
+    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
     `windows(split=..., length=..., **options)` and returns a finite `grain.MapDataset`. Elements
     are integer arrays of `length` + 1 tokens, or dicts of such arrays: `tokens`, and any of `mask`
     (which tokens count as targets: booleans, or floats from 0 to 1 that weight their losses),
@@ -100,8 +100,8 @@ class GrainSource(CheckedConfig):
     thread."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", Source.of(self.source))
         super().__post_init__()
-        split_source(self.source)
         # So that a run that continues finds them unchanged.
         options = with_tuples(self.options, f"{type(self).__name__}.options")
         object.__setattr__(self, "options", options)

@@ -7,7 +7,6 @@ annotated with the `Literal` of its values, or with `str` where any text is allo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import inspect
 import re
@@ -17,12 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxmars.config.checks import UsageError
-from maxmars.config.data import DataConfig, GrainSource, MixtureConfig, MixturePart
 from maxmars.config.errors import in_words
-from maxmars.config.model import ModuleConfig
-from maxmars.config.optimizer import OptaxConfig
 from maxmars.config.train import TrainConfig
-from maxmars.config.user_code import import_file
+from maxmars.config.user_code import Source, import_file, relative_to, with_sources
 
 _ROOM = Path(__file__).parent
 
@@ -69,34 +65,19 @@ def load_config(spec: str) -> TrainConfig:
     path, text = find_config(spec)
     get_config = _get_config(path)
     arguments = _chosen(path, text, get_config)
-    with _in_config_file():
+    with _in_config_file(path):
         config = get_config(**arguments)
     if not isinstance(config, TrainConfig):
         raise UsageError(
             f"get_config of {path} returned a {type(config).__name__}; "
             "it must return a TrainConfig."
         )
-    # What a config file names is relative to it.
-    model, optimizer = config.model, config.optimizer
-    if isinstance(model, ModuleConfig):
-        model = dataclasses.replace(model, make=str(path.parent / model.make))
-    if isinstance(optimizer, OptaxConfig):
-        optimizer = dataclasses.replace(optimizer, make=str(path.parent / optimizer.make))
-    data = _sources_in(config.data, path.parent)
-    return dataclasses.replace(config, model=model, data=data, optimizer=optimizer)
-
-
-def _sources_in(data: DataConfig | MixturePart | GrainSource, folder: Path) -> Any:
-    if isinstance(data, MixtureConfig):
-        parts = tuple(_sources_in(part, folder) for part in data.parts)
-        return dataclasses.replace(data, parts=parts)
-    if isinstance(data, GrainSource):
-        return dataclasses.replace(data, source=str(folder / data.source))
-    return data
+    # A constant of a file that did not run again has the digest of then.
+    return with_sources(config, Source.as_it_is)
 
 
 def _get_config(path: Path) -> Callable[..., Any]:
-    with _in_config_file():
+    with _in_config_file(path):
         get_config = getattr(import_file(path), "get_config", None)
     if not callable(get_config):
         raise UsageError(
@@ -107,14 +88,16 @@ def _get_config(path: Path) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _in_config_file() -> Generator[None]:
-    """Tell every exception of a config file in one line, with its line there, as wrong usage.
+def _in_config_file(path: Path) -> Generator[None]:
+    """What a config file names is relative to it, and each of its exceptions is told in one line,
+    with its line there, as wrong usage.
 
     Also one that shows its trace elsewhere, such as NameError: who edits a config file for a run
     has a typing error there more often than a bug.
     """
     try:
-        yield
+        with relative_to(path.parent):
+            yield
     except Exception as error:
         raise UsageError(in_words(error)) from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxmars.config.checks import CheckedConfig, Count, Positive, require
-from maxmars.config.user_code import split_source, with_tuples
+from maxmars.config.user_code import Source, with_tuples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ class GPT2Config(CheckedConfig):
 class ModuleConfig(CheckedConfig):
     """Any language model, made by a function of the user's own."""
 
-    make: str
-    """`FILE.py:NAME`, relative to the config file: the function is called as
+    make: Source | str
+    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
     `make(rngs=..., vocab_size=..., max_seq_len=..., **options)` and returns a Flax NNX module. See
     `train/README.md` for what the trainer asks of the module."""
     # Not hashed, as a dict cannot be; configs are still compared by it.
@@ -127,8 +127,9 @@ class ModuleConfig(CheckedConfig):
     compute_dtype = remat = document_end_id = None
 
     def __post_init__(self) -> None:
+        make = Source.of(self.make, field="model.make", example="my_model.py:make")
+        object.__setattr__(self, "make", make)
         super().__post_init__()
-        split_source(self.make, field="model.make", example="my_model.py:make")
         taken = {"rngs", "vocab_size", "max_seq_len"} & self.options.keys()
         require(
             not taken,

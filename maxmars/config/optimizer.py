@@ -1,5 +1,6 @@
 """One config class for each optimizer; `train/optimizer.py` makes optax optimizers of them.
 
+What each does with a kind of parameter its `rule_of` says: the update, tables and plans follow it.
 Fields named `vector_*` concern norms and biases; embeddings follow the class's docstring.
 """
 
@@ -17,7 +18,29 @@ from maxmars.config.checks import (
     Positive,
     require,
 )
-from maxmars.config.user_code import split_source, with_tuples
+from maxmars.config.user_code import Source, with_tuples
+
+Kind = Literal["matrix", "embedding", "vector"]
+"""What a parameter is: the kernel of a linear layer, an embedding, or a norm's scale or a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """What an optimizer does with a kind of parameter."""
+
+    name: str
+    learning_rate_scale: float | None = 1.0
+    """The learning rate, as a multiple of the peak rate times the schedule. None: only the user's
+    own function knows."""
+    weight_decay: float | None = 0.0
+    """Decoupled weight decay. None: only the user's own function knows."""
+    orthogonalizes: bool = False
+    """Whether it needs whole matrices."""
+
+
+def _one_rule(name: str, weight_decay: float, kind: Kind) -> UpdateRule:
+    """The rule of an optimizer that has one, and decays the matrices of linear layers alone."""
+    return UpdateRule(name=name, weight_decay=weight_decay if kind == "matrix" else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +58,10 @@ class AdamWConfig(CheckedConfig):
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
 
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("adamw", self.weight_decay, kind)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NAdamWConfig(CheckedConfig):
@@ -51,6 +78,10 @@ class NAdamWConfig(CheckedConfig):
     """Added to the root of the second moment."""
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("nadamw", self.weight_decay, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +111,10 @@ class AdEMAMixConfig(CheckedConfig):
             0 < self.b1 <= self.b3,
             f"AdEMAMixConfig.b1={self.b1} must be positive and at most b3={self.b3}.",
         )
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("ademamix", self.weight_decay, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +206,24 @@ class MarsConfig(CheckedConfig):
             f"shampoo or m, which orthogonalise, but it is {self.variant}.",
         )
 
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        orthogonalizes = self.variant in ("shampoo", "m")
+        if kind == "vector" and self.optimize_vectors:
+            return UpdateRule(name="mars-lion" if self.variant == "lion" else "mars-adamw")
+        decays = kind == "matrix" or self.decay_embeddings
+        decay = self.weight_decay if decays else 0.0
+        by_adamw = orthogonalizes and kind == "embedding" and self.embeddings == "adamw"
+        if kind == "vector" or by_adamw:
+            return UpdateRule(
+                name="adamw",
+                learning_rate_scale=self.vector_learning_rate_scale,
+                weight_decay=self.vector_weight_decay if kind == "vector" else decay,
+            )
+        return UpdateRule(
+            name=f"mars-{self.variant}", weight_decay=decay, orthogonalizes=orthogonalizes
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(CheckedConfig):
@@ -228,6 +281,18 @@ class MuonConfig(CheckedConfig):
             f"MuonConfig.momentum={self.momentum} must lie between 0 and 1.",
         )
 
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        decays = kind == "matrix" or self.decay_embeddings
+        decay = self.weight_decay if decays else 0.0
+        if kind == "matrix" or (kind == "embedding" and self.embeddings == "orthogonalize"):
+            return UpdateRule(name="muon", weight_decay=decay, orthogonalizes=True)
+        return UpdateRule(
+            name="adamw",
+            learning_rate_scale=self.vector_learning_rate_scale,
+            weight_decay=self.vector_weight_decay if kind == "vector" else decay,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig(CheckedConfig):
@@ -241,6 +306,10 @@ class LionConfig(CheckedConfig):
     """Decay of the momentum."""
     weight_decay: NotNegative[float] = 1.0
     """Decoupled weight decay of the linear layers' matrices."""
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("lion", self.weight_decay, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +326,10 @@ class AdoptConfig(CheckedConfig):
     """Lower bound of the root of the second moment."""
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("adopt", self.weight_decay, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +349,10 @@ class SophiaConfig(CheckedConfig):
     """Decoupled weight decay of the linear layers' matrices."""
     update_hessian_every: Count[int] = 10
     """Updates between estimates."""
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        return _one_rule("sophia", self.weight_decay, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,13 +383,23 @@ class SoapConfig(CheckedConfig):
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of embeddings, norms and biases."""
 
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        if kind == "matrix":
+            return UpdateRule(name="soap", weight_decay=self.weight_decay)
+        return UpdateRule(
+            name="adamw",
+            learning_rate_scale=self.vector_learning_rate_scale,
+            weight_decay=self.vector_weight_decay,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptaxConfig(CheckedConfig):
     """Any optax optimizer, made by a function of the user's own."""
 
-    make: str
-    """`FILE.py:NAME`, relative to the config file: the function is called as
+    make: Source | str
+    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
     `make(learning_rate, matrix_specs=..., mesh=..., **options)` and returns an optax
     transformation. `learning_rate` is the rate of the present step, a traced number;
     `matrix_specs` says which axes of a parameter form a matrix, and `mesh` is the device mesh."""
@@ -322,10 +409,16 @@ class OptaxConfig(CheckedConfig):
     """Peak learning rate; the schedule multiplies it."""
 
     def __post_init__(self) -> None:
+        make = Source.of(self.make, field="optimizer.make", example="my_optimizer.py:make")
+        object.__setattr__(self, "make", make)
         super().__post_init__()
-        split_source(self.make, field="optimizer.make", example="my_optimizer.py:make")
         options = with_tuples(self.options, "OptaxConfig.options")
         object.__setattr__(self, "options", options)
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """Its own one; what decays how, only the function knows."""
+        name = Source.of(self.make).written
+        return UpdateRule(name=name, learning_rate_scale=None, weight_decay=None)
 
 
 OptimizerConfig = (

@@ -40,7 +40,7 @@ def hide(value: Any, name: str = "") -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        changes = {n: new for n, old in fields.items() if (new := hide(old, n)) != old}
+        changes = {n: new for n, old in fields.items() if (new := hide(old, n)) is not old}
         return dataclasses.replace(value, **changes) if changes else value
     if isinstance(value, Mapping):
         return {key: hide(item, f"{name}.{key}") for key, item in value.items()}

@@ -25,6 +25,7 @@ from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptimizerConfig
 from maxmars.config.secrets import hide
+from maxmars.config.user_code import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +308,9 @@ def from_dict(value: Any) -> Any:
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]
+    for field_name in ("make", "source"):  # in records of before: text, without the file's digest
+        if isinstance(fields.get(field_name), str):
+            fields[field_name] = Source.parse(fields[field_name])
     fields.pop("cache_dir", None)  # of data, before tokens were read from buckets
     unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
     if unknown:
@@ -330,7 +334,7 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
             return {str(i): item for i, item in enumerate(value)}
-        if not dataclasses.is_dataclass(value):
+        if not dataclasses.is_dataclass(value) or isinstance(value, Source):
             return {}
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
 

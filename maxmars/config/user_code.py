@@ -2,16 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
 import math
 import sys
 import types
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from maxmars.config.errors import about
+
+
+@dataclass(frozen=True, repr=False)
+class Source:
+    """A function in a Python file of the user's own.
+
+    Two are equal if function and text are; where the file lies does not count.
+    """
+
+    file: str = field(compare=False)
+    function: str
+    sha256: str | None
+    """Of the file's text when the config was made, in hex. None if there was no such file, or in a
+    record of an older maxmars."""
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "source", example: str = "my_data.py:f") -> Source:
+        """The function that `FILE.py:NAME` names, its file unread; an error says field and example.
+
+        Raises:
+          ValueError: it is not written so.
+        """
+        file, colon, function = text.rpartition(":")
+        if not colon or not file.endswith(".py") or not function.isidentifier():
+            raise ValueError(
+                f"{field}={text!r} must name a file and a function in it, as {example}."
+            )
+        return cls(file=file, function=function, sha256=None)
+
+    @classmethod
+    def of(
+        cls, source: Source | str, *, field: str = "source", example: str = "my_data.py:f"
+    ) -> Source:
+        """`parse` of a text, with the digest of its file. In a config file the path is relative to
+        that file (`relative_to`), elsewhere to the working directory."""
+        if not isinstance(source, str):
+            return source
+        found = cls.parse(source, field=field, example=example)
+        return dataclasses.replace(found, file=str(_FOLDER.get() / found.file)).as_it_is()
+
+    def as_it_is(self) -> Source:
+        """The same function with the digest of the text that the file has now."""
+        path = Path(self.file)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        return dataclasses.replace(self, sha256=digest)
+
+    def text(self) -> bytes:
+        """The text of the file when the config was made. What was read once stays, so that a file
+        may be edited while a run goes on.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: the file has changed.
+        """
+        digest = self.sha256 or self.as_it_is().sha256
+        if digest is None:
+            raise FileNotFoundError(
+                f"there is no file {self.file}; a path in a config file is relative to the config "
+                "file."
+            )
+        return _read(Path(self.file), digest)
+
+    @property
+    def written(self) -> str:
+        """`FILE.py:NAME`, as a user writes it."""
+        return f"{self.file}:{self.function}"
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+    def __str__(self) -> str:
+        return f"{self.written} (SHA-256 {(self.sha256 or 'unknown')[:16]})"
+
+
+@functools.cache
+def _read(path: Path, sha256: str) -> bytes:
+    text = path.read_bytes()
+    found = hashlib.sha256(text).hexdigest()
+    if found != sha256:
+        raise ValueError(
+            f"{path} has changed since the config was made: its SHA-256 is {found[:16]}, and was "
+            f"{sha256[:16]}. Undo the change, or start again."
+        )
+    return text
+
+
+_FOLDER = contextvars.ContextVar("folder of the config file that is loaded", default=Path())
+
+
+@contextlib.contextmanager
+def relative_to(folder: Path) -> Generator[None]:
+    """Within it, what names a file of the user's own is relative to this folder."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def sources_in(config: Any) -> list[Source]:
+    """The functions of the user's own that a config or a part of one names."""
+    if isinstance(config, Source):
+        return [config]
+    if dataclasses.is_dataclass(config):
+        config = tuple(getattr(config, field.name) for field in dataclasses.fields(config))
+    return [s for part in config for s in sources_in(part)] if isinstance(config, tuple) else []
+
+
+def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
+    """A config or a part of one with `change(source)` for each of `sources_in`."""
+    if isinstance(config, Source):
+        return change(config)
+    if isinstance(config, tuple):
+        return tuple(with_sources(part, change) for part in config)
+    if not sources_in(config):
+        return config
+    names = [field.name for field in dataclasses.fields(config)]
+    return dataclasses.replace(
+        config, **{name: with_sources(getattr(config, name), change) for name in names}
+    )
+
+
+def load_function(source: Source | str, *, field: str = "source") -> Callable[..., Any]:
+    """The function that a source is; its file is run. An error says `field`.
+
+    Raises:
+      FileNotFoundError, ValueError: see `Source.text`, or the file has no such function. Any other
+        exception was raised by the file's own code.
+    """
+    source = Source.of(source, field=field)
+    path = Path(source.file)
+    with about(f"{field}={source!r}"):
+        text = source.text()
+    function = getattr(_run(path.resolve(), str(path), text), source.function, None)
+    if not callable(function):
+        raise ValueError(f"{field}={source!r}: {path} has no function {source.function!r}.")
+    return function
 
 
 def import_file(path: Path) -> types.ModuleType:
@@ -42,72 +183,6 @@ def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
         raise ValueError(f"{shown}:{error.lineno}: {error.msg}: {line}") from error
     exec(code, module.__dict__)
     return module
-
-
-def split_source(
-    source: str, *, field: str = "source", example: str = "my_data.py:windows"
-) -> tuple[Path, str]:
-    """The file and the function of `FILE.py:NAME`; an error names the field and the example.
-
-    Raises:
-      ValueError: it is not written so.
-    """
-    file, colon, name = source.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{field}={source!r} must name a file and a function in it, as {example}.")
-    return Path(file), name
-
-
-def load_function(source: str, *, field: str = "source") -> Callable[..., Any]:
-    """The function that `FILE.py:NAME` names; its file is run. An error names the field.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it has no such function. Any other exception was raised by the file's own code.
-    """
-    path, name = split_source(source, field=field)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{field}={source!r}: there is no file {path}; a path in a config file is relative to "
-            "the config file."
-        )
-    function = getattr(import_file(path), name, None)
-    if not callable(function):
-        raise ValueError(f"{field}={source!r}: {path} has no function {name!r}.")
-    return function
-
-
-def sources_in(config: Any) -> list[str]:
-    """The functions of the user's own that a config or a part of one names, as `FILE.py:NAME`."""
-    if isinstance(config, tuple):
-        return [source for part in config for source in sources_in(part)]
-    if not dataclasses.is_dataclass(config):
-        return []
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = [value for name, value in values.items() if name in ("source", "make")]
-    return [*found, *(source for value in values.values() for source in sources_in(value))]
-
-
-def text_digests(config: Any) -> dict[str, str | None]:
-    """SHA-256, in hex, of the file of each of `sources_in`, by `FILE.py:NAME` without its
-    directory; None where there is no such file."""
-    digests: dict[str, str | None] = {}
-    for source in sources_in(config):
-        path, name = split_source(source)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        digests[f"{path.name}:{name}"] = digest
-    return digests
-
-
-def with_sources(config: Any, change: Callable[[str], str]) -> Any:
-    """A config or a part of one with `change(source)` for each of `sources_in`."""
-    if isinstance(config, tuple):
-        return tuple(with_sources(part, change) for part in config)
-    if not dataclasses.is_dataclass(config):
-        return config
-    values = {f.name: with_sources(getattr(config, f.name), change) for f in fields(config)}
-    values |= {name: change(values[name]) for name in ("source", "make") if name in values}
-    return dataclasses.replace(cast(Any, config), **values)
 
 
 def with_tuples(options: Any, name: str) -> Any:

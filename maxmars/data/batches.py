@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -31,7 +30,6 @@ from maxmars.config import (
     PythonSourcesConfig,
     TrainConfig,
 )
-from maxmars.config.user_code import split_source
 from maxmars.data.formats import examine, open_examined
 from maxmars.data.own_data import TYPES, OwnData, Types
 from maxmars.data.packing import PackedStream, read_plan
@@ -96,11 +94,6 @@ class SplitTokens:
     def tokenizer(self) -> str:
         """Name of the tokenizer, which is that of all streams."""
         return self.first.tokenizer
-
-    @property
-    def sources(self) -> list[Path]:
-        """The Python files of data of the user's own."""
-        return [split_source(s.source)[0] for s in self.streams if isinstance(s, OwnData)]
 
     @property
     def in_bucket(self) -> bool:

@@ -18,7 +18,7 @@ from jaxtyping import Int32, Int64
 
 from maxmars.config import GrainSource, ModelConfig
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function, split_source
+from maxmars.config.user_code import Source, load_function
 
 Batch = dict[str, np.ndarray]
 """Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
@@ -61,8 +61,9 @@ class OwnData:
 
     def __init__(self, config: GrainSource, split: str, model: ModelConfig) -> None:
         """Open the dataset, and read its first element."""
-        self.source, self.split, self.tokenizer = config.source, split, config.tokenizer
-        self.directory = Path(config.source)
+        self.source = Source.of(config.source)
+        self.split, self.tokenizer = split, config.tokenizer
+        self.directory = Path(self.source.written)
         self.length, self.vocab_size = model.max_seq_len, model.vocab_size
         self._options = reveal(config.options, "data.options")
         self._dataset: Any = self._open()
@@ -102,9 +103,9 @@ class OwnData:
     def digest(self) -> str:
         """SHA-256, in hex, over the text of the source, its options, the length and number of the
         windows, and the first and the last one."""
-        path, name = split_source(self.source)
-        told = [name, self._options, self.split, self.length, len(self), self.tokenizer]
-        sha = hashlib.sha256(path.read_bytes() + json.dumps(told, sort_keys=True).encode())
+        name, options = self.source.function, self._options
+        told = [name, options, self.split, self.length, len(self), self.tokenizer]
+        sha = hashlib.sha256(self.source.text() + json.dumps(told, sort_keys=True).encode())
         for number in (0, len(self) - 1):
             for array_name, array in sorted(self._element(number).items()):
                 sha.update(array_name.encode() + array.tobytes())

@@ -17,7 +17,8 @@ PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of e
 TOKENIZER = "tokenizer"  # of the data, for `generate`, `eval` and `export`
 SOURCES = "sources"  # files of the user's own: of the data here, and of
 MODEL_SOURCE = "sources/model"  # the model and
-OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer there, each with its SHA-256
+OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer there; the config has the SHA-256 of each
+KEPT_SOURCES = {SOURCES: "data", MODEL_SOURCE: "model", OPTIMIZER_SOURCE: "optimizer"}
 
 # What happened. Files of lines only grow, but for the lines of steps that are made again.
 JOURNAL = "journal.jsonl"  # what each session began with, saved and ended with; train/journal.py

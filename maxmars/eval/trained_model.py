@@ -23,11 +23,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
-from maxmars.checkpoint.journal import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
-from maxmars.config.user_code import split_source
+from maxmars.config.user_code import Source
 from maxmars.data import tokenizer as tokenizers
 from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
@@ -36,12 +35,10 @@ from maxmars.distributed.files import (
     cache_directory,
     is_remote,
     naming,
-    read_text,
     require_access,
     resolve,
     write_bytes,
     write_json,
-    write_text,
 )
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
@@ -203,51 +200,36 @@ class RunTarget:
         if isinstance(config, GPT2Config):
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
-        path, name = split_source(config.make)
+        source = Source.of(config.make)
+        path = Path(source.file)
         kept = self.workdir / MODEL_SOURCE / path.name
         if not kept.exists():
             kept = path
         if not self.trust_code and kept.is_file():
-            check_code(kept, config.make, self.workdir)
+            check_code(kept, source)
         if is_remote(kept):
             text = kept.read_bytes()
             kept = cache_directory() / "models" / hashlib.sha256(text).hexdigest() / path.name
             write_bytes(kept, text)
-        return dataclasses.replace(config, make=f"{kept}:{name}")
+        source = dataclasses.replace(source, file=str(kept))
+        return dataclasses.replace(config, make=source.as_it_is())
 
     def name(self, step: int) -> str:
         """Name of the model at a step, for people."""
         return f"{self.workdir.name}, step {step}"
 
 
-def keep_source(source: Path, folder: Workdir) -> None:
-    """Copy a file of the user's into a folder of a run, with its SHA-256 beside it."""
-    content, kept = source.read_bytes(), folder / source.name
-    write_bytes(kept, content)
-    line = f"{hashlib.sha256(content).hexdigest()}  {kept.name}\n"
-    write_text(kept.with_name(f"{kept.name}.sha256"), line)
-
-
-def kept_sha256(kept: Workdir) -> str | None:
-    """The SHA-256, in hex, that a kept file must have; None where none is recorded."""
-    words = (read_text(kept.with_name(f"{kept.name}.sha256")) or "").split()
-    return words[0] if words else None
-
-
-def check_code(kept: Workdir, source: str, workdir: Workdir) -> None:
+def check_code(kept: Workdir, source: Source) -> None:
     """Compare a file of a run's own code with the SHA-256 that the run recorded of it, if it did.
 
     Args:
       kept: the file, before it runs.
-      source: the function in it, as the run's config names it, `FILE.py:NAME`.
-      workdir: of the run.
+      source: the function in it, by the run's config.
 
     Raises:
       ValueError: they differ.
     """
-    name = split_source(source)[1]
-    recorded = recorded_code(workdir).get(f"{kept.name}:{name}") or kept_sha256(kept)
-    found = hashlib.sha256(kept.read_bytes()).hexdigest()
+    recorded, found = source.sha256, hashlib.sha256(kept.read_bytes()).hexdigest()
     if recorded is not None and recorded != found:
         raise ValueError(
             f"{kept} is damaged: its SHA-256 is {found[:16]}, and that of the code which the run "

@@ -17,7 +17,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.checks import UsageError
-from maxmars.launch.job import RunOptions, Source
+from maxmars.launch.job import PackedCheckout, RunOptions
 
 _PACKAGES = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
 _KEY = "WANDB_API_KEY"
@@ -32,7 +32,12 @@ def token_directories(data: DataConfig) -> Iterator[str]:
 
 
 def check_data_reach(
-    data: DataConfig, options: RunOptions, source: Source, *, mounts: Sequence[str], way: str
+    data: DataConfig,
+    options: RunOptions,
+    source: PackedCheckout,
+    *,
+    mounts: Sequence[str],
+    way: str,
 ) -> None:
     """Check that machines elsewhere find the tokens: in a bucket, in the checkout that goes along,
     or where `mounts` or the user's own --setup put them.

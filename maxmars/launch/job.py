@@ -28,8 +28,9 @@ from tyro.conf import Positional, arg
 import maxmars
 from maxmars.config.checkout import COMMIT, git_commit
 from maxmars.config.checks import CheckedConfig, NotNegative, Positive, UsageError
+from maxmars.config.errors import about
 from maxmars.config.load import find_config
-from maxmars.config.user_code import split_source
+from maxmars.config.user_code import Source
 
 CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
@@ -96,7 +97,7 @@ class RunOptions(CheckedConfig):
 
 
 @dataclass(frozen=True)
-class Source:
+class PackedCheckout:
     """A packed checkout."""
 
     archive: bytes
@@ -131,7 +132,7 @@ class Job:
     """A training run to start."""
 
     name: str
-    source: Source
+    source: PackedCheckout
     workdir: str
     train_arguments: tuple[str, ...]
     """The words after CONFIG and --workdir on the command line of `maxmars train`."""
@@ -151,17 +152,17 @@ class Job:
 def pack(
     config: str,
     *,
-    sources: Sequence[str] = (),
+    sources: Sequence[Source] = (),
     setup: Path | None = None,
     prolog: Path | None = None,
     include: Sequence[str] = (),
     root: Path | None = None,
-) -> Source:
+) -> PackedCheckout:
     """Pack a checkout: the files that git tracks or would track, as they are now, and its commit.
 
     Args:
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
-      sources: the functions of the user's own that the config names, `FILE.py:NAME`; their files
+      sources: the functions of the user's own that the config names; their files
         keep their places beside the config file.
       setup: a bash script to pack, which runs on every host.
       prolog: another, which a batch script sources.
@@ -193,17 +194,15 @@ def pack(
     contents[name] = path.read_bytes()
     named = {name, *include}
     for source in sources:
-        file = split_source(source)[0]
         folder = Path(name).parent
-        place = os.path.normpath(folder / os.path.relpath(file, found.parent))
+        place = os.path.normpath(folder / os.path.relpath(source.file, found.parent))
         if place.startswith("..") or not (inside or Path(place).is_relative_to(folder)):
             raise ValueError(
                 f"source={source!r} lies outside of what goes along to other machines; move it "
                 f"into the folder of {found}."
             )
-        if not file.is_file():
-            raise FileNotFoundError(f"source={source!r}: there is no file {file}.")
-        contents[place] = file.read_bytes()
+        with about(f"source={source!r}"):
+            contents[place] = source.text()
         named.add(place)
     secrets = [name for name in files if name not in named and _is_secret(name, contents[name])]
     if secrets:
@@ -228,7 +227,7 @@ def pack(
             f"the checkout {root} has over {_MAX_BYTES // 1_000_000} MB of files that git does not "
             f"ignore, the largest {largest}; list what the run does not need in .gitignore."
         )
-    return Source(
+    return PackedCheckout(
         archive=_archive(contents),
         config=f"{name}:{choices}" if choices else name,
         setup=None if setup is None else _SETUP,

@@ -40,19 +40,13 @@ def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
     for (path, leaf), spec, *row in zip(flat, specs, *values, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         shape = "x".join(map(str, leaf.shape)) or "1"
-        rows.append([name, shape, _kind(spec), _matrix(spec, leaf.shape), *map(str, row)])
+        rows.append([name, shape, spec.kind, _matrix(spec, leaf.shape), *map(str, row)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _kind(spec: MatrixSpec) -> str:
-    if not spec.is_matrix:
-        return "vector"
-    return "embedding" if spec.embedding else "matrix"
 
 
 def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:

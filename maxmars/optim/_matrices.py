@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,13 @@ class MatrixSpec:
     def is_matrix(self) -> bool:
         """Whether this describes matrices, not vectors."""
         return bool(self.rows)
+
+    @property
+    def kind(self) -> Literal["matrix", "embedding", "vector"]:
+        """What this describes, by which optimizers choose a rule."""
+        if not self.is_matrix:
+            return "vector"
+        return "embedding" if self.embedding else "matrix"
 
     @property
     def inner(self) -> tuple[int, ...]:

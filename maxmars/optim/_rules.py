@@ -146,10 +146,7 @@ def by_kind(
     names = {rule: name for name, rule in reversed(list(rules.items()))}
 
     def label(spec: MatrixSpec) -> str:
-        kind = "matrix" if spec.is_matrix else "vector"
-        if spec.is_matrix and spec.embedding and "embedding" in rules:
-            kind = "embedding"
-        return names[rules[kind]]
+        return names[rules.get(spec.kind, rules["matrix"])]
 
     def labels(params: Tree) -> Any:
         return jax.tree.map(label, resolve_specs(matrix_specs, params))

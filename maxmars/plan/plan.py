@@ -46,7 +46,7 @@ from maxmars.plan.roofline import (
 )
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import slow_network_warning
-from maxmars.train.optimizer import matrix_specs, parameter_groups, summarize_rules
+from maxmars.train.optimizer import matrix_specs, summarize_rules, update_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +234,12 @@ def _exchange(config: TrainConfig, params: Any, mesh: Mesh) -> Orthogonalization
     optimizer = config.optimizer
     if not isinstance(optimizer, MarsConfig | MuonConfig):
         return None
-    groups = jax.tree.leaves(parameter_groups(optimizer, config.model))
+    rules = jax.tree.leaves(update_rules(optimizer, config.model))
     specs = jax.tree.leaves(matrix_specs(config.model, qkv=optimizer.qkv, mesh=mesh))
     found = [
         (leaf, spec)
-        for leaf, group, spec in zip(jax.tree.leaves(params), groups, specs, strict=True)
-        if group.rule in ("mars-shampoo", "mars-m", "muon")
+        for leaf, rule, spec in zip(jax.tree.leaves(params), rules, specs, strict=True)
+        if rule.orthogonalizes
     ]
     if not found:
         return None
@@ -256,7 +256,7 @@ def print_plan(plan: Plan) -> None:
     chip = "fake CPU device" if topology.chip is None else topology.chip.name
     reason = None
     if isinstance(config.model, ModuleConfig):
-        model = f"model {config.model.make}"
+        model = f"model {config.model.make!r}"
     else:
         attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
         model = f"remat {config.model.remat}, attention {attention.implementation}"

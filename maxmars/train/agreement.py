@@ -16,11 +16,10 @@ import jax
 
 from maxmars.checkpoint.environment import package_digest, package_versions
 from maxmars.config import TrainConfig, to_dict
-from maxmars.config.user_code import text_digests
 from maxmars.distributed import processes
 from maxmars.train.init_from import InitFrom
 
-_PATHS = ("path", "hellaswag_path")  # hosts may keep the same files at different places
+_PATHS = ("path", "hellaswag_path", "file")  # hosts may keep the same files at different places
 _MOST_NAMED = 4
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
 
@@ -60,8 +59,6 @@ def _facts(
     config: TrainConfig, init_from: InitFrom | None, resume_overrides: Sequence[str]
 ) -> dict[str, Any]:
     facts: dict[str, Any] = dict(_leaves(to_dict(config)))
-    for name, digest in text_digests(config).items():
-        facts[f"the text of {name}"] = digest and digest[:16]
     facts["--init-from"] = "absent" if init_from is None else "given"
     facts["--init-optimizer-state"] = init_from is not None and init_from.optimizer_state
     facts["--resume-overrides"] = ",".join(sorted(resume_overrides)) or None
@@ -80,7 +77,5 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, child in items:
             yield from _leaves(child, f"{name}.{key}" if name else str(key))
-    elif last in ("source", "make"):
-        yield name, str(value).rpartition(":")[2]
     else:
         yield name, value

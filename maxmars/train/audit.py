@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from flax.traverse_util import unflatten_dict
 from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load, load_arrays, read
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since
-from maxmars.checkpoint.journal import Line, hash_of, read_journal
+from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import (
@@ -32,17 +33,14 @@ from maxmars.config import (
     LogConfig,
     TrainConfig,
     differences,
-    from_dict,
 )
-from maxmars.config.user_code import sources_in, split_source, text_digests
+from maxmars.config.user_code import sources_in
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.sharding import training_mesh
 from maxmars.distributed.workdir import (
     JOURNAL,
-    MODEL_SOURCE,
-    OPTIMIZER_SOURCE,
-    SOURCES,
+    KEPT_SOURCES,
     SUMMARY,
 )
 from maxmars.eval.trained_model import check_code
@@ -197,12 +195,11 @@ def audit(
 
 def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
     """Compare the user's own files that a run keeps with the SHA-256 that it recorded of each."""
-    parts = {MODEL_SOURCE: config.model, OPTIMIZER_SOURCE: config.optimizer, SOURCES: config.data}
-    for folder, part in parts.items():
-        for source in sources_in(part):
-            kept = workdir / folder / split_source(source)[0].name
+    for folder, part in KEPT_SOURCES.items():
+        for source in sources_in(getattr(config, part)):
+            kept = workdir / folder / Path(source.file).name
             if kept.is_file():
-                check_code(kept, source, workdir)
+                check_code(kept, source)
 
 
 def _check_links(chain: Sequence[Line]) -> list[str]:
@@ -321,7 +318,7 @@ def _changes(began: Sequence[Line]) -> list[str]:
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
-        then, config = (from_dict(line["config"]) for line in (before, after))
+        then, config = map(config_of, (before, after))
         if then.global_batch_size != config.global_batch_size:
             found.append(
                 f"global_batch_size {then.global_batch_size} -> {config.global_batch_size}"
@@ -360,14 +357,12 @@ def _replay(
         raise ValueError(
             f"--replay {count}: config or code changed on the way, at step {when}; take another K."
         )
-    config = from_dict(began["config"])
-    here = text_digests(config)
-    for name, there in began["own_code"].items():
-        if here.get(name) not in (there, None):
+    config = config_of(began)
+    for source in sources_in(config):
+        if source.as_it_is().sha256 not in (source.sha256, None):
             raise ValueError(
-                f"--replay {count}: steps {first + 1} to {last} were made with another text of "
-                f"{name} (SHA-256 {there[:16]}) than is there now; put that text there, or take "
-                "another K."
+                f"--replay {count}: steps {first + 1} to {last} were made with another text than "
+                f"is there now of {source}; put that text there, or take another K."
             )
     log(f"computing steps {first + 1} to {last} again")
     found = _digest_after(directory, began, config, first, last, log)
@@ -385,7 +380,7 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
     before does not count."""
 
     def of_steps(began: Line) -> TrainConfig:
-        config = from_dict(began["config"])
+        config = config_of(began)
         return dataclasses.replace(
             config,
             num_steps=last,
@@ -399,10 +394,7 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
     for began in began_in(chain):
         if began["step"] <= first:
             makers = [began]
-        elif began["step"] < last and (
-            began["own_code"] != makers[-1]["own_code"]
-            or differences(of_steps(makers[-1]), of_steps(began))
-        ):
+        elif began["step"] < last and differences(of_steps(makers[-1]), of_steps(began)):
             makers.append(began)
     return makers
 

@@ -15,9 +15,9 @@ The fields of all lines are `kind`, `time`, `step`, `seconds` (of the session so
 and `before`. Besides,
 
 * `began` has `start` (of the process, seconds since 1970), `digest` and `position` of the state and
-  the data that the session has, `command`, `config`, `data` (their digest), `own_code` (SHA-256 of
-  the user's files), `environment`, `init_from` (the origin of the run's weights; None for random
-  ones) and `earlier`, which says that the steps before have the records of an older maxmars;
+  the data that the session has, `command`, `config`, `data` (their digest), `environment`,
+  `init_from` (the origin of the run's weights; None for random ones) and `earlier`, which says that
+  the steps before have the records of an older maxmars;
 * `saved` has `digest`, `position`, `tokens` and `metrics`, a digest of the metrics since the line
   before;
 * `ended` has `done` (all steps and evaluations are made) and `metrics`.
@@ -37,8 +37,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxmars.checkpoint.journal import Line, hash_of, read_journal
-from maxmars.config import differences, from_dict
+from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
+from maxmars.config import differences
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, json_number, read_json
 from maxmars.distributed.workdir import JOURNAL, METRICS, OLD_ORIGIN
@@ -236,7 +236,7 @@ def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
     """The fields that changed from session to session of a trajectory, in words, by step."""
     found = {}
     for before, after in itertools.pairwise(began_in(lines)):
-        rows = differences(from_dict(before["config"]), from_dict(after["config"]))
+        rows = differences(config_of(before), config_of(after))
         if rows:
             found[after["step"]] = ", ".join(f"{name} {a} -> {b}" for name, a, b in rows)
     return found

@@ -1,15 +1,15 @@
-"""Config to optimizer: the kind of each parameter, and its update rule, rate and weight decay.
+"""Config to optimizer: the matrix of each parameter, and the optax optimizer of them all.
 
-The kind of a parameter, its matrix and its part of the model follow from the names of its axes
-(`model.logical_axes`), never from its number of dimensions or its path.
+The matrix of a parameter, its kind and its part of the model follow from the names of its axes
+(`model.logical_axes`), never from its number of dimensions or its path; its rule, rate and weight
+decay from its kind (`rule_of` of the optimizer's config).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from maxmars.config import (
     SophiaConfig,
     TrainConfig,
 )
+from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, like_params
@@ -54,35 +55,6 @@ from maxmars.optim import (
     sophia,
 )
 from maxmars.optim.nnx import stacked
-
-Kind = Literal["linear", "embedding", "vector"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterGroup:
-    """How one parameter is optimized."""
-
-    kind: Kind
-    """`linear`: the kernel of a linear layer; `embedding`; `vector`: a norm's scale, or a bias."""
-    rule: str
-    """Name of the update rule."""
-    learning_rate_scale: float
-    """The parameter's learning rate, as a multiple of the peak rate times the schedule."""
-    weight_decay: float
-    """Decoupled weight decay."""
-    spec: MatrixSpec
-    """Which axes make its matrix, or its stack of matrices or vectors."""
-
-
-def parameter_kinds(config: ModelConfig) -> Any:
-    """The kind of each parameter, as a nested dict of strings."""
-
-    def kind(spec: MatrixSpec) -> Kind:
-        if spec.embedding:
-            return "embedding"
-        return "linear" if spec.is_matrix else "vector"
-
-    return jax.tree.map(kind, matrix_specs(config))
 
 
 def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
@@ -163,85 +135,29 @@ def _matrix(axes: tuple[str | None, ...], keys: tuple[Any, ...]) -> _Axes:
     )
 
 
-def parameter_groups(optimizer: OptimizerConfig, model: ModelConfig) -> Any:
-    """The `ParameterGroup` of each parameter, as a nested dict."""
-    return jax.tree.map(
-        lambda kind, spec: _group(optimizer, kind, spec),
-        parameter_kinds(model),
-        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
-    )
-
-
-def _decays(optimizer: OptimizerConfig, kind: Kind) -> bool:
-    """Whether a kind of parameter decays: by `weight_decay`, or by a `vector_weight_decay`."""
-    match optimizer:
-        case MarsConfig():
-            embedding, vector = optimizer.decay_embeddings, not optimizer.optimize_vectors
-        case MuonConfig():
-            embedding, vector = optimizer.decay_embeddings, True
-        case SoapConfig():
-            embedding, vector = True, True
-        case _:
-            embedding, vector = False, False
-    return {"linear": True, "embedding": embedding, "vector": vector}[kind]
-
-
-def _group(optimizer: OptimizerConfig, kind: Kind, spec: MatrixSpec) -> ParameterGroup:
-    if isinstance(optimizer, OptaxConfig):  # what decays how, only its function knows
-        return ParameterGroup(
-            kind=kind, rule=optimizer.make, learning_rate_scale=1.0, weight_decay=0.0, spec=spec
-        )
-    decay = optimizer.weight_decay if _decays(optimizer, kind) else 0.0
-    scale = 1.0
-    match optimizer:
-        case AdamWConfig():
-            rule = "adamw"
-        case NAdamWConfig():
-            rule = "nadamw"
-        case AdEMAMixConfig():
-            rule = "ademamix"
-        case LionConfig():
-            rule = "lion"
-        case AdoptConfig():
-            rule = "adopt"
-        case SophiaConfig():
-            rule = "sophia"
-        case SoapConfig() if kind == "linear":
-            rule = "soap"
-        case SoapConfig():
-            rule, scale = "adamw", optimizer.vector_learning_rate_scale
-            decay = optimizer.vector_weight_decay
-        case MarsConfig(variant="adamw" | "lion" as variant) if kind != "vector":
-            rule = f"mars-{variant}"
-        case MarsConfig() if kind == "linear":
-            rule = f"mars-{optimizer.variant}"
-        case MarsConfig(embeddings="orthogonalize") if kind == "embedding":
-            rule = f"mars-{optimizer.variant}"
-        case MarsConfig(optimize_vectors=True) if kind == "vector":
-            rule = "mars-lion" if optimizer.variant == "lion" else "mars-adamw"
-        case MuonConfig() if kind == "linear":
-            rule = "muon"
-        case MuonConfig(embeddings="orthogonalize") if kind == "embedding":
-            rule = "muon"
-        case MarsConfig() | MuonConfig():
-            rule, scale = "adamw", optimizer.vector_learning_rate_scale
-            decay = optimizer.vector_weight_decay if kind == "vector" else decay
-    return ParameterGroup(
-        kind=kind, rule=rule, learning_rate_scale=scale, weight_decay=decay, spec=spec
-    )
+def update_rules(optimizer: OptimizerConfig, model: ModelConfig) -> Any:
+    """The `UpdateRule` of each parameter, as a nested dict."""
+    return jax.tree.map(lambda spec: optimizer.rule_of(spec.kind), matrix_specs(model))
 
 
 def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
     """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay."""
     _, params = graph_and_abstract_params(model)
-    groups = parameter_groups(optimizer, model)
-    own = isinstance(optimizer, OptaxConfig)
+    rules = update_rules(optimizer, model)
+
+    def column(field: str) -> Any:
+        def cell(rule: UpdateRule) -> Any:
+            value = getattr(rule, field)
+            return "its own" if value is None else value
+
+        return jax.tree.map(cell, rules)
+
     return describe(
         params,
-        jax.tree.map(lambda group: group.spec, groups),
-        rule=jax.tree.map(lambda group: group.rule, groups),
-        rate=jax.tree.map(lambda group: "its own" if own else group.learning_rate_scale, groups),
-        decay=jax.tree.map(lambda group: "its own" if own else group.weight_decay, groups),
+        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
+        rule=column("name"),
+        rate=column("learning_rate_scale"),
+        decay=column("weight_decay"),
     )
 
 
@@ -249,9 +165,9 @@ def summarize_rules(optimizer: OptimizerConfig, model: ModelConfig) -> str:
     """The size of each rule, such as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
     _, params = graph_and_abstract_params(model)
     sizes: dict[str, int] = {}
-    groups = jax.tree.leaves(parameter_groups(optimizer, model))
-    for leaf, group in zip(jax.tree.leaves(params), groups, strict=True):
-        sizes[group.rule] = sizes.get(group.rule, 0) + leaf.size
+    rules = jax.tree.leaves(update_rules(optimizer, model))
+    for leaf, rule in zip(jax.tree.leaves(params), rules, strict=True):
+        sizes[rule.name] = sizes.get(rule.name, 0) + leaf.size
     return ", ".join(f"{rule} for {size:,}" for rule, size in sizes.items()) + " parameters"
 
 
@@ -272,7 +188,7 @@ def make_optimizer(
       batch_tokens: tokens a step, by which Sophia scales its estimate of the Hessian.
       mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
     """
-    decays = jax.tree.map(lambda kind: _decays(optimizer, kind), parameter_kinds(model))
+    decays = jax.tree.map(lambda rule: bool(rule.weight_decay), update_rules(optimizer, model))
     match optimizer:
         case AdamWConfig():
             tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
@@ -506,19 +422,19 @@ PARTS = ("embedding", "attention", "mlp", "vector")
 def parameter_parts(config: ModelConfig) -> Any:
     """The part of each parameter, one of `PARTS`, as a nested dict."""
 
-    def part(kind: str, axes: tuple[str | None, ...]) -> str:
-        if kind != "linear":
-            return kind
+    def part(spec: MatrixSpec, axes: tuple[str | None, ...]) -> str:
+        if spec.kind != "matrix":
+            return spec.kind
         return "attention" if "heads" in axes else "mlp"
 
-    return jax.tree.map(part, parameter_kinds(config), logical_axes(config))
+    return jax.tree.map(part, matrix_specs(config), logical_axes(config))
 
 
 def learning_rate_scales(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
     parts = jax.tree.leaves(parameter_parts(model))
-    groups = dict(zip(parts, jax.tree.leaves(parameter_groups(optimizer, model)), strict=True))
-    scales = {part: groups[part].learning_rate_scale for part in PARTS if part in groups}
+    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, model)), strict=True))
+    scales = {part: rules[part].learning_rate_scale or 1.0 for part in PARTS if part in rules}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 
 

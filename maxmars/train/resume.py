@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,25 +22,21 @@ from maxmars.checkpoint.digest import leaf_types
 from maxmars.checkpoint.environment import device_kinds
 from maxmars.config import (
     GPT2Config,
-    ModuleConfig,
-    OptaxConfig,
     ScheduleConfig,
     SophiaConfig,
     TrainConfig,
     differences,
     to_dict,
 )
-from maxmars.config.user_code import split_source
+from maxmars.config.user_code import Source
 from maxmars.distributed.files import Workdir
-from maxmars.distributed.workdir import MODEL_SOURCE, OPTIMIZER_SOURCE
-from maxmars.eval.trained_model import kept_sha256
+from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import abstract_train_state
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
-_SOURCES = {"model.make": MODEL_SOURCE, "optimizer.make": OPTIMIZER_SOURCE}
 _MAY_CHANGE = (
     "name",
     "num_steps",
@@ -119,12 +114,6 @@ def continued_config(
     rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
-    if isinstance(config.model, ModuleConfig) and isinstance(stored.model, ModuleConfig):
-        before, now = stored.model.make, config.model.make
-        rows = _without_same_source(saved, rows, "model.make", before, now, overrides)
-    if isinstance(config.optimizer, OptaxConfig) and isinstance(stored.optimizer, OptaxConfig):
-        before, now = stored.optimizer.make, config.optimizer.make
-        rows = _without_same_source(saved, rows, "optimizer.make", before, now, overrides)
     if rows:
         _check_changes(saved, rows, config, mesh, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
@@ -196,47 +185,6 @@ def rounding_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str |
     return f"since step {saved.step}: {', '.join(changes)}; {effect}"
 
 
-def _without_same_source(
-    saved: Checkpoint,
-    rows: Sequence[tuple[str, Any, Any]],
-    field: str,
-    stored: str,
-    make: str,
-    overrides: Sequence[str],
-) -> list[tuple[str, Any, Any]]:
-    """The changed fields without the path of the user's file: its text decides, which the working
-    directory keeps.
-
-    Args:
-      saved: the newest checkpoint.
-      rows: the changed fields.
-      field: `model.make` or `optimizer.make`.
-      stored: its value in the checkpoint.
-      make: its value now.
-      overrides: see `continued_config`.
-
-    Raises:
-      ValueError: the text has changed, and `overrides` do not say that it may.
-    """
-    workdir = saved.path.parent.parent
-    (before, old_name), (path, name) = split_source(stored), split_source(make)
-    kept = workdir / _SOURCES[field] / before.name
-    recorded = kept_sha256(kept)
-    if not path.is_file() or (recorded is None and not kept.is_file()):
-        return list(rows)
-    # The kept file may be damaged, and is then written anew; a damaged record decides nothing.
-    text = path.read_bytes()
-    same = recorded == hashlib.sha256(text).hexdigest()
-    same |= kept.is_file() and kept.read_bytes() == text
-    if not same and field not in overrides:
-        raise ValueError(
-            f"{workdir} was trained with another text of {path}, which it keeps in {kept}; "
-            "continue with that text, choose another --workdir, or change it on purpose with "
-            f"--resume-overrides {field}."
-        )
-    return [row for row in rows if row[0] != field or name != old_name]
-
-
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields and groups in a result of `to_dict`."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -275,6 +223,8 @@ def _check_changes(
     else:
         problem = f"--resume-overrides cannot change {differing}: {misfit}"
     way_out = "Continue it with its own values, or choose another --workdir"
+    if any(isinstance(old, Source) for _, old, _ in rows):
+        way_out = f"{workdir / SOURCES} keeps the code of before. {way_out}"
     if misfit is None:
         wanted = ",".join([*overrides, *refused])
         way_out += f", or change on purpose with --resume-overrides {wanted}"

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +20,10 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.config import GPT2Config, ModuleConfig, OptaxConfig, TrainConfig, differences, to_dict
+from maxmars.config import GPT2Config, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
-from maxmars.config.user_code import split_source, text_digests
+from maxmars.config.user_code import sources_in
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification, own_share
@@ -34,16 +35,13 @@ from maxmars.distributed.workdir import (
     CONFIG,
     DATA,
     ENVIRONMENT,
-    MODEL_SOURCE,
-    OPTIMIZER_SOURCE,
+    KEPT_SOURCES,
     PARAMETERS,
-    SOURCES,
     TOKENIZER,
     VERIFIED,
     of_process,
 )
 from maxmars.eval.hellaswag import HellaSwagInLoop
-from maxmars.eval.trained_model import keep_source
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
 from maxmars.model.language_model import num_parameters
@@ -195,7 +193,6 @@ def open_run(
         "command": command,
         "config": to_dict(config),
         "data": checked.data_digest,
-        "own_code": text_digests(config),
         "environment": environment(checked.mesh),
         "earlier": start.checkpoint is not None and told is None,
     }
@@ -340,14 +337,9 @@ def lock(
         write_json(workdir / DATA, {"parts": tokens.describe()})
         table = describe_parameters(config.optimizer, config.model)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
-        if isinstance(config.model, ModuleConfig):
-            path, _ = split_source(config.model.make)
-            keep_source(path, workdir / MODEL_SOURCE)
-        if isinstance(config.optimizer, OptaxConfig):
-            path, _ = split_source(config.optimizer.make)
-            keep_source(path, workdir / OPTIMIZER_SOURCE)
-        for path in tokens.sources:
-            write_bytes(workdir / SOURCES / path.name, path.read_bytes())
+        for folder, part in KEPT_SOURCES.items():
+            for source in sources_in(getattr(config, part)):
+                write_bytes(workdir / folder / Path(source.file).name, source.text())
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -93,7 +93,7 @@ def resume_overrides(_):
 def other_text_of_the_own_optimizer(folder):
     path = write_run(folder / "edited", folder / "tokens") / "own.py"
     path.write_text(OWN.replace("sgd", "adam"))
-    return {}, [str(path.parent / "config.py")], "the text of own.py:make is"
+    return {}, [str(path.parent / "config.py")], "optimizer.make.sha256 is"
 
 
 def other_text_of_maxmars(folder):

@@ -10,6 +10,7 @@ from refusals import refused
 from maxmars.config.checkout import git_commit
 from maxmars.config.checks import UsageError
 from maxmars.config.chips import CHIPS, parse_shape
+from maxmars.config.user_code import Source
 from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
@@ -161,7 +162,7 @@ def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
     (checkout / "data.py").write_text("top")
 
     def packed(folder, *sources):
-        config, functions = folder / "mine.py", [f"{folder}/{source}" for source in sources]
+        config, functions = folder / "mine.py", [Source.of(f"{folder}/{s}") for s in sources]
         return names(pack(str(config), sources=functions, root=checkout))
 
     there = packed(checkout / "configs", "lib/data.py:f", "optim.py:make", "../data.py:f")

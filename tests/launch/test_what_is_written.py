@@ -11,7 +11,7 @@ import yaml
 from fake_cloud import launch
 from jobset_rules import problems
 
-from maxmars.launch.job import Job, Source
+from maxmars.launch.job import Job, PackedCheckout
 from maxmars.launch.tpu_vm import host_script
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
@@ -156,7 +156,7 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    source = Source(
+    source = PackedCheckout(
         archive=b"", config="configs/quickstart.py", setup="launch-setup.sh", num_files=1
     )
     words = ("--name", "it's mine")

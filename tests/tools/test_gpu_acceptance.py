@@ -165,7 +165,10 @@ def test_the_table_judges_every_goal(acceptance, capsys, tmp_path):
     assert "different devices" not in printed
     data = printed.split("roofline.py:")[1]
     assert "'H100 SXM': Calibration(measured='2026-12-01, NVIDIA H100 80GB HBM3, JAX 1'" in data
-    assert "arithmetic=((100000000, 0.5), (1600000000, 0.5)), memory=0.8, error=0.0, clock=1.0)" in data
+    assert (
+        "arithmetic=((100000000, 0.5), (1600000000, 0.5)), memory=0.8, error=0.0, clock=1.0)"
+        in data
+    )
     assert "tests-kernels: failed" in data
     assert "eval: left out" in data
 

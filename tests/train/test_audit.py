@@ -356,6 +356,8 @@ def test_steps_of_an_own_optimizer_are_replayed_only_with_the_text_that_made_the
     config = config_of(tmp_path, optimizer=optimizer)
     train(dataclasses.replace(config, num_steps=4), tmp_path / "run")
     own.write_text(OWN.replace("optax.adam(learning_rate)", "optax.adam(learning_rate, b1=0.8)"))
+    optimizer = OptaxConfig(make=f"{own}:make", learning_rate=1e-3)
+    config = dataclasses.replace(config, optimizer=optimizer)
     train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
     found = check(tmp_path / "run", replay=2)
     assert found.replayed == "steps 5 to 6, computed again: the same digest"

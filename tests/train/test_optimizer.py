@@ -1,4 +1,4 @@
-"""Kinds, matrices, groups and parts of parameters; the optimizer and schedule of a config."""
+"""Kinds, matrices, rules and parts of parameters; the optimizer and schedule of a config."""
 
 import dataclasses
 
@@ -12,6 +12,8 @@ from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
     AdEMAMixConfig,
+    AdoptConfig,
+    LionConfig,
     MarsConfig,
     MeshConfig,
     MuonConfig,
@@ -28,19 +30,18 @@ from maxmars.train.optimizer import (
     make_schedule,
     matrix_specs,
     named_norms,
-    parameter_groups,
-    parameter_kinds,
     parameter_parts,
+    update_rules,
 )
 from maxmars.train.step import init_train_state, make_train_step
 
 
 def test_kinds_follow_the_names_of_the_axes():
-    kinds = parameter_kinds(MODEL)
+    kinds = jax.tree.map(lambda spec: spec.kind, matrix_specs(MODEL))
     block = kinds["h"]
-    assert block["attn"]["c_attn"] == {"kernel": "linear", "bias": "vector"}
-    assert block["attn"]["c_proj"] == {"kernel": "linear", "bias": "vector"}
-    assert block["mlp"]["c_fc"] == {"kernel": "linear", "bias": "vector"}
+    assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
+    assert block["attn"]["c_proj"] == {"kernel": "matrix", "bias": "vector"}
+    assert block["mlp"]["c_fc"] == {"kernel": "matrix", "bias": "vector"}
     assert block["ln_1"] == {"scale": "vector", "bias": "vector"}
     assert kinds["wte"] == kinds["wpe"] == {"embedding": "embedding"}
 
@@ -68,38 +69,43 @@ def first_step(optimizer, params, grads):
         AdEMAMixConfig(),
         MarsConfig(),
         MarsConfig(optimize_vectors=True),
+        MarsConfig(variant="lion", decay_embeddings=True),
+        MarsConfig(variant="m", decay_embeddings=True),
+        MarsConfig(variant="shampoo", embeddings="orthogonalize"),
         MuonConfig(weight_decay=0.1, decay_embeddings=True, embeddings="orthogonalize"),
+        MuonConfig(weight_decay=0.1, vector_weight_decay=0.2),
+        LionConfig(),
+        AdoptConfig(),
     ],
 )
-def test_groups_say_what_the_optimizer_does(optimizer):
+def test_rules_say_what_the_optimizer_does(optimizer):
     # With zero gradients a step is the decay alone: p <- p (1 - rate * scale * decay).
     params = jax.tree.map(lambda x: x + 1, random_params(MODEL))
     after = jax.jit(first_step, static_argnums=0)(
         optimizer, params, jax.tree.map(np.zeros_like, params)
     )
-    groups = parameter_groups(optimizer, MODEL)
 
-    def check(before, after, group):
-        factor = 1 - 0.1 * group.learning_rate_scale * group.weight_decay
+    def check(before, after, rule):
+        factor = 1 - 0.1 * rule.learning_rate_scale * rule.weight_decay
         np.testing.assert_allclose(after, before * factor, rtol=1e-6)
 
-    jax.tree.map(check, params, after, groups)
+    jax.tree.map(check, params, after, update_rules(optimizer, MODEL))
 
 
-def test_groups_say_the_rates():
+def test_rules_say_the_rates():
     # Adam's first step has the size of the rate, wherever the gradient is not tiny.
     zeros, ones = (
         jax.tree.map(like, random_params(MODEL)) for like in (np.zeros_like, np.ones_like)
     )
     optimizer = MarsConfig(weight_decay=0.0, vector_weight_decay=0.0, clip_threshold=None)
     updates = jax.jit(first_step, static_argnums=0)(optimizer, zeros, ones)
-    groups = parameter_groups(optimizer, MODEL)
+    rules = update_rules(optimizer, MODEL)
     jax.tree.map(
-        lambda u, g: np.testing.assert_allclose(u, -0.1 * g.learning_rate_scale, rtol=1e-5),
+        lambda u, rule: np.testing.assert_allclose(u, -0.1 * rule.learning_rate_scale, rtol=1e-5),
         updates,
-        groups,
+        rules,
     )
-    assert groups["ln_f"]["scale"].learning_rate_scale == 0.5
+    assert rules["ln_f"]["scale"].learning_rate_scale == 0.5
 
 
 def test_ademamix_is_the_papers():

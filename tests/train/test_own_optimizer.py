@@ -1,6 +1,7 @@
 """Optimizers of the user's own: trained, continued, planned, and refused in one line."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from refusals import refused
 from tiny import MODEL, batch_of, first_difference, series, short_config
 from xla_flags import xla_flags
 
+from maxmars.checkpoint.reader import checksum
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
@@ -153,22 +155,45 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     assert first_difference(tmp_path / "package", tmp_path / "continued") is None
     assert len(losses(tmp_path / "continued")) == 3
     kept = tmp_path / "continued" / "sources" / "optimizer"
-    assert {path.name for path in kept.iterdir()} == {"own.py", "own.py.sha256"}
+    assert [path.name for path in kept.iterdir()] == ["own.py"]
     assert [path.name for path in kept.parent.iterdir()] == ["optimizer"]
 
     # The function's state is another now, as that of an optimizer of another version would be.
     changed = SOURCE.replace("optax.adamw(learning_rate, b1=b1, b2=b2", "optax.lion(learning_rate")
     Path(moved).write_text(changed)
-    more = dataclasses.replace(config, num_steps=4)
-    with refused(ValueError, moved, kept / "own.py", "--resume-overrides optimizer.make"):
+    own = OptaxConfig(make=f"{moved}:adamw", options={"b1": 0.9}, learning_rate=1e-2)
+    more = dataclasses.replace(config, optimizer=own, num_steps=4)
+    with refused(ValueError, moved, kept.parent, f"--init-from {tmp_path / 'continued'}"):
         train(more, tmp_path / "continued")
-    place = tmp_path / "continued" / "checkpoints" / "3"
-    misfit = "opt_state/0/nu/", f"--init-from {place}"
-    with refused(ValueError, *misfit):
+    with refused(ValueError, "opt_state/0/nu/", f"--init-from {tmp_path / 'continued'}"):
         train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
-    shutil.rmtree(kept)  # as in the directory of a run of before
-    with refused(ValueError, *misfit):
-        train(more, tmp_path / "continued")
+
+
+def test_a_run_of_an_older_maxmars_continues_with_its_text_alone(tmp_path, source):
+    """Its config names the function alone, and its journal, or a kept file, tells the text."""
+    own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
+    config = short_config(tmp_path / "tokens", optimizer=own, num_steps=1)
+    train(config, tmp_path / "run")
+    meta = tmp_path / "run" / "checkpoints" / "1" / "meta" / "data.json"
+    before = json.loads(meta.read_text())
+    digest = before["config"]["optimizer"]["make"]["sha256"]
+    before["config"]["optimizer"]["make"] = "elsewhere/own.py:adamw"
+    meta.write_text(json.dumps(before | {"checksum": checksum(before)}))
+    journal = tmp_path / "run" / "journal.jsonl"
+    began, *others = map(json.loads, journal.read_text().splitlines())
+    began["config"]["optimizer"]["make"] = "elsewhere/own.py:adamw"
+    shutil.copytree(tmp_path / "run", tmp_path / "with_a_file_alone")
+    began["own_code"] = {"own.py:adamw": digest}
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in (began, *others)))
+    shutil.rmtree(tmp_path / "run" / "sources")
+    Path(source).write_text(f"{SOURCE}\n# another text\n")
+    other = dataclasses.replace(own, make=f"{source}:adamw")
+    changed = dataclasses.replace(config, optimizer=other)
+    for run in ("run", "with_a_file_alone"):
+        with refused(ValueError, "--resume-overrides optimizer.make"):
+            train(changed, tmp_path / run)
+        train(config, tmp_path / run)
+        train(changed, tmp_path / run, resume_overrides=["optimizer.make"])
 
 
 def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
