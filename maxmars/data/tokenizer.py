@@ -41,6 +41,7 @@ _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION = "generation_config.json"
 _GPT2_CLASS = "GPT2Tokenizer"
+_STRIDE = 250_000  # characters
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
 
@@ -164,9 +165,8 @@ class GPT2Tokenizer(_BytesOfTokens):
     digest = _GPT2_DIGEST
     # GPT-2's pattern never joins a character that is no space to a space after it.
     cut_after = re.compile(r"[!-~](?=[ \n])")
-    # Its library fails where a million spaces come before another character. The pattern takes all
-    # of them but the last as one piece, so a cut there does not change the tokens.
-    _many_spaces = re.compile(r"[ \t\n\r]{500000,}(?=\S)")
+    # What tiktoken takes for white space, which is less than Python does.
+    _white_space = re.compile(r"[^\S\x1c-\x1f]+")
 
     def __init__(self, ranks: dict[bytes, int] | None = None) -> None:
         with needs_extra("hf"):
@@ -199,8 +199,16 @@ class GPT2Tokenizer(_BytesOfTokens):
         return _byte_level_json([*tokens, END_OF_TEXT.encode()], merges)
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
-        cuts = [0, *(match.end() - 1 for match in self._many_spaces.finditer(text)), len(text)]
-        parts = [self._encode(text[start:end]) for start, end in itertools.pairwise(cuts)]
+        # tiktoken fails where a million characters of white space come before another character.
+        # GPT-2's pattern takes all of them but the last as one piece, so a cut there does not
+        # change the tokens. Any run of twice the stride is met, and each is read once.
+        cuts, end = [0], 0
+        for start in range(_STRIDE, len(text), _STRIDE):
+            if start >= end and (run := self._white_space.match(text, start)):
+                end = run.end()
+                if start + 1 < end < len(text):
+                    cuts.append(end - 1)
+        parts = [self._encode(text[a:b]) for a, b in itertools.pairwise([*cuts, len(text)])]
         return np.concatenate(parts).astype(np.uint16)
 
     def _encode(self, text: str) -> np.ndarray:

@@ -119,14 +119,46 @@ def test_gpt2_tokens_of_odd_texts_do_not_change_either(gpt2):
     assert gpt2.cut_after.search("x" * 100) is None
 
 
-@pytest.mark.parametrize("last", [" ", "\n"])
-def test_gpt2_tokens_of_many_spaces(gpt2, last):
-    """The library fails at a million of them before another character."""
+def test_gpt2_tokens_are_those_of_its_library(gpt2):
+    """Of texts drawn at random, with runs of every kind of white space, long ones among them."""
     tiktoken = pytest.importorskip("tiktoken")
-    text = "some" + " \n" * 300_000 + last + "words"
-    assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode(text)
-    text = "é" + " " * 1_100_000 + last + "é"
-    assert gpt2.decode(gpt2.encode(text)) == text
+    reference, draw = tiktoken.get_encoding("gpt2"), random.Random(0)
+    spaces = [c for c in map(chr, range(0x3100)) if c.isspace()]
+    units = [
+        *spaces,
+        " \n",
+        "\u00a0 ",
+        "don't",
+        "a",
+        "7",
+        "...",
+        "é",
+        "數",
+        "🚀",
+        "\u200b",
+        "<|",
+        "\0",
+    ]
+    for longest in [5] * 1000 + [2000] * 30 + [300_000] * 2:
+        lengths = (int(longest ** draw.random()) for _ in range(12))
+        text = "".join(draw.choice(units) * length for length in lengths)
+        tokens = gpt2.encode(text)
+        assert tokens.tolist() == reference.encode_ordinary(text)
+        assert gpt2.decode(tokens) == text
+
+
+def test_long_runs_of_white_space_are_prepared_in_time(reference_dir, tmp_path):
+    """A million of them take a fraction of a second; what looks back at each would take hours."""
+    pytest.importorskip("tiktoken")
+    runs = [" ", "\u00a0", "\x1c", " \t\u3000\n"]
+    for number, run in enumerate(runs):
+        run *= 1_200_000 // len(run)
+        for place, text in {"in": f"a{run}b\n", "at the end": f"a{run}", "alone": run}.items():
+            (tmp_path / f"{number} {place}.txt").write_text(text)
+    command = [sys.executable, "-m", "maxmars", "data", "prepare", f"{tmp_path}/*.txt"]
+    command += [f"{tmp_path}/out", "--tokenizer", "gpt2", "--workers", "0"]
+    vocabulary = {"TIKTOKEN_CACHE_DIR": str(reference_dir / "data" / "tiktoken")}
+    subprocess.run(command, env=os.environ | vocabulary, check=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
