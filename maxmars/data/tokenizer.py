@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,50 @@ _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION = "generation_config.json"
 _GPT2_CLASS = "GPT2Tokenizer"
 _STRIDE = 250_000  # characters
+_WHITE_SPACE = re.compile(r"[\s\u2581]")  # U+2581 is SentencePiece's blank
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
 
 Tokens = Integer[np.ndarray, " tokens"]
 Pieces = Callable[[Tokens, bool], str]
 """From tokens, and whether they are the last, to the text that is certain now; see `pieces`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a tokenizer does not keep of texts, counted."""
+
+    characters: int = 0
+    """Of the texts, as the tokenizer's own normaliser leaves them."""
+    lost: int = 0
+    """Of these, what its tokens do not spell."""
+    tokens: int = 0
+    unknown: int = 0
+    """Of the tokens, those that stand for anything that is not in the vocabulary."""
+    example: str = ""
+    """A character that is lost."""
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(
+            characters=self.characters + other.characters,
+            lost=self.lost + other.lost,
+            tokens=self.tokens + other.tokens,
+            unknown=self.unknown + other.unknown,
+            example=self.example or other.example,
+        )
+
+    @property
+    def share(self) -> float:
+        """The part that is lost of the characters, or unknown of the tokens, if that is more."""
+        return max(self.lost / max(self.characters, 1), self.unknown / max(self.tokens, 1))
+
+    def __str__(self) -> str:
+        example = f" (such as {self.example!r})" if self.example else ""
+        return (
+            f"{self.lost / max(self.characters, 1):.2%} of {self.characters:,} characters"
+            f"{example} are lost, {self.unknown / max(self.tokens, 1):.2%} of {self.tokens:,} "
+            "tokens are unknown"
+        )
 
 
 @runtime_checkable
@@ -101,6 +140,10 @@ class Tokenizer(Protocol):
         """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         ...
 
+    def loss(self, text: str) -> Loss:
+        """What `decode(encode(text))` lacks of a text."""
+        ...
+
     def pieces(self) -> Pieces:
         """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
         tokens; what may still change with the next tokens is held back, unless they are the last.
@@ -122,6 +165,9 @@ class _BytesOfTokens:
         return lambda tokens, is_last: decoder.decode(
             b"".join(map(self._bytes_of, tokens.tolist())), is_last
         )
+
+    def loss(self, text: str) -> Loss:
+        return Loss(characters=len(text))  # there is a token for each byte
 
 
 class ByteTokenizer(_BytesOfTokens):
@@ -279,6 +325,37 @@ class JsonTokenizer:
             self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
             for known, run in runs
         )
+
+    def loss(self, text: str) -> Loss:
+        """Where characters stand does not count, since some decoders move white space."""
+        text = text.encode("utf-8", "replace").decode()
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        name, normalizer = self._tokenizer.id_to_token(self._unknown), self._tokenizer.normalizer
+        known = [
+            token
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token != self._unknown or text[start:end].strip() == name  # which is spelt out
+        ]
+        wanted = text if normalizer is None else normalizer.normalize_str(text)
+        wanted = _WHITE_SPACE.sub(" ", wanted).strip()  # some add a blank at its beginning
+        lost = Counter(wanted) - Counter(_WHITE_SPACE.sub(" ", self._decode(known)))
+        return Loss(
+            characters=len(wanted),
+            lost=lost.total(),
+            tokens=len(encoding.ids),
+            unknown=len(encoding.ids) - len(known),
+            example=next(iter(lost), ""),
+        )
+
+    @functools.cached_property
+    def _unknown(self) -> int:
+        """The token of what is not in the vocabulary; beyond it where there is none."""
+        model = self._tokenizer.model
+        if not hasattr(model, "unk_token"):  # Unigram
+            number = json.loads(self._content)["model"].get("unk_id")
+        else:
+            number = model.unk_token and self._tokenizer.token_to_id(model.unk_token)
+        return number if isinstance(number, int) else self.vocab_size
 
     def pieces(self) -> Pieces:
         from tokenizers.decoders import DecodeStream

@@ -200,6 +200,47 @@ def test_json_vocabulary(json_file):
     assert other.digest != tokenizer.digest
 
 
+def test_what_a_tokenizer_loses_is_counted(json_file, gpt2, tmp_path):
+    """Of texts drawn at random: nothing where there is a token for each byte, and else each
+    character that was not in the text that the tokenizer was trained on."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<|endoftext|>"], show_progress=False)
+    own.train_from_iterator(["the cat sat"], trainer)
+    own.save(str(tmp_path / "part.json"))
+    part, draw = load(tmp_path / "part.json"), random.Random(0)
+    for _ in range(300):
+        text = "x".join(
+            ["", *draw.choices(["a", " cat", "B", "é", "數", "\n", "🚀", "\0"], k=9), ""]
+        )
+        for tokenizer in (ByteTokenizer(), gpt2, load(json_file)):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+            assert tokenizer.loss(text).share == 0
+        loss, lost = part.loss(text), [c for c in text if c not in "the cats"]
+        assert (loss.lost, loss.unknown) == (len(lost), 0)
+        assert loss.example in lost
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+def test_unknown_tokens_are_counted(tmp_path, kind):
+    """But not where the text spells one out, as that of WikiText does."""
+    words = {"<|endoftext|>": 0, "<unk>": 1, "a": 2, "b": 3}
+    model = tokenizers.models.WordLevel(words, "<unk>")
+    if kind == "unigram":
+        model = tokenizers.models.Unigram([*((word, -1.0) for word in words), ("▁", -1.0)], 1)
+    own = tokenizers.Tokenizer(model)
+    own.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if kind == "unigram":
+        own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        own.decoder = tokenizers.decoders.Metaspace()
+    own.save(str(tmp_path / "words.json"))
+    tokenizer = load(tmp_path / "words.json")
+    assert tokenizer.loss("a b <unk> a").share == 0
+    loss = tokenizer.loss("a c <unk> a")
+    assert loss.lost >= loss.unknown == 1  # with the blank beside it where no decoder puts it
+
+
 # Words, beginnings and ends of words, characters in parts, and bytes that are no text.
 BYTES = [f"<0x{byte:02X}>" for byte in [*"中🚀A".encode(), 0xFF]]
 PARTS = ["<|endoftext|>", "▁the", "▁", "a", "##b", "é", ".", "n't", "end</w>", "\ufffd", *BYTES]
