@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--validation-fraction", type=float)
     parser.add_argument("--text-field")
     parser.add_argument("--task-bytes", type=int, help="text of a task, about")
+    parser.add_argument("--allow-lossy", action="store_true", help="see `data prepare --help-all`")
     given, beam_options = parser.parse_known_args()
     fraction = given.validation_fraction
     if fraction is None:
@@ -52,6 +53,7 @@ def main() -> None:
         source=given.source,
         validation_fraction=fraction,
         task_bytes=given.task_bytes,
+        allow_lossy=given.allow_lossy,
     )
     preparation.begin()
     with beam.Pipeline(options=PipelineOptions(beam_options)) as pipeline:

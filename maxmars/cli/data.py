@@ -87,6 +87,9 @@ class PrepareArguments(CheckedConfig):
     eot_token: str | None = None
     """The token of a tokenizer.json that ends a document; by default the one that the files beside
     it name, or else <|endoftext|>."""
+    allow_lossy: bool = False
+    """Go on where the tokenizer cannot spell more than 1 % of the characters of the first texts, or
+    more than 1 % of their tokens are unknown; inspect says how many."""
     workers: NotNegative[int] | None = None
     """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
@@ -141,6 +144,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         if getattr(arguments, name) != getattr(PrepareArguments, name):
             options[f"--{name.replace('_', '-')}"] = getattr(arguments, name)
     given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
+    given += ["--allow-lossy"] * arguments.allow_lossy
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     out = resolve(arguments.out)
     preparation = Preparation(
@@ -151,6 +155,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         validation_fraction=validation_fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
+        allow_lossy=arguments.allow_lossy,
         command=shlex.join(
             hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
         ),
@@ -173,6 +178,8 @@ def _prepare(arguments: PrepareArguments) -> int:
         )
     counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
     print(f"{out} was complete: {counts}" if was_complete else f"wrote {counts} to {out}")
+    if metadata.loss is not None:
+        print(f"of the first texts, {metadata.loss}")
     following = ["maxmars", "train", f"quickstart:data={arguments.out}"]
     if pack == "best_fit":
         for split, plan in write_plans(out, arguments.pack_length).items():
@@ -324,6 +331,7 @@ def _print_summary(
         "command": metadata and metadata.command,
         "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
         "digest": first.tokenizer_digest,
+        "lost": metadata and metadata.loss and f"of the first texts, {metadata.loss}",
     }
     console.print(str(directory), style="bold", markup=False)
     for name, value in facts.items():

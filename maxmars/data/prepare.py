@@ -19,6 +19,7 @@ import errno
 import functools
 import hashlib
 import json
+import operator
 import os
 import platform
 import re
@@ -61,7 +62,7 @@ from maxmars.data.tasks import (
     token_dtype,
     write_task,
 )
-from maxmars.data.tokenizer import ByteTokenizer, Tokenizer, save
+from maxmars.data.tokenizer import ByteTokenizer, Loss, Tokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     Workdir,
@@ -144,6 +145,8 @@ class Preparation:
     """Tokens a file at most."""
     task_bytes: int | None = None
     """Text of a task, about; None chooses by the size of the corpus."""
+    allow_lossy: bool = False
+    """Whether the tokenizer may lose more than 1 % of the first texts of a task."""
     command: str | None = None
     """The command line, recorded."""
 
@@ -250,8 +253,8 @@ class Preparation:
           share: (i, n) does those tasks only whose number leaves i when divided by n.
 
         Raises:
-          ValueError: a file of the corpus is damaged, or an argument lies outside its range; and
-            see `begin`.
+          ValueError: a file of the corpus is damaged, the tokenizer cannot spell its text, or an
+            argument lies outside its range; and see `begin`.
           ChildProcessError: a worker has died.
           OSError: the disk is full, or a bucket does not answer.
         """
@@ -315,6 +318,7 @@ class Preparation:
                     self.tasks[number],
                     shard_tokens=self.shard_tokens,
                     place=place or by_hash(self.validation_fraction),
+                    allow_lossy=self.allow_lossy,
                     check=self._check_plan,
                     report=report,
                 )
@@ -365,6 +369,8 @@ class Preparation:
             splits = {split: self._join(split, records) for split in SPLITS}
             splits = {split: found for split, found in splits.items() if found.num_tokens}
             self._check_splits(splits)
+            losses = [Loss(**record.get("loss", {})) for record in records.values()]
+            loss = functools.reduce(operator.add, losses)
             save(self.tokenizer, self.out)
             metadata = Metadata(
                 tokenizer=self.tokenizer.name,
@@ -374,6 +380,7 @@ class Preparation:
                 splits=splits,
                 source=self.source,
                 command=self.command,
+                loss=loss if loss.share else None,
             )
             self._remove_unlisted(metadata)
             write_metadata(self.out, metadata)

@@ -25,7 +25,7 @@ import numpy as np
 
 from maxmars.data.corpus import Corpus, Document, Run
 from maxmars.data.sources import Shard
-from maxmars.data.tokenizer import Tokenizer
+from maxmars.data.tokenizer import Loss, Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
 
 try:
@@ -41,6 +41,8 @@ _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
 _BUFFERED_TOKENS = 1 << 20
 _TOUCH_S = 60.0
+_CHECKED_CHARACTERS, _LEAST_CHECKED = 1 << 17, 256
+_MOST_LOST = 0.01
 
 Placing = Callable[[Document], Iterable[tuple[str, Document]]]
 """Names the split of a document, or of each of its parts."""
@@ -141,6 +143,7 @@ def write_task(
     *,
     shard_tokens: int,
     place: Placing,
+    allow_lossy: bool,
     check: Callable[[], None],
     report: Callable[[int], None],
 ) -> dict[str, Any]:
@@ -154,22 +157,33 @@ def write_task(
       task: what to do.
       shard_tokens: tokens a file at most.
       place: decides the split of a document, unless the share of its file does.
+      allow_lossy: whether a tokenizer may lose more than 1 % of the first texts.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
 
     Returns:
       `num_documents` with tokens that began in the task, the `lowest` hash of those with the name
-      of its document, and for each split `num_tokens`, `num_documents` that end there, `shards`,
-      and the places in its tokens where documents start (`starts`, an array).
+      of its document, the `loss` of the first texts, and for each split `num_tokens`,
+      `num_documents` that end there, `shards`, and the places in its tokens where documents start
+      (`starts`, an array).
+
+    Raises:
+      ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
     """
     count, lowest, touched = 0, None, time.monotonic()
+    loss, unchecked = Loss(), 0
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; without tokens, it is left out."""
-        nonlocal count, lowest, touched
+        nonlocal count, lowest, touched, loss, unchecked
         found = not document.first
         for text in _pieces(document.blocks, tokenizer.cut_after):
             tokens = _encoded(text, tokenizer, document.name)
+            if unchecked > 0:
+                loss += tokenizer.loss(text[:unchecked])
+                unchecked -= len(text)
+                if loss.characters >= _CHECKED_CHARACTERS:
+                    refuse_loss()
             if len(tokens) and not found:
                 found, count = True, count + 1
                 writer.starts.append(writer.num_tokens)
@@ -185,6 +199,15 @@ def write_task(
             writer.append(np.array([tokenizer.eot], token_dtype(tokenizer)))
             writer.num_documents += 1
 
+    def refuse_loss() -> None:
+        if loss.share > _MOST_LOST and not allow_lossy:
+            raise ValueError(
+                f"{tokenizer.name} cannot spell the text: of the first of "
+                f"{corpus.files[task.runs[0].file] or 'it'}, {loss}. Train a tokenizer with the "
+                "whole alphabet of bytes, choose another --tokenizer, or go on without what is "
+                "lost by --allow-lossy."
+            )
+
     with contextlib.ExitStack() as stack:
         scratch = os.fspath(directory)
         if is_remote(directory):
@@ -198,17 +221,19 @@ def write_task(
             for split in SPLITS
         }
         for run in task.runs:
+            unchecked = max(_CHECKED_CHARACTERS // len(task.runs), _LEAST_CHECKED)
             for document in corpus.read(run):
                 if run.share != (0.0, 1.0):
                     add(document, writers[SPLITS[run.share[0] > 0]])
                     continue
                 for split, part in place(document):
                     add(part, writers[split])
+        refuse_loss()
         for writer in writers.values():
             writer.complete()
         check()
         splits = {split: writer.name_shards(directory) for split, writer in writers.items()}
-    return {"num_documents": count, "lowest": lowest, "splits": splits}
+    return {"num_documents": count, "lowest": lowest, "loss": asdict(loss), "splits": splits}
 
 
 def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +42,51 @@ _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION = "generation_config.json"
 _GPT2_CLASS = "GPT2Tokenizer"
+_STRIDE = 250_000  # characters
+_WHITE_SPACE = re.compile(r"[\s\u2581]")  # U+2581 is SentencePiece's blank
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
 
 Tokens = Integer[np.ndarray, " tokens"]
 Pieces = Callable[[Tokens, bool], str]
 """From tokens, and whether they are the last, to the text that is certain now; see `pieces`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a tokenizer does not keep of texts, counted."""
+
+    characters: int = 0
+    """Of the texts, as the tokenizer's own normaliser leaves them."""
+    lost: int = 0
+    """Of these, what its tokens do not spell."""
+    tokens: int = 0
+    unknown: int = 0
+    """Of the tokens, those that stand for anything that is not in the vocabulary."""
+    example: str = ""
+    """A character that is lost."""
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(
+            characters=self.characters + other.characters,
+            lost=self.lost + other.lost,
+            tokens=self.tokens + other.tokens,
+            unknown=self.unknown + other.unknown,
+            example=self.example or other.example,
+        )
+
+    @property
+    def share(self) -> float:
+        """The part that is lost of the characters, or unknown of the tokens, if that is more."""
+        return max(self.lost / max(self.characters, 1), self.unknown / max(self.tokens, 1))
+
+    def __str__(self) -> str:
+        example = f" (such as {self.example!r})" if self.example else ""
+        return (
+            f"{self.lost / max(self.characters, 1):.2%} of {self.characters:,} characters"
+            f"{example} are lost, {self.unknown / max(self.tokens, 1):.2%} of {self.tokens:,} "
+            "tokens are unknown"
+        )
 
 
 @runtime_checkable
@@ -100,6 +140,10 @@ class Tokenizer(Protocol):
         """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         ...
 
+    def loss(self, text: str) -> Loss:
+        """What `decode(encode(text))` lacks of a text."""
+        ...
+
     def pieces(self) -> Pieces:
         """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
         tokens; what may still change with the next tokens is held back, unless they are the last.
@@ -121,6 +165,9 @@ class _BytesOfTokens:
         return lambda tokens, is_last: decoder.decode(
             b"".join(map(self._bytes_of, tokens.tolist())), is_last
         )
+
+    def loss(self, text: str) -> Loss:
+        return Loss(characters=len(text))  # there is a token for each byte
 
 
 class ByteTokenizer(_BytesOfTokens):
@@ -164,9 +211,8 @@ class GPT2Tokenizer(_BytesOfTokens):
     digest = _GPT2_DIGEST
     # GPT-2's pattern never joins a character that is no space to a space after it.
     cut_after = re.compile(r"[!-~](?=[ \n])")
-    # Its library fails where a million spaces come before another character. The pattern takes all
-    # of them but the last as one piece, so a cut there does not change the tokens.
-    _many_spaces = re.compile(r"[ \t\n\r]{500000,}(?=\S)")
+    # What tiktoken takes for white space, which is less than Python does.
+    _white_space = re.compile(r"[^\S\x1c-\x1f]+")
 
     def __init__(self, ranks: dict[bytes, int] | None = None) -> None:
         with needs_extra("hf"):
@@ -199,8 +245,16 @@ class GPT2Tokenizer(_BytesOfTokens):
         return _byte_level_json([*tokens, END_OF_TEXT.encode()], merges)
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
-        cuts = [0, *(match.end() - 1 for match in self._many_spaces.finditer(text)), len(text)]
-        parts = [self._encode(text[start:end]) for start, end in itertools.pairwise(cuts)]
+        # tiktoken fails where a million characters of white space come before another character.
+        # GPT-2's pattern takes all of them but the last as one piece, so a cut there does not
+        # change the tokens. Any run of twice the stride is met, and each is read once.
+        cuts, end = [0], 0
+        for start in range(_STRIDE, len(text), _STRIDE):
+            if start >= end and (run := self._white_space.match(text, start)):
+                end = run.end()
+                if start + 1 < end < len(text):
+                    cuts.append(end - 1)
+        parts = [self._encode(text[a:b]) for a, b in itertools.pairwise([*cuts, len(text)])]
         return np.concatenate(parts).astype(np.uint16)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -271,6 +325,37 @@ class JsonTokenizer:
             self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
             for known, run in runs
         )
+
+    def loss(self, text: str) -> Loss:
+        """Where characters stand does not count, since some decoders move white space."""
+        text = text.encode("utf-8", "replace").decode()
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        name, normalizer = self._tokenizer.id_to_token(self._unknown), self._tokenizer.normalizer
+        known = [
+            token
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token != self._unknown or text[start:end].strip() == name  # which is spelt out
+        ]
+        wanted = text if normalizer is None else normalizer.normalize_str(text)
+        wanted = _WHITE_SPACE.sub(" ", wanted).strip()  # some add a blank at its beginning
+        lost = Counter(wanted) - Counter(_WHITE_SPACE.sub(" ", self._decode(known)))
+        return Loss(
+            characters=len(wanted),
+            lost=lost.total(),
+            tokens=len(encoding.ids),
+            unknown=len(encoding.ids) - len(known),
+            example=next(iter(lost), ""),
+        )
+
+    @functools.cached_property
+    def _unknown(self) -> int:
+        """The token of what is not in the vocabulary; beyond it where there is none."""
+        model = self._tokenizer.model
+        if not hasattr(model, "unk_token"):  # Unigram
+            number = json.loads(self._content)["model"].get("unk_id")
+        else:
+            number = model.unk_token and self._tokenizer.token_to_id(model.unk_token)
+        return number if isinstance(number, int) else self.vocab_size
 
     def pieces(self) -> Pieces:
         from tokenizers.decoders import DecodeStream

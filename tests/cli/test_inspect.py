@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import tokenizers
 from token_directories import write_llm_c, write_nanogpt, write_tfds
 
 from maxmars.cli import main
@@ -43,6 +44,33 @@ def test_counts_and_sample(directory, capsys):
     assert "train: '0000 xxxxxxxxxxxxxxx'" in text
     assert "every file matches its checksum" in text
     assert text.endswith(f"next: maxmars train quickstart:data={directory}\n")
+
+
+def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, capsys):
+    """Such as one of bytes that knows those alone that it was trained on, the trainer's default."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<|endoftext|>"], show_progress=False)
+    own.train_from_iterator(["the cat sat on the mat"], trainer)
+    own.save(str(tmp_path / "own.json"))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 900 + "\n")
+    (tmp_path / "b.txt").write_text("the Cat sat on the mat " * 900 + "\n")
+    out = tmp_path / "out"
+    words = ["data", "prepare", str(tmp_path / "*.txt"), str(out), "--tokenizer"]
+    words += [str(tmp_path / "own.json"), "--workers", "0"]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert "'C'" in error
+    assert "2.17%" in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+    main([*words, "--allow-lossy"])
+    assert "2.17%" in capsys.readouterr().out
+    assert "2.17%" in inspect(capsys, out)[1]
+    assert "--allow-lossy" in read_metadata(out).command
 
 
 @pytest.mark.parametrize("name", ["train_00001.bin", "val_documents.bin"])

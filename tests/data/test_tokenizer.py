@@ -119,14 +119,46 @@ def test_gpt2_tokens_of_odd_texts_do_not_change_either(gpt2):
     assert gpt2.cut_after.search("x" * 100) is None
 
 
-@pytest.mark.parametrize("last", [" ", "\n"])
-def test_gpt2_tokens_of_many_spaces(gpt2, last):
-    """The library fails at a million of them before another character."""
+def test_gpt2_tokens_are_those_of_its_library(gpt2):
+    """Of texts drawn at random, with runs of every kind of white space, long ones among them."""
     tiktoken = pytest.importorskip("tiktoken")
-    text = "some" + " \n" * 300_000 + last + "words"
-    assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode(text)
-    text = "é" + " " * 1_100_000 + last + "é"
-    assert gpt2.decode(gpt2.encode(text)) == text
+    reference, draw = tiktoken.get_encoding("gpt2"), random.Random(0)
+    spaces = [c for c in map(chr, range(0x3100)) if c.isspace()]
+    units = [
+        *spaces,
+        " \n",
+        "\u00a0 ",
+        "don't",
+        "a",
+        "7",
+        "...",
+        "é",
+        "數",
+        "🚀",
+        "\u200b",
+        "<|",
+        "\0",
+    ]
+    for longest in [5] * 1000 + [2000] * 30 + [300_000] * 2:
+        lengths = (int(longest ** draw.random()) for _ in range(12))
+        text = "".join(draw.choice(units) * length for length in lengths)
+        tokens = gpt2.encode(text)
+        assert tokens.tolist() == reference.encode_ordinary(text)
+        assert gpt2.decode(tokens) == text
+
+
+def test_long_runs_of_white_space_are_prepared_in_time(reference_dir, tmp_path):
+    """A million of them take a fraction of a second; what looks back at each would take hours."""
+    pytest.importorskip("tiktoken")
+    runs = [" ", "\u00a0", "\x1c", " \t\u3000\n"]
+    for number, run in enumerate(runs):
+        run *= 1_200_000 // len(run)
+        for place, text in {"in": f"a{run}b\n", "at the end": f"a{run}", "alone": run}.items():
+            (tmp_path / f"{number} {place}.txt").write_text(text)
+    command = [sys.executable, "-m", "maxmars", "data", "prepare", f"{tmp_path}/*.txt"]
+    command += [f"{tmp_path}/out", "--tokenizer", "gpt2", "--workers", "0"]
+    vocabulary = {"TIKTOKEN_CACHE_DIR": str(reference_dir / "data" / "tiktoken")}
+    subprocess.run(command, env=os.environ | vocabulary, check=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +198,47 @@ def test_json_vocabulary(json_file):
     other = load(json_file, eot_token="<s>")
     assert other.eot == 0
     assert other.digest != tokenizer.digest
+
+
+def test_what_a_tokenizer_loses_is_counted(json_file, gpt2, tmp_path):
+    """Of texts drawn at random: nothing where there is a token for each byte, and else each
+    character that was not in the text that the tokenizer was trained on."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<|endoftext|>"], show_progress=False)
+    own.train_from_iterator(["the cat sat"], trainer)
+    own.save(str(tmp_path / "part.json"))
+    part, draw = load(tmp_path / "part.json"), random.Random(0)
+    for _ in range(300):
+        text = "x".join(
+            ["", *draw.choices(["a", " cat", "B", "é", "數", "\n", "🚀", "\0"], k=9), ""]
+        )
+        for tokenizer in (ByteTokenizer(), gpt2, load(json_file)):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+            assert tokenizer.loss(text).share == 0
+        loss, lost = part.loss(text), [c for c in text if c not in "the cats"]
+        assert (loss.lost, loss.unknown) == (len(lost), 0)
+        assert loss.example in lost
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+def test_unknown_tokens_are_counted(tmp_path, kind):
+    """But not where the text spells one out, as that of WikiText does."""
+    words = {"<|endoftext|>": 0, "<unk>": 1, "a": 2, "b": 3}
+    model = tokenizers.models.WordLevel(words, "<unk>")
+    if kind == "unigram":
+        model = tokenizers.models.Unigram([*((word, -1.0) for word in words), ("▁", -1.0)], 1)
+    own = tokenizers.Tokenizer(model)
+    own.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if kind == "unigram":
+        own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        own.decoder = tokenizers.decoders.Metaspace()
+    own.save(str(tmp_path / "words.json"))
+    tokenizer = load(tmp_path / "words.json")
+    assert tokenizer.loss("a b <unk> a").share == 0
+    loss = tokenizer.loss("a c <unk> a")
+    assert loss.lost >= loss.unknown == 1  # with the blank beside it where no decoder puts it
 
 
 # Words, beginnings and ends of words, characters in parts, and bytes that are no text.
