@@ -400,9 +400,9 @@ class OptaxConfig(CheckedConfig):
 
     make: Source | str
     """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
-    `make(learning_rate, matrix_specs=..., mesh=..., **options)` and returns an optax
-    transformation. `learning_rate` is the rate of the present step, a traced number;
-    `matrix_specs` says which axes of a parameter form a matrix, and `mesh` is the device mesh."""
+    `make(learning_rate, **options)` and returns an optax transformation. `learning_rate` is the
+    rate of the present step, a traced number. A function with such parameters also gets
+    `matrix_specs`, which say what axes of a parameter form a matrix, and `mesh`, the devices."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values."""
     learning_rate: Positive[float]

@@ -264,14 +264,18 @@ def _own_optimizer(
     """
     make = load_function(optimizer.make, field="optimizer.make")
     options = reveal(optimizer.options, "optimizer.options")
-    arguments = {"matrix_specs": specs, "mesh": mesh, **options}
+    signature = inspect.signature(make)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    offered = {"matrix_specs": specs, "mesh": mesh}
+    taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
+    arguments = taken | options
     try:
-        inspect.signature(make).bind(learning_rate, **arguments)
+        signature.bind(learning_rate, **arguments)
     except TypeError as error:
         raise ValueError(
-            f"optimizer.make={optimizer.make!r} cannot be called with learning_rate, "
-            f"{', '.join(arguments)} ({error}); it is make(learning_rate, *, matrix_specs, mesh, "
-            "**options) with the keys of optimizer.options."
+            f"optimizer.make={optimizer.make!r} cannot be called with "
+            f"{', '.join(['learning_rate', *arguments])} ({error}); it is make(learning_rate, "
+            "**options) with the keys of optimizer.options, and matrix_specs and mesh if it wants."
         ) from None
     tx = make(learning_rate, **arguments)
     if not isinstance(tx, optax.GradientTransformation):

@@ -55,6 +55,9 @@ def counting(learning_rate, *, matrix_specs, mesh):
 def injected(learning_rate, *, matrix_specs, mesh):
     return optax.inject_hyperparams(optax.adam)(learning_rate)
 
+def plain(learning_rate):
+    return optax.sgd(learning_rate)
+
 def adamw(learning_rate, *, matrix_specs, mesh, b1=0.9, b2=0.95, weight_decay=0.1):
     decays = jax.tree.map(lambda spec: spec.is_matrix and not spec.embedding, matrix_specs)
     return optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
@@ -236,6 +239,7 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
         ("own.py:not_a_function", {}, ValueError, ["'not_a_function'"]),
         ("none.py:adamw", {}, FileNotFoundError, ["none.py"]),
         ("own.py:adamw", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
+        ("own.py:plain", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
         ("own.py:refusing", {"b1": 2}, ValueError, ["b1=2"]),
         ("own.py:number", {}, ValueError, ["a int", "optax.GradientTransformation"]),
         ("own.py:sums", {}, ValueError, ["own.py:sums", "updates", "parameters"]),
@@ -258,8 +262,8 @@ def test_wrong_functions_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("make", ["schedule_free", "accumulating", "integer", "counting"])
-def test_optimizers_that_keep_the_types_of_their_state_are_none_of_these(source, make):
+@pytest.mark.parametrize("make", ["schedule_free", "accumulating", "integer", "counting", "plain"])
+def test_what_is_allowed_is_none_of_these(source, make):
     own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
     check_optimizer(own, MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
 
