@@ -1,10 +1,11 @@
 """Tiny GPT-2s for comparing optimizers on two CPU cores, on the quickstart's text.
 
-    maxmars compare compare_tiny --optimizers adamw,mars,mars_shampoo,muon --workdir DIR
+    maxmars compare compare_tiny --optimizers adamw mars mars_shampoo muon --workdir DIR
+    maxmars compare compare_tiny:data=TOKENS --optimizers adamw my_optim.py:make --workdir DIR
 
 Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes
 twice as many steps. Each optimizer's learning rate is the lower middle of the grid that `maxmars
-compare` makes of it.
+compare` makes of it. TOKENS is a directory that `maxmars data prepare` wrote.
 """
 
 from typing import Literal
@@ -19,12 +20,16 @@ from maxmars.config import (
     MarsConfig,
     MuonConfig,
     NAdamWConfig,
+    OptaxConfig,
     OptimizerConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     SoapConfig,
+    Source,
+    TokenShardsConfig,
     TrainConfig,
 )
+from maxmars.data.sources import read_metadata
 
 Optimizer = Literal[
     "adamw",
@@ -43,10 +48,19 @@ Optimizer = Literal[
 Size = Literal["0.3M", "1M"]
 
 
-def get_config(optimizer: Optimizer = "mars", size: Size = "0.3M") -> TrainConfig:
+def get_config(
+    optimizer: Optimizer | Source = "mars", size: Size = "0.3M", data: str = ""
+) -> TrainConfig:
+    name = optimizer.short if isinstance(optimizer, Source) else optimizer
+    vocab_size, source = 257, PythonSourcesConfig()
+    if data:
+        vocab_size, source = (
+            read_metadata(data, format=None).vocab_size,
+            TokenShardsConfig(path=data),
+        )
     num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
     return TrainConfig(
-        name=f"compare-tiny-{optimizer}" if size == "0.3M" else f"compare-{size}-{optimizer}",
+        name=f"compare-tiny-{name}" if size == "0.3M" else f"compare-{size}-{name}",
         num_steps=num_steps,
         global_batch_size=8,
         model=GPT2Config(
@@ -54,7 +68,7 @@ def get_config(optimizer: Optimizer = "mars", size: Size = "0.3M") -> TrainConfi
             num_heads=4,
             embed_dim=embed_dim,
             max_seq_len=128,
-            vocab_size=257,
+            vocab_size=vocab_size,
             vocab_pad_multiple=8,
             use_bias=False,
             compute_dtype="float32",  # faster than bfloat16 on a CPU
@@ -62,15 +76,17 @@ def get_config(optimizer: Optimizer = "mars", size: Size = "0.3M") -> TrainConfi
         ),
         optimizer=get_optimizer(optimizer),
         schedule=ScheduleConfig(warmup_steps=num_steps // 20),
-        data=PythonSourcesConfig(),
+        data=source,
         eval=EvalConfig(every=num_steps // 16, num_windows=256, batch_size=64),
         checkpoint=CheckpointConfig(every=None),
         log=LogConfig(every=8),
     )
 
 
-def get_optimizer(optimizer: Optimizer) -> OptimizerConfig:
+def get_optimizer(optimizer: Optimizer | Source) -> OptimizerConfig:
     match optimizer:
+        case Source():
+            return OptaxConfig(make=optimizer, learning_rate=2e-3)
         case "adamw":
             return AdamWConfig(learning_rate=2e-3)
         case "nadamw":

@@ -13,8 +13,9 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -42,7 +43,12 @@ Options = TypeVar("Options")
 
 
 def parse_arguments(
-    arguments: type[Arguments], argv: Sequence[str], *, prog: str, example: str = "quickstart"
+    arguments: type[Arguments],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    example: str = "quickstart",
+    choices: Mapping[str, str] = MappingProxyType({}),
 ) -> Arguments:
     """Parse the command line of a command that takes a CONFIG, options and overrides of fields.
 
@@ -52,6 +58,7 @@ def parse_arguments(
         option nor the value of an option.
       prog: the command's name in help and errors.
       example: the CONFIG whose fields `--help` shows where none is given.
+      choices: of CONFIG, beside those that it names.
 
     Raises:
       UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
@@ -73,7 +80,7 @@ def parse_arguments(
         # The words after CONFIG stay where they are, as values of the option before them.
         [word for place, word in enumerate(argv) if place not in places[:1]],
         prog=f"{prog} {shlex.quote(spec) if places else 'CONFIG'}",
-        default=arguments(config=load_config(spec)),
+        default=arguments(config=load_config(spec, choices)),
         switches=False,
         about=about,
     )
@@ -83,9 +90,9 @@ def _about_config(spec: str | None, example: str) -> str:
     """What `--help` says of a CONFIG, or of all that have a name."""
     specs = list(named_configs()) if spec is None else [spec]
     choices = {
-        f"{spec.partition(':')[0]}:{name}=": ", ".join(words) or "TEXT"
+        f"{spec.partition(':')[0]}:{name}=": values
         for spec in specs
-        for name, words in choices_of(spec).items()
+        for name, values in choices_of(spec).items()
     }
     if spec is None:
         about = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from maxmars.config.checks import expected, fits
+from maxmars.config.checks import expected, fits, kinds_of
 from maxmars.config.load import did_you_mean
 from maxmars.config.user_code import Source
 
@@ -47,7 +46,7 @@ _WORDS: dict[Any, dict[str, Any]] = {
 
 def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """A type of one word, such as `int`, `Literal["a", "b"]` or `float | None`."""
-    kinds = _kinds(info.type)
+    kinds = kinds_of(info.type)
     named = _words_of(kinds)
     if not all(kind in _TYPES or _words_of([kind]) for kind in kinds):
         return None
@@ -74,7 +73,7 @@ def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """A function of the user's own: a text, of which the config makes a `Source` here, so that its
     path is relative to where it is typed."""
-    if Source not in _kinds(info.type):
+    if Source not in kinds_of(info.type):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -117,7 +116,7 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
 
 def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Texts by name, such as options of a compiler, or a word in place of them all."""
-    kinds = _kinds(info.type)
+    kinds = kinds_of(info.type)
     of_dicts = [kind for kind in kinds if typing.get_origin(kind) is dict]
     if not of_dicts or len(kinds) == 1:
         return None  # a dict alone: each key that the config file gives is an option
@@ -157,15 +156,6 @@ def _words_of(kinds: list[Any]) -> dict[str, Any]:
         else:
             named |= _WORDS.get(kind, {})
     return named
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """The types of a union, without their annotations."""
-    if typing.get_origin(hint) is typing.Annotated:
-        return _kinds(hint.__origin__)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
-    return [hint]
 
 
 VALUES = ConstructorRegistry()

@@ -41,3 +41,4 @@ from maxmars.config.train import (
     from_dict,
     to_dict,
 )
+from maxmars.config.user_code import Source

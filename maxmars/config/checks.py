@@ -111,6 +111,15 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
+def kinds_of(hint: Any) -> list[Any]:
+    """The types of a union, without their annotations."""
+    if typing.get_origin(hint) is Annotated:
+        return kinds_of(hint.__origin__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(hint) for kind in kinds_of(part)]
+    return [hint]
+
+
 def read_as(kind: Any, value: Any) -> Any:
     """What JSON holds as a type: its objects as dataclasses or dicts, its lists as tuples.
 

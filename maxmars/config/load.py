@@ -1,7 +1,8 @@
 """CONFIG, the word that names a config: `NAME[:choice=value,...]` or `path/to/file.py[:...]`.
 
 A config file defines `get_config(...) -> TrainConfig`. Its parameters are the choices, each
-annotated with the `Literal` of its values, or with `str` where any text is allowed.
+annotated with the `Literal` of its values, or with `str` where any text is allowed. One with
+`Literal["adamw", "mars"] | Source` may also be a function of the user's own, `FILE.py:NAME`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from maxmars.config.checks import UsageError
+from maxmars.config.checks import UsageError, kinds_of
 from maxmars.config.errors import in_words
 from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import Source, import_file, relative_to, with_sources
@@ -55,8 +58,13 @@ def find_config(spec: str) -> tuple[Path, str]:
     return path, choices
 
 
-def load_config(spec: str) -> TrainConfig:
+def load_config(spec: str, choices: Mapping[str, str] = MappingProxyType({})) -> TrainConfig:
     """Load the config that `NAME[:choice=value,...]` or `path/to/file.py[:...]` names.
+
+    Args:
+      spec: CONFIG, as it is typed.
+      choices: further choices, by name. The file of a function is relative to the working
+        directory, here as in `spec`.
 
     Raises:
       UsageError: the file, its `get_config`, a choice or a value does not exist, the choices do not
@@ -64,7 +72,7 @@ def load_config(spec: str) -> TrainConfig:
     """
     path, text = find_config(spec)
     get_config = _get_config(path)
-    arguments = _chosen(path, text, get_config)
+    arguments = _chosen(path, text, choices, get_config)
     with _in_config_file(path):
         config = get_config(**arguments)
     if not isinstance(config, TrainConfig):
@@ -102,51 +110,95 @@ def _in_config_file(path: Path) -> Generator[None]:
         raise UsageError(in_words(error)) from error
 
 
-def choices_of(spec: str) -> dict[str, list[str]]:
-    """The values of each choice of a CONFIG, by name; none where any text is allowed."""
+def choices_of(spec: str) -> dict[str, str]:
+    """The values that each choice of a CONFIG takes, by name, as help says them."""
     path, _ = find_config(spec)
-    return {name: list(words) for name, words in _choices(path, _get_config(path)).items()}
+    return {name: choice.shown(", ") for name, choice in _choices(path, _get_config(path)).items()}
 
 
-def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """`choices_of` a file, each value by how it is written."""
+@dataclass(frozen=True)
+class _Choice:
+    """The values that a parameter of `get_config` takes."""
+
+    words: dict[str, Any]
+    """Values by how they are written."""
+    takes_source: bool
+    """Whether it may be a function of the user's own."""
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether it may be any text."""
+        return not (self.words or self.takes_source)
+
+    def shown(self, separator: str) -> str:
+        """The values as a user writes them."""
+        words = [*self.words, *(["FILE.py:NAME"] if self.takes_source else [])]
+        return separator.join(words) or "TEXT"
+
+    def means(self, word: str, name: str) -> Any:
+        """The value that a word is; None if it is none.
+
+        Raises:
+          UsageError: it names a function in a file that does not exist.
+        """
+        if word in self.words or self.takes_text:
+            return self.words.get(word, word or None)
+        if not (self.takes_source and re.fullmatch(r".+\.py:[^\W\d]\w*", word)):
+            return None
+        source = Source.of(word, field=name)
+        if source.sha256 is None:
+            raise UsageError(f"{name}={word}: there is no file {source.file}.")
+        return source
+
+
+def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, _Choice]:
+    """The choices of a file, by name."""
     hints = typing.get_type_hints(get_config)
-    values: dict[str, dict[str, Any]] = {}
+    choices: dict[str, _Choice] = {}
     for name in inspect.signature(get_config).parameters:
-        hint = hints.get(name)
-        if hint is not str and typing.get_origin(hint) is not Literal:
+        kinds = kinds_of(hints.get(name))
+        words = [w for kind in kinds for w in typing.get_args(kind)]
+        if hints.get(name) is not str and not (
+            words and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
+        ):
             raise UsageError(
                 f"{path}: annotate get_config's parameter `{name}` with its values, as in "
                 f"`{name}: Literal['a', 'b'] = 'a'`, or with `str` to allow any text."
             )
-        values[name] = {str(value): value for value in typing.get_args(hint)}
-    return values
+        choices[name] = _Choice({str(word): word for word in words}, Source in kinds)
+    return choices
 
 
-def _chosen(path: Path, text: str, get_config: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of `get_config` that the text of the choices says."""
-    values = _choices(path, get_config)
-    chosen: dict[str, Any] = {}
+def _chosen(
+    path: Path, text: str, more: Mapping[str, str], get_config: Callable[..., Any]
+) -> dict[str, Any]:
+    """The arguments of `get_config` that the text of the choices says, and those in `more`."""
+    choices = _choices(path, get_config)
+    given: list[tuple[str, str]] = []
     for item in filter(None, re.split(r",(?=\w+=)", text)):  # other commas belong to a text
         name, _, word = item.partition("=")
-        last = next(reversed(chosen), None)
-        if last is not None and name not in values and not values[last]:
-            chosen[last] += f",{item}"  # which may also hold `,b=`, as paths may
-            continue
-        words = values.get(name)
-        if words is None or not word or name in chosen or (words and word not in words):
-            known = [f"{name}={word}" for name, words in values.items() for word in words or [""]]
-            all_choices = ", ".join(f"{name}={'|'.join(w) or 'TEXT'}" for name, w in values.items())
+        last = choices.get(given[-1][0]) if given else None
+        if name not in choices and last is not None and last.takes_text:
+            given[-1] = (given[-1][0], f"{given[-1][1]},{item}")  # paths may hold `,b=` too
+        else:
+            given.append((name, word))
+    chosen: dict[str, Any] = {}
+    for name, word in [*given, *more.items()]:
+        choice = choices.get(name)
+        value = choice.means(word, name) if choice and name not in chosen else None
+        if value is None:
+            known = [f"{n}={w}" for n, c in choices.items() for w in c.words or [""]]
+            written = f"{name}={word}"
+            shown = ", ".join(f"{n}={c.shown('|')}" for n, c in choices.items())
             raise UsageError(
-                f"CONFIG {path}:{text}: {item!r} is not a choice{did_you_mean(item, known)}; the "
-                f"choices are {all_choices or 'none'}, each at most once."
+                f"CONFIG {path}:{text}: {written!r} is not a choice{did_you_mean(written, known)}; "
+                f"the choices are {shown or 'none'}, each at most once."
             )
-        chosen[name] = words[word] if words else word
+        chosen[name] = value
     for name, parameter in inspect.signature(get_config).parameters.items():
         if name not in chosen and parameter.default is parameter.empty:
             raise UsageError(
-                f"{path} needs the choice {name}={'|'.join(values[name]) or 'TEXT'}: "
-                f"{path}:{name}=...."
+                f"{path} needs the choice {name}={choices[name].shown('|')}: {path}:{name}=...."
             )
     return chosen
 

@@ -83,6 +83,13 @@ class Source:
         """`FILE.py:NAME`, as a user writes it."""
         return f"{self.file}:{self.function}"
 
+    @property
+    def short(self) -> str:
+        """A name for tables and directories: that of the file, and the function's if it is not
+        `make`."""
+        stem = Path(self.file).stem
+        return stem if self.function == "make" else f"{stem}.{self.function}"
+
     def __repr__(self) -> str:
         return repr(self.written)
 

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from token_directories import write_shards
 
-from maxmars.config import AdamWConfig, MarsConfig, TokenShardsConfig, load_config
+from maxmars.config import (
+    AdamWConfig,
+    MarsConfig,
+    Source,
+    TokenShardsConfig,
+    differences,
+    load_config,
+)
 from maxmars.config.checks import UsageError
 
 pytestmark = pytest.mark.smoke
@@ -98,6 +105,39 @@ def test_any_text_may_hold_colons_and_commas(write):
         assert load_config(f"{write(body)}:{choices}").name == name
 
 
+def test_a_choice_may_be_a_function_of_the_users_own(tmp_path, monkeypatch, write):
+    """Its file is relative to where it is typed, not to the config file."""
+    write_shards(tmp_path / "a,tokens", np.arange(100), vocab_size=500)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text("def make(learning_rate): ...")
+    monkeypatch.chdir(tmp_path / "sub")
+    for config in (
+        load_config(f"quickstart:data={tmp_path / 'a,tokens'},optimizer=mine.py:make"),
+        load_config(f"compare_tiny:data={tmp_path / 'a,tokens'}", {"optimizer": "mine.py:make"}),
+    ):
+        assert config.model.vocab_size == 500
+        make = config.optimizer.make
+        assert isinstance(make, Source)
+        assert (make.file, make.short, len(make.sha256)) == ("mine.py", "mine", 64)
+        assert config.name.endswith("mine")
+    for wrong in ("yours.py:make", "mine.py:", "mine"):
+        assert f"optimizer={wrong}" in error_of(f"quickstart:optimizer={wrong}")
+    path = write("def get_config(a: Source): ...", "b.py", "from maxmars.config import Source\n")
+    assert "Literal" in error_of(path)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "compare_tiny"])
+@pytest.mark.parametrize("optimizer", ["adamw", "nadamw", "lion", "soap", "muon", "mars", "mars_m"])
+def test_optimizers_of_the_configs_for_beginners(name, optimizer):
+    config = load_config(name, {"optimizer": optimizer})
+    assert differences(config, load_config(f"{name}:optimizer={optimizer}")) == []
+
+
+def test_choices_that_are_given_twice():
+    with pytest.raises(UsageError, match="'optimizer=muon'"):
+        load_config("quickstart:optimizer=mars", {"optimizer": "muon"})
+
+
 def error_of(spec):
     with pytest.raises(UsageError) as error:
         load_config(spec)
@@ -114,7 +154,7 @@ WRONG = "def get_config():\n    return "
         (CHOICES, ":optimiser=mars", ["optimiser=mars", "`optimizer=mars`", "microbatches=1|2"]),
         (CHOICES, ":optimizer=mar", ["optimizer=mar'", "`optimizer=mars`", "adamw|mars"]),
         (CHOICES, ":microbatches=3", ["microbatches=3", "microbatches=1|2"]),
-        (CHOICES, ":optimizer", ["'optimizer'"]),
+        (CHOICES, ":optimizer", ["'optimizer='"]),
         (CHOICES, ":optimizer=", ["'optimizer='"]),
         (CHOICES, ":optimizer=mars,optimizer=adamw", ["'optimizer=adamw'", "once"]),
         ("", "", ["get_config"]),
