@@ -3,7 +3,7 @@
 The correction's strength gamma (0 is none, 0.025 the papers'), the bound on each corrected
 gradient (1 is the papers'), and exact against approximate MARS, on two CPU cores:
 
-    maxmars compare ablations --optimizers mars,gamma_0,gamma_0.1 --workdir DIR
+    maxmars compare ablations --optimizers mars gamma_0 gamma_0.1 --workdir DIR
 
 and as the papers ran it, on a pod or a node, one run each; `maxmars report RUN RUN` compares them:
 

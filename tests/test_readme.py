@@ -4,6 +4,7 @@ So do the links of the pages in tools/examples, whose code `tests/tools/test_pag
 flags of the commands there that need what is not at hand.
 """
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from markdown_pages import anchors_of, blocks_of, is_run, links_of
 
 from maxmars.cli import COMMANDS, main
-from maxmars.cli.parse import parse_arguments, split_positionals
+from maxmars.cli.parse import parse_arguments
 from maxmars.cli.train import TrainArguments
 from maxmars.config import GPT2Config
 
@@ -81,7 +82,7 @@ def test_commands_have_these_flags(name, words, place, capsys):
         assert parse_arguments(TrainArguments, rest, prog="maxmars train").config.name
         return
     before = rest[: rest.index("--")] if "--" in rest else rest
-    shown, _ = split_positionals(before)
+    shown = list(itertools.takewhile(lambda word: not word.startswith("-"), before))
     if command == "launch" and shown[1:] and shown[1] not in ("status", "logs", "stop", "delete"):
         main([command, rest[0], "--dry-run", *rest[1:]])
         assert "maxmars train" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def tokens(tmp_path):
 @pytest.mark.slow
 def test_an_entry_is_made_and_verified(tokens, tmp_path, capsys):
     workdir = tmp_path / "runs"
-    command = ["compare", str(TRACK3), "--optimizers", "mars", "--seeds", "2", "--steps", "2"]
+    command = ["compare", str(TRACK3), "--optimizers", "mars", "--seeds", "2", "--num-steps", "2"]
     one_setting = ["--learning-rates", "6e-3", "--budget", "1", "--finalists", "1"]
     changes = {**TINY, "--data.path": tokens, "--workdir": workdir}
     words = [str(word) for option in changes.items() for word in option]

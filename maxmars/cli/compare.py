@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -21,9 +22,8 @@ from maxmars.cli.parse import (
     asks_for_help,
     parse_arguments,
     parse_options,
-    split_positionals,
 )
-from maxmars.config import TrainConfig
+from maxmars.config import Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 class CompareArguments(ConfigArguments):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
-    A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each.
-    All start from the same weights and read the same tokens. Each is tuned with one seed, by the
-    fields that --tune names; its best settings run with more seeds, and a test says which contender
-    is better. Any field of the configs can be changed for all, such as --eval.every 100.
+    A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each
+    word: a name of the config file, or FILE.py:make, an optimizer of your own. All start from the
+    same weights and read the same tokens. Each is tuned with one seed, by the fields that --tune
+    names; its best settings run with more seeds, and a test says which contender is better. Any
+    field of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
 
     Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
     are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 0/2 and
@@ -50,9 +51,9 @@ class CompareArguments(ConfigArguments):
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
-        "maxmars compare compare_tiny --optimizers adamw,mars,muon --workdir runs/which",
-        "maxmars compare compare_tiny --optimizers adamw,mars --budget 20 --seeds 5 \\",
-        "  --tune learning_rate,weight_decay,b1,b2 --workdir runs/tuned",
+        "maxmars compare compare_tiny --optimizers adamw mars muon --workdir runs/which",
+        "maxmars compare quickstart:data=data/mine --optimizers muon my_optim.py:make \\",
+        "  --tune learning_rate weight_decay --budget 20 --seeds 5 --workdir runs/tuned",
     )
     FIRST: ClassVar[tuple[str, ...]] = (
         "workdir",
@@ -61,7 +62,7 @@ class CompareArguments(ConfigArguments):
         "tune",
         "budget",
         "seeds",
-        "steps",
+        "num-steps",
         "baseline",
         "schedule.warmup-steps",
         "data.path",
@@ -69,23 +70,24 @@ class CompareArguments(ConfigArguments):
 
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of this comparison, on a disk (required). Its finished cells are kept."""
-    optimizers: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
-    """Values of the config file's choice `optimizer`, each of which makes a contender."""
-    sizes: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
+    optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
+    """Values of the config file's choice `optimizer`, each of which makes a contender. That of
+    FILE.py:make, whose path is relative to the working directory, is called FILE."""
+    sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
     """Values of the config file's choice `size`: a comparison for each, in DIR/SIZE, and a report
     over all of them in DIR."""
-    tune: Annotated[str, tyro.conf.arg(metavar="FIELD,...")] = "learning_rate"
+    tune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD ...")] = ("learning_rate",)
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
     gamma, or warmup; mars.gamma is for the contender mars alone. A contender that lacks one is
     tuned over the others."""
     budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
-    learning_rates: Annotated[str | None, tyro.conf.arg(metavar="RATES")] = None
-    """Learning rates tried first, for all, 1e-3,3e-3, or by name, adamw=1e-3,3e-3,mars=6e-3. The
+    learning_rates: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RATE ...")] = ()
+    """Learning rates tried first, for all, 1e-3 3e-3, or by name, adamw=1e-3 3e-3 mars=6e-3. The
     others' are the config's own rate times 1/2, 1, 2 and 4."""
-    grids: Annotated[str | None, tyro.conf.arg(metavar="FIELD=V,...")] = None
-    """Values of other fields for all, b1=0.9,0.95,weight_decay=0,0.1, or for one contender,
-    mars.gamma=0,0.025; the search goes beyond their ends."""
+    grids: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=V V ...")] = ()
+    """Values of other fields for all, b1=0.9 0.95 weight_decay=0 0.1, or for one contender,
+    mars.gamma=0 0.025; the search goes beyond their ends."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """A finished comparison of the same contenders, say of a smaller model: each search begins at
     the best setting there, with 1/2, 1 and 2 times its learning rate."""
@@ -97,8 +99,6 @@ class CompareArguments(ConfigArguments):
     seeds: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 3
     """Seeds of the best settings: the config's seed, with which all settings are tried, and those
     that follow it."""
-    steps: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Steps of each run, over which the schedule decays; None is the config's num_steps."""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The contender that the others are tested against; None is the first."""
     cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
@@ -107,24 +107,27 @@ class CompareArguments(ConfigArguments):
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tune", "learning_rates", "grids"):
+            _check_words(f"--{name.replace('_', '-')}", getattr(self, name))
+
 
 def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
     if argv[:1] == ["verify"]:
         return _verify(parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
-    specs, options = split_positionals(argv)
+    specs = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    options = argv[len(specs) :]
     if asks_for_help(options):
         parse_arguments(CompareArguments, argv, prog=_PROG, example="compare_tiny")
     if not specs:
         raise UsageError(
-            f"{_PROG} needs a config, for example `{_PROG} compare_tiny`. See `{_PROG} --help`."
+            f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
+            f"`{_PROG} --help`."
         )
-    sizes = _option(options, "--sizes")
-    names = [None] if sizes is None else _names("--sizes", sizes)
-    planned = {
-        name: _plan(_with_choice(specs, "size", [name] if name else None), options, name)
-        for name in names
-    }
+    names = _names(options, "--sizes")
+    planned = {name: _plan(specs, options, name) for name in names or [None]}
     arguments = next(iter(planned.values()))[0]
     # Imported late: they load JAX.
     from maxmars.compare.cells import COMPARISON
@@ -141,7 +144,7 @@ def run(argv: list[str]) -> int:
 
     part, summaries = Part(*_part(arguments.cells)), {}
     root = next(iter(planned.values()))[2].parent
-    if sizes is not None:  # now rather than after hours
+    if names:  # now rather than after hours
         if (root / COMPARISON).is_file():
             raise UsageError(f"--workdir {root} holds a comparison without --sizes; name another.")
         check_out(root, is_report_of_sizes)
@@ -153,8 +156,8 @@ def run(argv: list[str]) -> int:
                 return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
-        found = summary_json(summaries[names[0]])
-        if sizes is not None:
+        found = summary_json(next(iter(summaries.values())))
+        if names:
             found = write_sizes_report(with_other_sizes(summaries, root), root)
             print_sizes(found, root)
     if arguments.json:
@@ -166,12 +169,23 @@ def _plan(
     specs: Sequence[str], options: Sequence[str], size: str | None
 ) -> tuple[CompareArguments, Comparison, Path]:
     """The comparison of these configs, and its directory."""
-    optimizers = _option(options, "--optimizers")
-    names = None if optimizers is None else _names("--optimizers", optimizers)
-    parsed = {
-        spec: parse_arguments(CompareArguments, [spec, *options], prog=_PROG)
-        for spec in _with_choice(specs, "optimizer", names)
-    }
+    parsed: dict[str, CompareArguments] = {}
+    for spec in specs:
+        for word in _names(options, "--optimizers") or [None]:
+            choices = {"size": size, "optimizer": word}
+            given = {choice: value for choice, value in choices.items() if value is not None}
+            arguments = parse_arguments(
+                CompareArguments, [spec, *options], prog=_PROG, choices=given
+            )
+            name = arguments.config.name
+            if word is not None and len(specs) == 1:
+                name = Source.parse(word).short if ".py:" in word else word
+            if name in parsed or not _NAME.fullmatch(name):
+                raise UsageError(
+                    f"{spec} makes a contender {name!r}, which names a directory here; the names "
+                    "must differ, of letters, digits, . _ and -."
+                )
+            parsed[name] = arguments
     arguments = next(iter(parsed.values()))
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
@@ -181,7 +195,7 @@ def _plan(
             f"--confirm {arguments.confirm} is more than --seeds {arguments.seeds}, of which the "
             "search uses the first."
         )
-    configs = _by_name({spec: _prepare(a) for spec, a in parsed.items()})
+    configs = {name: _prepare(a.config) for name, a in parsed.items()}
     baseline = arguments.baseline or next(iter(configs))
     if baseline not in configs:
         raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
@@ -375,63 +389,34 @@ def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:
     print_sizes(found, directory)
 
 
-def _option(options: Sequence[str], flag: str) -> str | None:
-    """The value of an option that says which configs to load, before the options of these can be
-    read."""
-    for index, word in enumerate(options):
-        key, equals, value = word.partition("=")
-        if key == flag:
-            return value if equals else next(iter(options[index + 1 :]), None)
-    return None
-
-
-def _names(flag: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"{flag} {text!r} must name {flag.lstrip('-')}, each once.")
+def _names(options: Sequence[str], flag: str) -> list[str]:
+    """The words of an option that says which configs to load, before the options of these can be
+    read; none where it is not given."""
+    places = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
+    if not places:
+        return []
+    _, equals, first = options[places[-1]].partition("=")
+    rest = options[places[-1] + 1 :]
+    after = itertools.takewhile(lambda word: not word.startswith("-"), rest)
+    names = [first] if equals else list(after)
+    _check_words(flag, names)
+    if not all(names) or not names or len(set(names)) < len(names):
+        raise UsageError(f"{flag} {' '.join(names)} must name {flag.lstrip('-')}, each once.")
     return names
 
 
-def _with_choice(specs: Sequence[str], choice: str, values: Sequence[str] | None) -> list[str]:
-    """Each CONFIG with each of these values of one of its choices; None leaves them as they are."""
-    if values is None:
-        return list(specs)
-    for spec in specs:
-        if re.search(rf"[:,]{choice}=", spec):
-            raise UsageError(f"{spec} names its {choice} itself; leave that or --{choice}s out.")
-    # To choices such as those of gpt2:size=small one more is added.
-    joins = ["," if re.search(r":\w+=", spec) else ":" for spec in specs]
-    return [
-        f"{spec}{join}{choice}={value}"
-        for spec, join in zip(specs, joins, strict=True)
-        for value in values
-    ]
+def _check_words(flag: str, words: Sequence[str]) -> None:
+    for word in words:
+        if "," in word:
+            raise UsageError(f"{flag} {word}: write {' '.join(word.split(','))}")
 
 
-def _prepare(arguments: CompareArguments) -> TrainConfig:
-    """The config of a contender: with --steps, without HellaSwag, and always with an evaluation."""
-    config = arguments.config
-    if arguments.steps is not None:
-        config = dataclasses.replace(config, num_steps=arguments.steps)
+def _prepare(config: TrainConfig) -> TrainConfig:
+    """The config of a contender: without HellaSwag, and always with an evaluation."""
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None)
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
     return dataclasses.replace(config, eval=evaluation)
-
-
-def _by_name(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
-    """Names of the contenders: their optimizers if all come from one file, else their configs'."""
-    chosen = [re.search(r"[:,]optimizer=([^,]*)", spec) for spec in configs]
-    files = {re.sub(r"[:,]optimizer=[^,]*", "", spec) for spec in configs}
-    names = [config.name for config in configs.values()]
-    if len(files) == 1 and all(chosen):
-        names = [match[1] for match in chosen if match]
-    if len(set(names)) < len(names):
-        raise UsageError(f"the contenders must have different names, but are {', '.join(names)}.")
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise UsageError(f"{name!r} names a directory here; take letters, digits, . _ and -.")
-    return dict(zip(names, configs.values(), strict=True))
 
 
 def _contenders(
@@ -513,14 +498,14 @@ def _starts(
     return found
 
 
-def _tuned_fields(text: str, configs: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
+def _tuned_fields(tune: Sequence[str], configs: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
     """Fields to tune by contender, in the order of `--tune`: `FIELD` for all that have it, and
     `CONTENDER.FIELD` for one."""
     from maxmars.compare.grids import value_of  # loads JAX
 
     fields: dict[str, list[str]] = {name: [] for name in configs}
-    for item in text.split(","):
-        owner, _, field = item.strip().rpartition(".")
+    for item in tune:
+        owner, _, field = item.rpartition(".")
         if owner and owner not in configs:
             raise UsageError(f"--tune {item}: {owner!r} is none of {', '.join(configs)}.")
         owners = [owner] if owner else list(configs)
@@ -536,22 +521,22 @@ def _tuned_fields(text: str, configs: Mapping[str, TrainConfig]) -> dict[str, li
     return fields
 
 
-def _lists(flag: str, text: str | None) -> dict[str, list[float]]:
+def _lists(flag: str, words: Sequence[str]) -> dict[str, list[float]]:
     """Numbers by name: a name owns the numbers up to the next name; those before the first name
     are for "", which means all."""
     found: dict[str, list[float]] = {}
     name = ""
-    for item in text.split(",") if text else ():
-        owner, equals, number = item.rpartition("=")
-        name = owner.strip() if equals else name
+    for word in words:
+        owner, equals, number = word.rpartition("=")
+        name = owner if equals else name
         try:
             value = float(number)
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
             raise UsageError(
-                f"{flag} {text}: {number!r} is no number; write numbers with commas, and a name "
-                "with = before those that are only its own."
+                f"{flag} {word}: {number!r} is no number; write numbers, and a name with = before "
+                "those that are only its own."
             )
         found.setdefault(name, []).append(value)
     return {name: sorted(set(values)) for name, values in found.items()}

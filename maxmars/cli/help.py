@@ -119,7 +119,9 @@ def _told(part: Any, name: str) -> tuple[str, str]:
         (each.description or "" for row in docs for each in row if each.arg_name == name), ""
     )
     default = _fields(part)[name]
-    note = "" if default == () else f"default: {default}"
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    note = "" if default == "" else f"default: {default}"
     if default is dataclasses.MISSING:
         note = "required" if Positional not in getattr(hint, "__metadata__", ()) else ""
     elif default is None:

@@ -217,13 +217,6 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return any(word in HELP for word in argv)
 
 
-def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line, in which every option takes a value, into its words and its options."""
-    places = _places_of_words(argv)
-    options = [word for place, word in enumerate(argv) if place not in places]
-    return [argv[place] for place in places], options
-
-
 def _places_of_words(argv: Sequence[str]) -> list[int]:
     """The indices of the words that are neither an option nor the first value of one."""
     places: list[int] = []

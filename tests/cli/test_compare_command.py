@@ -5,11 +5,13 @@ import runpy
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import short_config
+from token_directories import write_shards
 
 from maxmars.cli import main
-from maxmars.config import differences, load_config
+from maxmars.config import Source, differences, from_dict, load_config
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 WORKDIR = ("--workdir", "nowhere")
@@ -56,11 +58,11 @@ def config_file(tmp_path):
     ("words", "expected"),
     [
         (
-            ["--optimizers", "adamw,lion"],
+            ["--optimizers", "adamw", "lion"],
             {"adamw": [3e-4, 6e-4, 1.2e-3, 2.4e-3], "lion": [5e-5, 1e-4, 2e-4, 4e-4]},
         ),
         (
-            ["--optimizers", "adamw,lion", "--learning-rates", "3e-3,1e-3"],
+            ["--optimizers", "adamw", "lion", "--learning-rates", "3e-3", "1e-3"],
             {"adamw": [1e-3, 3e-3], "lion": [1e-3, 3e-3]},
         ),
         ([], {"tiny": [3e-4, 6e-4, 1.2e-3, 2.4e-3]}),
@@ -78,8 +80,8 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
 
 
 def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, capsys):
-    fields = "learning_rate,weight_decay,adamw.eps,lion.b1"
-    words = ["--optimizers", "adamw,lion", "--tune", fields, "--grids", "lion.b1=0.8,0.9"]
+    fields = ["learning_rate", "weight_decay", "adamw.eps", "lion.b1"]
+    words = ["--optimizers", "adamw", "lion", "--tune", *fields, "--grids", "lion.b1=0.8", "0.9"]
     words += ["--model.max-seq-len", "1000", "--workdir", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         main(["compare", config_file, *words])
@@ -93,46 +95,78 @@ def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, 
     assert compared["lion"][2]["scanned"] == [0.9]
 
 
+def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, capsys):
+    write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
+    (tmp_path / "mine.py").write_text(
+        "import optax\n\ndef make(learning_rate):\n    return optax.sgd(learning_rate)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = "--tune learning_rate --budget 8 --seeds 3 --num-steps 60 --eval.every 30 --workdir out"
+    with pytest.raises(SystemExit):  # of 64 tokens no batch can be made
+        main(
+            [
+                *("compare", "quickstart:data=data"),
+                *("--optimizers", "adamw", "mars_m", "muon", "mine.py:make"),
+                *words.split(),
+            ]
+        )
+    assert "data has 64 tokens, too few" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert list(kept["compared"]) == ["adamw", "mars_m", "muon", "mine"]
+    config = from_dict(kept["configs"]["mine"])
+    assert config.optimizer.make == Source.of("mine.py:make")
+    assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
+    assert list(kept["code"]) == ["mine"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "maxmars compare needs a config, for example"),
+        ([], "maxmars compare needs a config before its options"),
         ([TINY], "maxmars compare needs --workdir DIR"),
-        ([TINY, *WORKDIR, "--optimizers", "adamw,marss"], "'optimizer=marss' is not a choice"),
-        ([TINY, *WORKDIR, "--optimizers", "mars,mars"], "must name optimizers, each once"),
+        ([TINY, *WORKDIR, "--optimizers", "adamw", "marss"], "'optimizer=marss' is not a choice"),
+        ([TINY, *WORKDIR, "--optimizers", "mars", "mars"], "must name optimizers, each once"),
         ([TINY, *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
         (
             [f"{TINY}:optimizer=mars", *WORKDIR, "--optimizers", "adamw"],
-            "names its optimizer itself",
+            "'optimizer=adamw' is not a choice",
         ),
-        ([TINY, *WORKDIR, "--sizes", "0.3M,2M"], "'size=2M' is not a choice"),
+        ([TINY, *WORKDIR, "--sizes", "0.3M", "2M"], "'size=2M' is not a choice"),
         (
-            [f"{TINY}:size=1M", *WORKDIR, "--sizes", "0.3M,1M"],
-            "names its size itself; leave that or --sizes out",
+            [f"{TINY}:size=1M", *WORKDIR, "--sizes", "0.3M", "1M"],
+            "at most once",
         ),
         ([TINY, TINY + ":optimizer=compare-tiny-mars"], "is not a choice"),
         ([TINY, *WORKDIR, "--seeds", "0"], "--seeds 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--steps", "0"], "--steps 0 must be greater than zero"),
+        ([TINY, *WORKDIR, "--num-steps", "0"], "--num-steps 0 must be greater than zero"),
         ([TINY, *WORKDIR, "--baseline", "adamw"], "--baseline adamw is none of"),
         (
-            ["compare_tiny", *WORKDIR, "--optimizers", "adamw,mars", "--baseline", "muon"],
+            ["compare_tiny", *WORKDIR, "--optimizers", "adamw", "mars", "--baseline", "muon"],
             "--baseline muon is none of adamw, mars",
         ),
         (
-            ["ablations:size=tiny", *WORKDIR, "--optimizers", "exact,mars", "--baseline", "muon"],
+            [
+                "ablations:size=tiny",
+                *WORKDIR,
+                "--optimizers",
+                "exact",
+                "mars",
+                "--baseline",
+                "muon",
+            ],
             "--baseline muon is none of exact, mars",
         ),
         ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no number"),
-        ([TINY, *WORKDIR, "--learning-rates", "1e-3,-1"], "learning rate -1 must be positive"),
-        ([TINY, *WORKDIR, "--tune", "learning_rate,beta"], "no contender has a number 'beta'"),
+        ([TINY, *WORKDIR, "--learning-rates", "1e-3", "-1"], "learning rate -1 must be positive"),
+        ([TINY, *WORKDIR, "--tune", "learning_rate", "beta"], "no contender has a number 'beta'"),
         ([TINY, *WORKDIR, "--tune", "muon.b1"], "--tune muon.b1: 'muon' is none of"),
         (
-            ["compare_tiny", *WORKDIR, "--optimizers", "adamw,muon", "--tune", "muon.b1"],
+            ["compare_tiny", *WORKDIR, "--optimizers", "adamw", "muon", "--tune", "muon.b1"],
             "--tune muon.b1: muon has no number 'b1'",
         ),
-        ([TINY, *WORKDIR, "--grids", "gamma=0,0.1"], "--grids: 'gamma' is not tuned"),
+        ([TINY, *WORKDIR, "--grids", "gamma=0", "0.1"], "--grids: 'gamma' is not tuned"),
         (
-            [TINY, *WORKDIR, "--tune", "b1", "--grids", "b1=0.9,1"],
+            [TINY, *WORKDIR, "--tune", "b1", "--grids", "b1=0.9", "1"],
             "MarsConfig.b1=1.0 must lie in [0, 1)",
         ),
         ([TINY, *WORKDIR, "--tune", "b1", "--grids", "muon.b1=0.9"], "'muon' is none of"),
@@ -143,6 +177,14 @@ def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, 
         ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
         ([TINY, *WORKDIR, "--start-from", "no/such"], "--start-from: no/such holds no comparison"),
         ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
+        ([TINY, *WORKDIR, "--optimizers", "adamw,mars"], "adamw,mars: write adamw mars"),
+        (
+            [TINY, *WORKDIR, "--tune", "learning_rate,b1"],
+            "learning_rate,b1: write learning_rate b1",
+        ),
+        ([TINY, *WORKDIR, "--grids", "b1=0.9,0.8"], "b1=0.9,0.8: write b1=0.9 0.8"),
+        ([TINY, *WORKDIR, "--optimizers", "no.py:make"], "there is no file no.py"),
+        ([*WORKDIR, TINY], "needs a config before its options"),
     ],
 )
 def test_what_cannot_be_compared(words, message, capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from maxmars import cli
-from maxmars.cli.parse import ConfigArguments, parse_arguments, split_positionals
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 
 pytestmark = pytest.mark.smoke
 
@@ -164,9 +164,3 @@ def test_the_value_of_an_unknown_option_is_not_told(write, capsys):
         error = capsys.readouterr().err
         assert "--data.options.api-keyy" in error
         assert "hunter2" not in error
-
-
-def test_positionals_and_options_are_told_apart():
-    words, options = split_positionals(["a.py", "--x", "1", "b.py", "--y=2", "--help", "c.py"])
-    assert words == ["a.py", "b.py", "c.py"]
-    assert options == ["--x", "1", "--y=2", "--help"]

@@ -36,9 +36,9 @@ def compare_command(tmp_path_factory) -> list[str]:
     config = folder / "config.py"
     tests = str(Path(__file__).parents[1])
     config.write_text(CONFIG.format(tests=tests, tokens=str(folder / "tokens")))
-    words = ["compare", str(config), "--optimizers", "adamw,lion", "--seeds", "2", "--steps", "4"]
-    rates = ["--learning-rates", "adamw=1e4,4e-3,lion=1e-3,4e-3", "--budget", "2"]
-    return [*words, *rates, "--finalists", "1", "--workdir"]
+    words = ["compare", str(config), "--optimizers", "adamw", "lion", "--seeds", "2"]
+    rates = ["--learning-rates", "adamw=1e4", "4e-3", "lion=1e-3", "4e-3", "--budget", "2"]
+    return [*words, "--num-steps", "4", *rates, "--finalists", "1", "--workdir"]
 
 
 @pytest.fixture(scope="session")

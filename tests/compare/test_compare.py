@@ -176,13 +176,13 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
 def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path, capsys):
     """What is compared is recorded before the first cell begins, which here is refused."""
     rates = compare_command.index("--learning-rates")
-    words = [*compare_command[:rates], *compare_command[rates + 2 :], str(tmp_path)]
+    words = [*compare_command[:rates], *compare_command[rates + 5 :], str(tmp_path)]
     words += ["--start-from", str(compared), "--model.max-seq-len", "1000"]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "weight_decay"])
     assert "was tuned over learning_rate too" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main([*words, "--tune", "learning_rate,weight_decay"])
+        cli.main([*words, "--tune", "learning_rate", "weight_decay"])
     assert "too few for one batch" in capsys.readouterr().err
     found = json.loads((compared / "report.json").read_text())["outcomes"]
     best = {outcome["name"]: outcome["setting"]["learning_rate"] for outcome in found}
@@ -200,7 +200,7 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
             write_result(dataclasses.replace(result, cell=better, loss=1.0), copied)
     words = [*compare_command, str(tmp_path / "new"), "--start-from", str(copied)]
     rates = words.index("--learning-rates")
-    del words[rates : rates + 2]
+    del words[rates : rates + 5]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate"])
     assert "lion was tuned over b1 too" in capsys.readouterr().err
@@ -246,7 +246,8 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     text = text.replace("ADAMW if optimizer", f"{make} if optimizer")
     config.write_text(text.replace("EvalConfig, LionConfig", "EvalConfig, LionConfig, OptaxConfig"))
     words = ["compare", str(config), "--optimizers", "adamw", "--learning-rates", "4e-3"]
-    words += ["--steps", "4", "--tune", "damping,learning_rate", "--budget", "3", "--seeds", "1"]
+    words += ["--num-steps", "4", "--tune", "damping", "learning_rate", "--budget", "3"]
+    words += ["--seeds", "1"]
     cli.main([*words, "--workdir", str(tmp_path / "refused")])
     printed = " ".join(capsys.readouterr().out.split())
     refused = r"damping=0\.04,seed=0 the optimizer refuses it: own\.py:\d+: damping=0\.04 is more"
@@ -317,8 +318,8 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     file.write_text(text)
     workdir = tmp_path / "sizes"
     rates = options.index("--learning-rates") + 1
-    options[rates] = "1e-3,4e-3"
-    cli.main(["compare", str(file), *options, str(workdir), "--sizes", "16,32"])
+    options[rates : rates + 4] = ["1e-3", "4e-3"]
+    cli.main(["compare", str(file), *options, str(workdir), "--sizes", "16", "32"])
     printed = capsys.readouterr().out
     assert f"report of all sizes: {workdir / 'report.md'}" in printed
     report = json.loads((workdir / "report.json").read_text())
@@ -556,7 +557,7 @@ def test_a_killed_comparison_continues_its_cell(tmp_path):
         "from tiny import short_config\n\n"
         f"def get_config():\n    return short_config(Path({str(tmp_path / 'tokens')!r}))\n"
     )
-    words = ["--steps", "40", "--seeds", "1", "--learning-rates", "1e-3", "--eval.every", "20"]
+    words = ["--num-steps", "40", "--seeds", "1", "--learning-rates", "1e-3", "--eval.every", "20"]
     words += ["--budget", "1"]
     command = [sys.executable, "-m", "maxmars", "compare", str(config), *words, "--workdir"]
     cell = Cell(contender="tiny", setting=(("learning_rate", 1e-3),), seed=0)

@@ -93,7 +93,7 @@ def test_under_soap_only_whole_runs_are_judged_on_another_machine(
     text = Path(compare_command[1]).read_text().replace('"lion"]', '"lion", "soap"]')
     text = text.replace("import CheckpointConfig", "import SoapConfig, CheckpointConfig")
     config.write_text(text.replace("LionConfig()", "SoapConfig()"))
-    words = ["compare", str(config), "--optimizers", "soap", "--seeds", "1", "--steps", "4"]
+    words = ["compare", str(config), "--optimizers", "soap", "--seeds", "1", "--num-steps", "4"]
     words += ["--learning-rates", "3e-3", "--budget", "1", "--finalists", "1"]
     cli.main([*words, "--workdir", str(workdir)])
     (path,) = (workdir / "cells").rglob("result.json")
@@ -209,7 +209,8 @@ def test_own_code_is_kept_and_must_be_the_same(compare_command, tmp_path, capsys
     )
     config.write_text(text.replace("EvalConfig, LionConfig", "EvalConfig, LionConfig, OptaxConfig"))
     words = ["compare", str(config), "--optimizers", "adamw", "--learning-rates", "4e-3"]
-    words += ["--steps", "4", "--budget", "1", "--seeds", "1", "--workdir", str(tmp_path / "made")]
+    words += ["--num-steps", "4", "--budget", "1", "--seeds", "1"]
+    words += ["--workdir", str(tmp_path / "made")]
     cli.main(words)
     cli.main(["report", str(tmp_path / "made"), "--pack", str(tmp_path / "packed")])
     shutil.rmtree(tmp_path / "made")

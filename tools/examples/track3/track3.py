@@ -1,7 +1,7 @@
 """Track 3 of modded-nanogpt: fewest steps to a validation loss of 3.28, for one GPU.
 
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B
-    maxmars compare tools/examples/track3/track3.py --optimizers muon,mars --workdir runs/track3
+    maxmars compare tools/examples/track3/track3.py --optimizers muon mars --workdir runs/track3
     maxmars plan tools/examples/track3/track3.py:optimizer=mars --topology h200:1
 
 The benchmark (https://github.com/KellerJordan/modded-nanogpt, records/track_3_optimization) fixes
@@ -15,7 +15,7 @@ model, data and batch, and leaves optimizer, schedule and number of steps open:
 
 Matrices of the blocks are optimized by `optimizer`, and embedding, head and vectors always by
 AdamW, each with a rate of its own. Published steps to 3.28: 3,250 with Muon (2026-06-11, its values
-are `muon` here), 5,625 with AdamW (`adamw`, with --steps 5625), 2,690 with the record. Nobody
+are `muon` here), 5,625 with AdamW (`adamw`, with --num-steps 5625), 2,690 with the record. Nobody
 published a run with MARS, NAdamW or SOAP as they are here: these values are where tuning begins.
 
 What differs from the benchmark:
