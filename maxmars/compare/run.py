@@ -55,7 +55,7 @@ from maxmars.train.auto import choose_microbatches, choose_precision, memory_byt
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import make_initializer, make_train_step
+from maxmars.train.step import init_train_state, make_train_step
 
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
@@ -109,7 +109,12 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     check_comparable(comparison.contenders)
     for contender in comparison.contenders:
         _check_optimizer(contender.config)
-    programs.keep_beside(workdir, jax.devices()[0].platform)  # one directory for all cells
+    # One directory for all cells, so that those of equal programs compile once.
+    platform = jax.devices()[0].platform
+    if platform == "cpu":
+        programs.keep_in_cache(platform)
+    else:
+        programs.keep_beside(workdir, platform)
     with contextlib.ExitStack() as stack:
         own = acquire(workdir / "cells" / part.lock)
         assert own is not None, "each part of a comparison is one process"
@@ -220,8 +225,7 @@ def find_start(config: TrainConfig) -> Digests:
         for _, array in sorted(next(batches).items()):
             sha.update(np.asarray(array).tobytes())
         batches.close()
-    weights = make_initializer(config, mesh)(np.uint32(config.seed))["params"]
-    return combine(digest(weights)), sha.hexdigest()
+    return combine(digest(init_train_state(config, mesh).params)), sha.hexdigest()
 
 
 def _check_optimizer(config: TrainConfig) -> None:

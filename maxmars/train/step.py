@@ -90,7 +90,11 @@ def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     check_mesh(config, mesh.shape)
     check_model(config.model, mesh)
     _, params = graph_and_abstract_params(config.model)
-    abstract = jax.eval_shape(lambda params: _initial_state(config, mesh, params), params)
+    abstract = jax.eval_shape(
+        lambda params, hyperparams: _initial_state(config, mesh, params, hyperparams),
+        params,
+        _hyperparams(config),
+    )
     params = sharding.with_shardings(abstract.params, param_shardings(config.model, mesh))
     opt_state = opt_state_shardings(
         config.optimizer, config.model, abstract.opt_state, params, mesh
@@ -114,57 +118,65 @@ def init_train_state(
       ValueError: the mesh does not divide the model or the batch.
     """
     if given is None:
-        return TrainState(**make_initializer(config, mesh)(np.uint32(config.seed)))
+        create_all = make_initializer(config, mesh)
+        return TrainState(**create_all(np.uint32(config.seed), make_hyperparams(config, mesh)))
     abstract = vars(abstract_train_state(config, mesh))
     missing = {name: field for name, field in abstract.items() if name not in given}
 
-    def create(params: Any) -> dict[str, Any]:
+    def create(params: Any, hyperparams: dict[str, jax.Array]) -> dict[str, Any]:
         # Copied, as a jitted function returns an unchanged argument itself: the state is donated,
         # so no two of its fields may share an array.
-        state = _initial_state(config, mesh, jax.tree.map(jnp.copy, params))
+        state = _initial_state(config, mesh, jax.tree.map(jnp.copy, params), hyperparams)
         return {name: getattr(state, name) for name in missing}
 
-    created = jax.jit(create, out_shardings=_shardings(missing))(given["params"])
+    hyperparams = make_hyperparams(config, mesh)
+    created = jax.jit(create, out_shardings=_shardings(missing))(given["params"], hyperparams)
     return TrainState(**given, **created)
 
 
 def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
-    """A `jax.jit` function from a seed (uint32) to the fields of a new state, by name.
+    """A `jax.jit` function from a seed (uint32) and `make_hyperparams` to the fields of a new
+    state, by name.
 
-    It compiles once for all seeds; the learning rate is the config's (see `make_hyperparams`).
+    So its program, which the compilation cache keeps, is one for all seeds and learning rates.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
     return jax.jit(
-        lambda seed: vars(_initial_state(config, mesh, init_params(config.model, seed))),
+        lambda seed, hyperparams: vars(
+            _initial_state(config, mesh, init_params(config.model, seed), hyperparams)
+        ),
         out_shardings=_shardings(vars(abstract_train_state(config, mesh))),
     )
 
 
 def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
     """`TrainState.hyperparams` as the config says."""
-    return jax.jit(lambda: _hyperparams(config), out_shardings=sharding.replicated(mesh))()
+    place = jax.jit(lambda values: values, out_shardings=sharding.replicated(mesh))
+    return place(_hyperparams(config))
 
 
-def _initial_state(config: TrainConfig, mesh: Mesh, params: Any) -> TrainState:
+def _initial_state(
+    config: TrainConfig, mesh: Mesh, params: Any, hyperparams: Mapping[str, Any]
+) -> TrainState:
     zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
     return TrainState(
         step=zero,
         params=params,
-        opt_state=_optimizer(config, config.optimizer.learning_rate, mesh).init(params),
+        opt_state=_optimizer(config, hyperparams["learning_rate"], mesh).init(params),
         # The first step also takes a gradient here, and the guard checks it, but the correction
         # does not use it. At zeros a model's gradient may not be finite.
         prev_params=params if _is_exact(config) else None,
-        hyperparams=_hyperparams(config),
+        hyperparams=hyperparams,
         guard=Guard(zero, zero, zero, zero_loss, zero_loss),
     )
 
 
-def _hyperparams(config: TrainConfig) -> dict[str, jax.Array]:
+def _hyperparams(config: TrainConfig) -> dict[str, np.ndarray]:
     _, params = graph_and_abstract_params(config.model)
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
-    return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, dtype)}
+    return {"learning_rate": np.asarray(config.optimizer.learning_rate, dtype)}
 
 
 def _optimizer(

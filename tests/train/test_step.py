@@ -31,6 +31,7 @@ from maxmars.train.step import (
     check_step,
     global_norm,
     init_train_state,
+    make_hyperparams,
     make_initializer,
     make_train_step,
 )
@@ -67,7 +68,8 @@ def initializer_of(config):
 
 
 def new_state(config):
-    return TrainState(**initializer_of(config)(np.uint32(config.seed)))
+    hyperparams = make_hyperparams(config, mesh_of(config.mesh))
+    return TrainState(**initializer_of(config)(np.uint32(config.seed), hyperparams))
 
 
 def run(config, tokens, step=None, state=None):
@@ -285,10 +287,30 @@ def test_initialisation_never_holds_the_whole_model_on_one_device():
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, embed_dim=256))
     mesh = mesh_of(config.mesh)
     abstract = abstract_train_state(config, mesh)
-    memory = make_initializer(config, mesh).lower(np.uint32(0)).compile().memory_analysis()
+    memory = (
+        make_initializer(config, mesh)
+        .lower(np.uint32(0), make_hyperparams(config, mesh))
+        .compile()
+        .memory_analysis()
+    )
     whole = sharding.bytes_of(abstract)
     assert memory.output_size_in_bytes < 1.05 * whole / 8
     assert memory.temp_size_in_bytes < 0.3 * sharding.bytes_of(abstract.params)
+
+
+@pytest.mark.parametrize("optimizer", [MarsConfig(), MarsConfig(variant="m", exact=True)])
+def test_programs_are_the_same_for_all_seeds_and_learning_rates(optimizer):
+    """So the cells of a comparison compile them once."""
+
+    def programs(seed, learning_rate):
+        own = dataclasses.replace(optimizer, learning_rate=learning_rate)
+        config, mesh = tiny_config(optimizer=own, seed=seed), mesh_of(ONE)
+        hyperparams = make_hyperparams(config, mesh)
+        assert float(hyperparams["learning_rate"]) == np.float32(learning_rate)
+        initial = make_initializer(config, mesh).lower(np.uint32(seed), hyperparams)
+        return initial.as_text(), make_train_step(config, mesh).lower().as_text()
+
+    assert programs(0, 1e-3) == programs(1, 3e-3)
 
 
 def test_state_carries_the_parameters_shardings_and_keeps_them():
