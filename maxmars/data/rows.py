@@ -30,6 +30,7 @@ from maxmars.distributed.files import is_remote
 BLOCK_BYTES = 1 << 20
 _MAX_ROW_BYTES = 1 << 26  # what is longer would not fit into the memory of some worker
 _TABLE_ROWS = 32  # of Parquet that are in memory at once, beside the page that they are in
+_FIRST_BAD = 3
 _JSON_SPACE = " \t\r\n"
 # In this order, as the mark of UTF-32 begins with that of UTF-16.
 _OTHER_MARKS = {
@@ -64,6 +65,34 @@ OnBad = Callable[[ValueError], None]
 def refuse(error: ValueError) -> None:
     """Leaves out no bad row."""
     raise error
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Lines and rows that were left out because they have no text."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+    """Where the first ones are, and why they are bad."""
+
+    def __add__(self, other: Skipped) -> Skipped:
+        return Skipped(self.count + other.count, (*self.first, *other.first)[:_FIRST_BAD])
+
+    def __str__(self) -> str:
+        more = ", ..." * (self.count > len(self.first))
+        return f"{self.count:,} bad lines or rows ({'; '.join(self.first)}{more})"
+
+    def refuse_over(self, most: int) -> None:
+        """See that there are not more than the user allows.
+
+        Raises:
+          ValueError: there are.
+        """
+        if self.count > most:
+            raise ValueError(
+                f"{self} are more than --skip-bad {most:,} leaves out; correct them or give a "
+                "larger number."
+            )
 
 
 def kind_of(path: str) -> tuple[str, str]:
