@@ -31,6 +31,11 @@ BLOCK_BYTES = 1 << 20
 _MAX_ROW_BYTES = 1 << 26  # what is longer would not fit into the memory of some worker
 _TABLE_ROWS = 32  # of Parquet that are in memory at once, beside the page that they are in
 _FIRST_BAD = 3
+_TOO_LONG = (
+    f"it is longer than {_MAX_ROW_BYTES / 1e6:.0f} MB; make it several documents, or a .txt file "
+    "of its own, which may have any size."
+)
+_TOO_DEEP = "it is nested too deeply to be read as JSON."
 _JSON_SPACE = " \t\r\n"
 # In this order, as the mark of UTF-32 begins with that of UTF-16.
 _OTHER_MARKS = {
@@ -194,7 +199,7 @@ def reading(path: str) -> Generator[None]:
     with about(path):
         try:
             yield
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        except (EOFError, OSError, csv.Error, zlib.error, lzma.LZMAError) as error:
             is_readers = not isinstance(error, OSError) or error.errno is None
             if (is_remote(path) and type(error) is OSError) or not is_readers:
                 raise  # the disk's or the bucket's
@@ -285,10 +290,7 @@ def _records(
 def _checked(record: bytes) -> str:
     """The characters of a record; a byte-order mark at its start is none of them."""
     if len(record) > _MAX_ROW_BYTES:
-        raise ValueError(
-            f"it is longer than {_MAX_ROW_BYTES / 1e6:.0f} MB; make it several documents, or a "
-            ".txt file of its own, which may have any size."
-        )
+        raise ValueError(_TOO_LONG)
     return record.removeprefix(codecs.BOM_UTF8).decode()
 
 
@@ -311,7 +313,7 @@ def _text_of_line(record: bytes, field: str) -> str:
     try:
         row = json.loads(_checked(record))
     except RecursionError as error:
-        raise ValueError("it is nested too deeply to be read as JSON.") from error
+        raise ValueError(_TOO_DEEP) from error
     return text_in(row, field)
 
 
@@ -326,40 +328,44 @@ def _begins_with_a_line_of_json(file: io.BufferedReader) -> bool:
 
 def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
     """The elements of an array, or values that follow each other."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig")
     decoder, number, is_array = json.JSONDecoder(), 0, False
-    waiting = text.read(BLOCK_BYTES).lstrip(_JSON_SPACE)
-    if waiting.startswith("["):
-        is_array, waiting = True, waiting[1:]
-    block = waiting
-    while True:
-        position = 0
+    with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        waiting = text.read(BLOCK_BYTES).lstrip(_JSON_SPACE)
+        if waiting.startswith("["):
+            is_array, waiting = True, waiting[1:]
+        block = waiting
         while True:
-            while position < len(waiting) and waiting[position] in _JSON_SPACE + ",":
-                position += 1
-            if position == len(waiting) or (is_array and waiting[position] == "]"):
-                break
-            try:
-                value, after = decoder.raw_decode(waiting, position)
-            except RecursionError as error:
-                raise ValueError("it is nested too deeply to be read as JSON.") from error
-            except json.JSONDecodeError as error:  # cut by the end of the block, or bad
-                if block and len(waiting) - position <= _MAX_ROW_BYTES:
+            position = 0
+            while True:
+                while position < len(waiting) and waiting[position] in _JSON_SPACE + ",":
+                    position += 1
+                if position == len(waiting) or (is_array and waiting[position] == "]"):
                     break
-                error.add_note(f"element {number:,}")
-                raise
-            where = partial("element {:,}".format, number)
-            yield Row(number, where, partial(text_in, value, field))
-            position, number = after, number + 1
-        waiting = waiting[position:]
-        if is_array and waiting.startswith("]"):
-            return
-        if not block:
-            if is_array:
-                raise ValueError(f"the array is cut short after {number:,} elements.")
-            return
-        block = text.read(max(BLOCK_BYTES, len(waiting)))
-        waiting += block
+                with about(f"element {number:,}"):
+                    try:
+                        value, after = decoder.raw_decode(waiting, position)
+                    except RecursionError as error:
+                        raise ValueError(_TOO_DEEP) from error
+                    except json.JSONDecodeError:  # cut by the end of the block, or bad
+                        if not block:
+                            raise
+                        value, after = None, len(waiting)
+                    if after - position > _MAX_ROW_BYTES:
+                        raise ValueError(_TOO_LONG)
+                if after == len(waiting) and block:  # whose end may be in the next block
+                    break
+                read = partial(text_in, value, field)
+                yield Row(number, partial("element {:,}".format, number), read)
+                position, number = after, number + 1
+            waiting = waiting[position:]
+            if is_array and waiting.startswith("]"):
+                return
+            if not block:
+                break
+            block = text.read(max(BLOCK_BYTES, len(waiting)))
+            waiting += block
+    if is_array:
+        raise ValueError(f"the array is cut short after {number:,} elements.")
 
 
 # --- Tables --------------------------------------------------------------------------------------
@@ -368,33 +374,37 @@ def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
 def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
     """The rows of a table of which the first row names the columns."""
     csv.field_size_limit(_MAX_ROW_BYTES)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    first = text.readline()
-    delimiter = max(",;\t|", key=first.count)
-    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
-    names = next(reader, [])
-    if field not in names:
-        raise ValueError(f"it {no_field(field, names)}")
-    column, number = names.index(field), 0
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        first = text.readline()
+        delimiter = max(",;\t|", key=first.count)
+        reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
+        names = next(reader, [])
+        if field not in names:
+            raise ValueError(f"it {no_field(field, names)}")
+        column, number = names.index(field), 0
 
-    def read(found: list[str] | csv.Error) -> str:
-        if isinstance(found, csv.Error):
-            raise ValueError(str(found)) from found
-        if len(found) != len(names):
-            raise ValueError(f"it has {len(found)} fields, but the first row {len(names)}.")
-        return found[column]
+        def read(found: list[str] | csv.Error) -> str:
+            if isinstance(found, csv.Error):
+                raise ValueError(str(found)) from found
+            if len(found) != len(names):
+                raise ValueError(f"it has {len(found)} fields, but the first row {len(names)}.")
+            return found[column]
 
-    while True:
-        try:
-            found = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            found = error
-        if found:
-            where = partial("line {:,}".format, reader.line_num)
-            yield Row(number, where, partial(read, found))
-            number += 1
+        while True:
+            found: list[str] | csv.Error | None
+            try:
+                found = next(reader, None)
+            except csv.Error as error:
+                if "field limit" in str(error):  # where the row ends is not known then
+                    error.add_note(f"line {reader.line_num:,}")
+                    raise ValueError(_TOO_LONG) from error
+                found = error
+            if found is None:
+                return
+            if found:
+                where = partial("line {:,}".format, reader.line_num)
+                yield Row(number, where, partial(read, found))
+                number += 1
 
 
 def _table_rows(
