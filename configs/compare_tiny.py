@@ -1,6 +1,7 @@
 """Tiny GPT-2s for comparing optimizers on two CPU cores, on the quickstart's text.
 
     maxmars compare compare_tiny --optimizers adamw mars mars_shampoo muon --workdir DIR
+    maxmars compare compare_tiny --sizes 0.3M 1M --workdir DIR      # the six of get_comparison
     maxmars compare compare_tiny:data=TOKENS --optimizers adamw my_optim.py:make --workdir DIR
 
 Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes
@@ -13,6 +14,7 @@ from typing import Literal
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
+    ComparisonConfig,
     EvalConfig,
     GPT2Config,
     LionConfig,
@@ -78,6 +80,24 @@ def get_config(
         eval=EvalConfig(every=num_steps // 16, num_windows=256, batch_size=64),
         checkpoint=CheckpointConfig(every=None),
         log=LogConfig(every=8),
+    )
+
+
+def get_comparison(size: Size = "0.3M", data: str = "") -> ComparisonConfig:
+    """The comparison of the results page; at 0.3M hours of two cores."""
+    names = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap")
+    grids = {
+        **{name: {"b2": ()} for name in ("adamw", "nadamw", "mars", "soap")},
+        "mars_m": {"vector_b2": ()},
+        "muon": {"momentum": (), "vector_b2": ()},
+    }
+    return ComparisonConfig(
+        contenders={name: get_config(name, size, data) for name in names},
+        tune=("learning_rate", "weight_decay", "b1"),
+        grids=grids,
+        budget=112,
+        confirm=3,
+        seeds=5,
     )
 
 

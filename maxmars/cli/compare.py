@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,14 @@ from maxmars.cli.parse import (
 )
 from maxmars.config import Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, Positive, UsageError
+from maxmars.config.comparison import ComparisonConfig
+from maxmars.config.load import load_comparison
 
 if TYPE_CHECKING:
     from maxmars.compare.cells import Comparison, Contender
     from maxmars.compare.grids import Number
 
 _PROG = "maxmars compare"
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,11 @@ class CompareArguments(ConfigArguments):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
     A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each
-    word: a name of the config file, or FILE.py:make, an optimizer of your own. All start from the
-    same weights and read the same tokens. Each is tuned with one seed, by the fields that --tune
-    names; its best settings run with more seeds, and a test says which contender is better. Any
-    field of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
+    word: a name of the config file, or FILE.py:make, an optimizer of your own. A config file may
+    also say the whole comparison, with values to try, in a function get_comparison. All start from
+    the same weights and read the same tokens. Each is tuned with one seed, by the fields that
+    --tune names; its best settings run with more seeds, and a test says which is better. Any field
+    of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
 
     Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
     are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 0/2 and
@@ -78,16 +80,12 @@ class CompareArguments(ConfigArguments):
     over all of them in DIR."""
     tune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD ...")] = ("learning_rate",)
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
-    gamma, or warmup; mars.gamma is for the contender mars alone. A contender that lacks one is
-    tuned over the others."""
+    gamma, or warmup. A contender that lacks one is tuned over the others."""
     budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
-    learning_rates: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RATE ...")] = ()
-    """Learning rates tried first, for all, 1e-3 3e-3, or by name, adamw=1e-3 3e-3 mars=6e-3. The
-    others' are the config's own rate times 1/2, 1, 2 and 4."""
-    grids: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=V V ...")] = ()
-    """Values of other fields for all, b1=0.9 0.95 weight_decay=0 0.1, or for one contender,
-    mars.gamma=0 0.025; the search goes beyond their ends."""
+    learning_rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
+    """Learning rates that all contenders try first, such as 1e-3 3e-3. Those of none are the
+    config's own rate times 1/2, 1, 2 and 4."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """A finished comparison of the same contenders, say of a smaller model: each search begins at
     the best setting there, with 1/2, 1 and 2 times its learning rate."""
@@ -104,13 +102,15 @@ class CompareArguments(ConfigArguments):
     cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
     """Share the cells with other processes that have the same command and DIR: this is number I,
     from 0, of N. Each runs what no other one runs."""
+    dry_run: bool = False
+    """Say how many cells there are at most and what time they take, by some steps of each
+    contender, and run nothing else."""
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tune", "learning_rates", "grids"):
-            _check_words(f"--{name.replace('_', '-')}", getattr(self, name))
+        _check_words("--tune", self.tune)
 
 
 def run(argv: list[str]) -> int:
@@ -120,6 +120,8 @@ def run(argv: list[str]) -> int:
     specs = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     options = argv[len(specs) :]
     if asks_for_help(options):
+        if len(specs) == 1 and (in_file := load_comparison(specs[0])) is not None:
+            _of_file(in_file, options, f"{_PROG} {specs[0]}")
         parse_arguments(CompareArguments, argv, prog=_PROG, example="compare_tiny")
     if not specs:
         raise UsageError(
@@ -132,7 +134,7 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX.
     from maxmars.compare.cells import COMPARISON
     from maxmars.compare.report import check_out, print_summary, summary_json
-    from maxmars.compare.run import Part, compare
+    from maxmars.compare.run import Part, compare, print_estimate
     from maxmars.compare.sizes import (
         is_report_of_sizes,
         print_sizes,
@@ -142,6 +144,10 @@ def run(argv: list[str]) -> int:
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
+    if arguments.dry_run:
+        for name, (_, comparison, _) in planned.items():
+            print_estimate(comparison, name)
+        return 0
     part, summaries = Part(*_part(arguments.cells)), {}
     root = next(iter(planned.values()))[2].parent
     if names:  # now rather than after hours
@@ -168,54 +174,44 @@ def run(argv: list[str]) -> int:
 def _plan(
     specs: Sequence[str], options: Sequence[str], size: str | None
 ) -> tuple[CompareArguments, Comparison, Path]:
-    """The comparison of these configs, and its directory."""
-    parsed: dict[str, CompareArguments] = {}
-    for spec in specs:
-        for word in _names(options, "--optimizers") or [None]:
-            choices = {"size": size, "optimizer": word}
-            given = {choice: value for choice, value in choices.items() if value is not None}
-            arguments = parse_arguments(
-                CompareArguments, [spec, *options], prog=_PROG, choices=given
-            )
-            name = arguments.config.name
-            if word is not None and len(specs) == 1:
-                name = Source.parse(word).short if ".py:" in word else word
-            if name in parsed or not _NAME.fullmatch(name):
-                raise UsageError(
-                    f"{spec} makes a contender {name!r}, which names a directory here; the names "
-                    "must differ, of letters, digits, . _ and -."
-                )
-            parsed[name] = arguments
+    """The comparison that a command line asks for, and its directory."""
+    words = _names(options, "--optimizers")
+    choices = {} if size is None else {"size": size}
+    in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
+    if in_file is not None:
+        parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(specs[0])}")
+    else:
+        parsed = _of_words(specs, words, choices, options)
     arguments = next(iter(parsed.values()))
-    if arguments.workdir is None:
+    if arguments.workdir is None and not arguments.dry_run:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
     _part(arguments.cells)
-    if arguments.confirm > arguments.seeds:
-        raise UsageError(
-            f"--confirm {arguments.confirm} is more than --seeds {arguments.seeds}, of which the "
-            "search uses the first."
+    given = {name: getattr(arguments, name) for name in _SHARED}
+    try:
+        config = ComparisonConfig(
+            contenders={name: _prepare(a.config) for name, a in parsed.items()},
+            grids={} if in_file is None else in_file.grids,
+            **given,
         )
-    configs = {name: _prepare(a.config) for name, a in parsed.items()}
-    baseline = arguments.baseline or next(iter(configs))
-    if baseline not in configs:
-        raise UsageError(f"--baseline {baseline} is none of {', '.join(configs)}.")
-    contenders = _contenders(configs, arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    contenders = _contenders(config, arguments)
     # Imported late: they load JAX.
     from maxmars.compare.cells import Comparison
     from maxmars.distributed.files import is_remote, resolve
 
-    if is_remote(resolve(arguments.workdir)):
+    if is_remote(resolve(arguments.workdir or ".")):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
-    workdir = Path(arguments.workdir).expanduser().absolute()
+    workdir = Path(arguments.workdir or ".").expanduser().absolute()
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
     comparison = Comparison(
         contenders=contenders,
-        baseline=baseline,
-        seeds=tuple(range(first, first + arguments.seeds)),
-        budget=arguments.budget or 4 + 4 * num_fields,
-        finalists=arguments.finalists,
-        confirm=arguments.confirm,
+        baseline=config.baseline or contenders[0].name,
+        seeds=tuple(range(first, first + config.seeds)),
+        budget=config.budget or 4 + 4 * num_fields,
+        finalists=config.finalists,
+        confirm=config.confirm,
     )
     warmup = max(c.config.schedule.warmup_steps for c in contenders)
     num_steps = contenders[0].config.num_steps
@@ -226,6 +222,47 @@ def _plan(
             file=sys.stderr,
         )
     return arguments, comparison, workdir / size if size else workdir
+
+
+_SHARED = ("tune", "baseline", "budget", "confirm", "finalists", "seeds")
+"""Options that a comparison of a config file has too; what is typed counts more."""
+
+
+def _of_file(
+    config: ComparisonConfig, options: Sequence[str], prog: str
+) -> dict[str, CompareArguments]:
+    """The command line read for each contender of a config file."""
+    shared = {name: getattr(config, name) for name in _SHARED}
+    return {
+        name: parse_options(
+            CompareArguments,
+            options,
+            prog=prog,
+            default=CompareArguments(config=contender, **shared),
+            switches=False,
+        )
+        for name, contender in config.contenders.items()
+    }
+
+
+def _of_words(
+    specs: Sequence[str], words: Sequence[str], choices: Mapping[str, str], options: Sequence[str]
+) -> dict[str, CompareArguments]:
+    """The command line read for each CONFIG, or for each word of `--optimizers`."""
+    parsed: dict[str, CompareArguments] = {}
+    for spec in specs:
+        for word in words or [None]:
+            given = choices if word is None else {**choices, "optimizer": word}
+            arguments = parse_arguments(
+                CompareArguments, [spec, *options], prog=_PROG, choices=given
+            )
+            name = arguments.config.name
+            if word is not None and len(specs) == 1:
+                name = Source.parse(word).short if ".py:" in word else word
+            if name in parsed:
+                raise UsageError(f"{spec} makes another contender {name!r}; the names must differ.")
+            parsed[name] = arguments
+    return parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,45 +456,37 @@ def _prepare(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, eval=evaluation)
 
 
-def _contenders(
-    configs: Mapping[str, TrainConfig], arguments: CompareArguments
-) -> tuple[Contender, ...]:
+def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[Contender, ...]:
     """The contenders with the grids of the fields that they have."""
     from maxmars.compare.cells import Contender  # loads JAX
-    from maxmars.compare.grids import LEARNING_RATE, make_grid
+    from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
 
-    fields = _tuned_fields(arguments.tune, configs)
-    given: dict[tuple[str, str], list[float]] = {}  # (contender or "", field) -> values
-    for name, values in _lists("--learning-rates", arguments.learning_rates).items():
-        given[name, LEARNING_RATE] = values
-    for name, values in _lists("--grids", arguments.grids).items():
-        contender, _, field = name.rpartition(".")
-        given[contender, field] = values
-    for (name, field), values in given.items():
-        flag = "--learning-rates" if field == LEARNING_RATE else "--grids"
-        if name and name not in configs:
-            raise UsageError(f"{flag}: {name!r} is none of {', '.join(configs)}.")
-        if not any(field in fields[owner] for owner in ([name] if name else configs)):
-            raise UsageError(f"{flag}: {field!r} is not tuned; name it in --tune.")
-        if field == LEARNING_RATE and min(values) <= 0:
-            raise UsageError(f"{flag}: the learning rate {min(values):g} must be positive.")
+    for name in config.tune:
+        if all(value_of(each, name) is None for each in config.contenders.values()):
+            raise UsageError(
+                f"--tune {name}: no contender has a number {name!r}; name fields of the "
+                "optimizers, such as learning_rate, weight_decay and b1, or warmup."
+            )
+    rates = arguments.learning_rates
+    if rates and LEARNING_RATE not in config.tune:
+        raise UsageError(f"--learning-rates: name {LEARNING_RATE} in --tune too.")
+    own = {name: config.grids.get(name, {}) for name in config.contenders}
+    fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
     starts = _starts(arguments.start_from, fields)
     contenders = []
-    for name, config in configs.items():
+    for name, each in config.contenders.items():
+        grids = {**own[name], **({LEARNING_RATE: rates} if rates else {})}
         try:
-            grids = [
-                make_grid(
-                    config,
-                    field,
-                    given.get((name, field)) or given.get(("", field), ()),
-                    starts[name].get(field),
-                )
+            if lacking := [field for field in grids if value_of(each, field) is None]:
+                raise ValueError(f"it has no number {lacking[0]!r}, of which there is a grid.")
+            made = [
+                make_grid(each, field, sorted(set(grids.get(field, ()))), starts[name].get(field))
                 for field in fields[name]
             ]
         except ValueError as error:
-            raise UsageError(f"--grids: {name}: {error}") from error
-        own = tuple(grid for grid in grids if grid is not None)
-        contenders.append(Contender(name=name, config=config, grids=own))
+            raise UsageError(f"{name}: {error}") from error
+        found = tuple(grid for grid in made if grid is not None)
+        contenders.append(Contender(name=name, config=each, grids=found))
     return tuple(contenders)
 
 
@@ -496,50 +525,6 @@ def _starts(
         values = {field: value_of(best, field) for field in tried}
         found[name] = {field: value for field, value in values.items() if value is not None}
     return found
-
-
-def _tuned_fields(tune: Sequence[str], configs: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
-    """Fields to tune by contender, in the order of `--tune`: `FIELD` for all that have it, and
-    `CONTENDER.FIELD` for one."""
-    from maxmars.compare.grids import value_of  # loads JAX
-
-    fields: dict[str, list[str]] = {name: [] for name in configs}
-    for item in tune:
-        owner, _, field = item.rpartition(".")
-        if owner and owner not in configs:
-            raise UsageError(f"--tune {item}: {owner!r} is none of {', '.join(configs)}.")
-        owners = [owner] if owner else list(configs)
-        having = [name for name in owners if value_of(configs[name], field) is not None]
-        if not having:
-            who = owner or "no contender"
-            raise UsageError(
-                f"--tune {item}: {who} has {'no' if owner else 'a'} number {field!r}; name fields "
-                "of the optimizers, such as learning_rate, weight_decay and b1, or warmup."
-            )
-        for name in owners:  # those without it are told in the report
-            fields[name] += [] if field in fields[name] else [field]
-    return fields
-
-
-def _lists(flag: str, words: Sequence[str]) -> dict[str, list[float]]:
-    """Numbers by name: a name owns the numbers up to the next name; those before the first name
-    are for "", which means all."""
-    found: dict[str, list[float]] = {}
-    name = ""
-    for word in words:
-        owner, equals, number = word.rpartition("=")
-        name = owner if equals else name
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise UsageError(
-                f"{flag} {word}: {number!r} is no number; write numbers, and a name with = before "
-                "those that are only its own."
-            )
-        found.setdefault(name, []).append(value)
-    return {name: sorted(set(values)) for name, values in found.items()}
 
 
 def _part(text: str) -> tuple[int, int]:

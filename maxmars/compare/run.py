@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import math
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ from maxmars.train.step import init_train_state, make_train_step
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
+_TIMED_STEPS = 12
 _POLL_S = 5.0  # between looks for results of other processes
 
 Digests = tuple[str, str]
@@ -339,6 +341,43 @@ def _progress(
         text += f", at most {duration(seconds_left / num_processes)} left"
     details = [cell.name, *([result.diverged] if result.diverged else [])]
     return "\n        ".join([text, *details])
+
+
+def print_estimate(comparison: Comparison, size: str | None = None) -> None:
+    """Print how many cells each contender takes at most, and in what time, by a run of a few steps.
+
+    A cell takes what that run took, and the other steps at its median time. Evaluations beyond the
+    two of that run come on top.
+    """
+    check_comparable(comparison.contenders)
+    title = "" if size is None else f"size {size}: "
+    cells, total = 0, 0.0
+    with tempfile.TemporaryDirectory(prefix="maxmars-estimate-") as scratch, Progress() as progress:
+        for contender in comparison.contenders:
+            config = contender.config
+            steps = min(_TIMED_STEPS, config.num_steps)
+            short = dataclasses.replace(
+                config,
+                num_steps=steps,
+                log=dataclasses.replace(config.log, every=1, wandb=None),
+                eval=dataclasses.replace(config.eval, every=steps),
+                checkpoint=dataclasses.replace(config.checkpoint, every=None),
+            )
+            directory, began = Path(scratch, contender.name), time.monotonic()
+            with progress.waiting(f"{steps} steps of {contender.name}"):
+                train(short, directory, quiet=True)
+            step_s = median_step_time(read_metrics(directory)) or 0.0
+            cell_s = time.monotonic() - began + step_s * (config.num_steps - steps)
+            most = most_cells_left(contender, comparison, {})
+            cells, total = cells + most, total + most * cell_s
+            progress.update(
+                f"{title}{contender.name}: at most {most} cells of {config.num_steps:,} steps, "
+                f"{step_s:.3g} s a step, {duration(cell_s)} a cell",
+                keep=True,
+            )
+        progress.update(
+            f"{title}at most {cells} cells, about {duration(total)} on this machine", keep=True
+        )
 
 
 def step_cost(config: TrainConfig) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """What a run is: frozen dataclasses, all importable from here, and their checks."""
 
+from maxmars.config.comparison import ComparisonConfig
 from maxmars.config.data import (
     DataConfig,
     DataOptions,

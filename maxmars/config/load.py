@@ -1,6 +1,7 @@
 """CONFIG, the word that names a config: `NAME[:choice=value,...]` or `path/to/file.py[:...]`.
 
-A config file defines `get_config(...) -> TrainConfig`. Its parameters are the choices, each
+A config file defines `get_config(...) -> TrainConfig`, and for `maxmars compare` may define
+`get_comparison(...) -> ComparisonConfig`. Their parameters are the choices, each
 annotated with the `Literal` of its values, or with `str` where any text is allowed. One with
 `Literal["adamw", "mars"] | Source` may also be a function of the user's own, `FILE.py:NAME`.
 """
@@ -8,6 +9,7 @@ annotated with the `Literal` of its values, or with `str` where any text is allo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import re
@@ -19,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from maxmars.config.checks import UsageError, kinds_of
+from maxmars.config.comparison import ComparisonConfig
 from maxmars.config.errors import in_words
 from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import Source, import_file, relative_to, with_sources
@@ -72,22 +75,49 @@ def load_config(spec: str, choices: Mapping[str, str] = MappingProxyType({})) ->
     """
     path, text = find_config(spec)
     get_config = _get_config(path)
-    arguments = _chosen(path, text, choices, get_config)
-    with _in_config_file(path):
-        config = get_config(**arguments)
-    if not isinstance(config, TrainConfig):
-        raise UsageError(
-            f"get_config of {path} returned a {type(config).__name__}; "
-            "it must return a TrainConfig."
-        )
+    config = _called(path, get_config, _chosen(path, text, choices, get_config), TrainConfig)
     # A constant of a file that did not run again has the digest of then.
     return with_sources(config, Source.as_it_is)
 
 
-def _get_config(path: Path) -> Callable[..., Any]:
+def load_comparison(
+    spec: str, choices: Mapping[str, str] = MappingProxyType({})
+) -> ComparisonConfig | None:
+    """Load what `get_comparison` of the file of a CONFIG returns; None where it has none.
+
+    Args and errors are those of `load_config`; choices are parameters of `get_comparison`.
+    """
+    path, text = find_config(spec)
+    get_comparison = _function(path, "get_comparison")
+    if get_comparison is None:
+        return None
+    arguments = _chosen(path, text, choices, get_comparison)
+    found = _called(path, get_comparison, arguments, ComparisonConfig)
+    configs = found.contenders.items()
+    contenders = {name: with_sources(config, Source.as_it_is) for name, config in configs}
+    return dataclasses.replace(found, contenders=contenders)
+
+
+def _called(path: Path, function: Callable[..., Any], arguments: dict[str, Any], kind: type) -> Any:
     with _in_config_file(path):
-        get_config = getattr(import_file(path), "get_config", None)
-    if not callable(get_config):
+        found = function(**arguments)
+    if not isinstance(found, kind):
+        raise UsageError(
+            f"{function.__name__} of {path} returned a {type(found).__name__}; it must return a "
+            f"{kind.__name__}."
+        )
+    return found
+
+
+def _function(path: Path, name: str) -> Callable[..., Any] | None:
+    with _in_config_file(path):
+        function = getattr(import_file(path), name, None)
+    return function if callable(function) else None
+
+
+def _get_config(path: Path) -> Callable[..., Any]:
+    get_config = _function(path, "get_config")
+    if get_config is None:
         raise UsageError(
             f"{path} has no function get_config; a config file defines "
             "`def get_config() -> TrainConfig`."
@@ -162,8 +192,8 @@ def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, _Choice]:
             words and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
         ):
             raise UsageError(
-                f"{path}: annotate get_config's parameter `{name}` with its values, as in "
-                f"`{name}: Literal['a', 'b'] = 'a'`, or with `str` to allow any text."
+                f"{path}: annotate {get_config.__name__}'s parameter `{name}` with its values, as "
+                f"in `{name}: Literal['a', 'b'] = 'a'`, or with `str` to allow any text."
             )
         choices[name] = _Choice({str(word): word for word in words}, Source in kinds)
     return choices

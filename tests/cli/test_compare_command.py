@@ -79,14 +79,33 @@ def test_grids_and_names_of_contenders(words, expected, config_file, tmp_path, c
     assert {name: grids[0]["scanned"] for name, grids in compared.items()} == expected
 
 
-def test_fields_that_only_some_contenders_are_tuned_over(config_file, tmp_path, capsys):
-    fields = ["learning_rate", "weight_decay", "adamw.eps", "lion.b1"]
-    words = ["--optimizers", "adamw", "lion", "--tune", *fields, "--grids", "lion.b1=0.8", "0.9"]
-    words += ["--model.max-seq-len", "1000", "--workdir", str(tmp_path / "out")]
+IN_FILE = """
+from maxmars.config import ComparisonConfig
+
+def get_comparison(most: Literal["3", "5"] = "5"):
+    return ComparisonConfig(
+        contenders={name: get_config(name) for name in ("adamw", "lion")},
+        tune=("learning_rate", "weight_decay"),
+        grids={"adamw": {"eps": ()}, "lion": {"b1": (0.9, 0.8)}},
+        baseline="lion",
+        budget=7,
+        seeds=int(most),
+    )
+"""
+
+
+def test_a_comparison_in_a_config_file(config_file, tmp_path, capsys):
+    """What is typed counts more, for all contenders."""
+    Path(config_file).write_text(Path(config_file).read_text() + IN_FILE)
+    words = ["--model.max-seq-len", "1000", "--budget", "9", "--workdir", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
-        main(["compare", config_file, *words])
+        main(["compare", f"{config_file}:most=3", *words])
     assert "too few for one batch" in capsys.readouterr().err
-    compared = json.loads((tmp_path / "out" / "compare.json").read_text())["compared"]
+    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert (kept["baseline"], kept["budget"], len(kept["seeds"])) == ("lion", 9, 3)
+    lengths = {c["model"]["max_seq_len"] for c in kept["configs"].values()}
+    assert lengths == {1000}
+    compared = kept["compared"]
     found = {name: [grid["field"] for grid in grids] for name, grids in compared.items()}
     assert found == {
         "adamw": ["learning_rate", "weight_decay", "eps"],
@@ -123,10 +142,16 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
     ("words", "message"),
     [
         ([], "maxmars compare needs a config before its options"),
-        ([TINY], "maxmars compare needs --workdir DIR"),
-        ([TINY, *WORKDIR, "--optimizers", "adamw", "marss"], "'optimizer=marss' is not a choice"),
-        ([TINY, *WORKDIR, "--optimizers", "mars", "mars"], "must name optimizers, each once"),
-        ([TINY, *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
+        (["quickstart"], "maxmars compare needs --workdir DIR"),
+        (
+            ["quickstart", *WORKDIR, "--optimizers", "adamw", "marss"],
+            "'optimizer=marss' is not a choice",
+        ),
+        (
+            ["quickstart", *WORKDIR, "--optimizers", "mars", "mars"],
+            "must name optimizers, each once",
+        ),
+        (["quickstart", *WORKDIR, "--optimizers", ""], "must name optimizers, each once"),
         (
             [f"{TINY}:optimizer=mars", *WORKDIR, "--optimizers", "adamw"],
             "'optimizer=adamw' is not a choice",
@@ -137,12 +162,12 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
             "at most once",
         ),
         ([TINY, TINY + ":optimizer=compare-tiny-mars"], "is not a choice"),
-        ([TINY, *WORKDIR, "--seeds", "0"], "--seeds 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--num-steps", "0"], "--num-steps 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--baseline", "adamw"], "--baseline adamw is none of"),
+        (["quickstart", *WORKDIR, "--seeds", "0"], "--seeds 0 must be greater than zero"),
+        (["quickstart", *WORKDIR, "--num-steps", "0"], "--num-steps 0 must be greater than zero"),
+        (["quickstart", *WORKDIR, "--baseline", "lion"], "'lion' is none of"),
         (
             ["compare_tiny", *WORKDIR, "--optimizers", "adamw", "mars", "--baseline", "muon"],
-            "--baseline muon is none of adamw, mars",
+            "'muon' is none of the contenders adamw, mars",
         ),
         (
             [
@@ -154,37 +179,31 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
                 "--baseline",
                 "muon",
             ],
-            "--baseline muon is none of exact, mars",
+            "'muon' is none of the contenders exact, mars",
         ),
-        ([TINY, *WORKDIR, "--learning-rates", "fast"], "'fast' is no number"),
-        ([TINY, *WORKDIR, "--learning-rates", "1e-3", "-1"], "learning rate -1 must be positive"),
-        ([TINY, *WORKDIR, "--tune", "learning_rate", "beta"], "no contender has a number 'beta'"),
-        ([TINY, *WORKDIR, "--tune", "muon.b1"], "--tune muon.b1: 'muon' is none of"),
+        (["quickstart", *WORKDIR, "--learning-rates", "fast"], "fast"),
+        (["quickstart", *WORKDIR, "--learning-rates", "1e-3", "0"], "learning_rate=0"),
+        (["quickstart", *WORKDIR, "--tune", "b1", "--learning-rates", "1e-3"], "learning_rate"),
         (
-            ["compare_tiny", *WORKDIR, "--optimizers", "adamw", "muon", "--tune", "muon.b1"],
-            "--tune muon.b1: muon has no number 'b1'",
+            ["quickstart", *WORKDIR, "--tune", "learning_rate", "beta"],
+            "no contender has a number 'beta'",
         ),
-        ([TINY, *WORKDIR, "--grids", "gamma=0", "0.1"], "--grids: 'gamma' is not tuned"),
+        (["quickstart", *WORKDIR, "--budget", "0"], "--budget 0 must be greater than zero"),
+        (["quickstart", *WORKDIR, "--finalists", "0"], "--finalists 0 must be greater than zero"),
+        (["quickstart", *WORKDIR, "--confirm", "4"], "confirm=4 is more than seeds=3"),
+        (["quickstart", *WORKDIR, "--cells", "2/2"], "--cells 2/2 must be I/N"),
         (
-            [TINY, *WORKDIR, "--tune", "b1", "--grids", "b1=0.9", "1"],
-            "MarsConfig.b1=1.0 must lie in [0, 1)",
+            ["quickstart", *WORKDIR, "--start-from", "no/such"],
+            "--start-from: no/such holds no comparison",
         ),
-        ([TINY, *WORKDIR, "--tune", "b1", "--grids", "muon.b1=0.9"], "'muon' is none of"),
-        ([TINY, *WORKDIR, "--budget", "0"], "--budget 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--finalists", "0"], "--finalists 0 must be greater than zero"),
-        ([TINY, *WORKDIR, "--confirm", "4"], "--confirm 4 is more than --seeds 3"),
-        ([TINY, *WORKDIR, "--cells", "2/2"], "--cells 2/2 must be I/N"),
-        ([TINY, *WORKDIR, "--learning-rates", "muon=1e-3"], "'muon' is none of"),
-        ([TINY, *WORKDIR, "--start-from", "no/such"], "--start-from: no/such holds no comparison"),
-        ([TINY, "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
-        ([TINY, *WORKDIR, "--optimizers", "adamw,mars"], "adamw,mars: write adamw mars"),
+        (["quickstart", "--workdir", "gs://bucket/x"], "must be on a disk of this machine"),
+        (["quickstart", *WORKDIR, "--optimizers", "adamw,mars"], "adamw,mars: write adamw mars"),
         (
-            [TINY, *WORKDIR, "--tune", "learning_rate,b1"],
+            ["quickstart", *WORKDIR, "--tune", "learning_rate,b1"],
             "learning_rate,b1: write learning_rate b1",
         ),
-        ([TINY, *WORKDIR, "--grids", "b1=0.9,0.8"], "b1=0.9,0.8: write b1=0.9 0.8"),
-        ([TINY, *WORKDIR, "--optimizers", "no.py:make"], "there is no file no.py"),
-        ([*WORKDIR, TINY], "needs a config before its options"),
+        (["quickstart", *WORKDIR, "--optimizers", "no.py:make"], "there is no file no.py"),
+        ([*WORKDIR, "quickstart"], "needs a config before its options"),
     ],
 )
 def test_what_cannot_be_compared(words, message, capsys):

@@ -14,7 +14,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from typing import Literal
-from maxmars.config import CheckpointConfig, EvalConfig, LionConfig
+from maxmars.config import CheckpointConfig, ComparisonConfig, EvalConfig, LionConfig
 from tiny import ADAMW, short_config
 
 def get_config(optimizer: Literal["adamw", "lion"]):
@@ -23,6 +23,16 @@ def get_config(optimizer: Literal["adamw", "lion"]):
         optimizer=ADAMW if optimizer == "adamw" else LionConfig(),
         eval=EvalConfig(every=9, num_windows=16),
         checkpoint=CheckpointConfig(every=None),
+    )
+
+def get_comparison():
+    rates = {{"adamw": (1e4, 4e-3), "lion": (1e-3, 4e-3)}}
+    return ComparisonConfig(
+        contenders={{name: get_config(name) for name in rates}},
+        grids={{name: {{"learning_rate": values}} for name, values in rates.items()}},
+        seeds=2,
+        budget=2,
+        finalists=1,
     )
 """
 
@@ -36,9 +46,7 @@ def compare_command(tmp_path_factory) -> list[str]:
     config = folder / "config.py"
     tests = str(Path(__file__).parents[1])
     config.write_text(CONFIG.format(tests=tests, tokens=str(folder / "tokens")))
-    words = ["compare", str(config), "--optimizers", "adamw", "lion", "--seeds", "2"]
-    rates = ["--learning-rates", "adamw=1e4", "4e-3", "lion=1e-3", "4e-3", "--budget", "2"]
-    return [*words, "--num-steps", "4", *rates, "--finalists", "1", "--workdir"]
+    return ["compare", str(config), "--num-steps", "4", "--workdir"]
 
 
 @pytest.fixture(scope="session")

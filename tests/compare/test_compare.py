@@ -159,8 +159,7 @@ def test_only_unfinished_cells_are_run_and_give_the_same_again(
 def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     copied, compare_command, capsys
 ):
-    budget = compare_command.index("--budget") + 1
-    words = [*compare_command[:budget], "3", *compare_command[budget + 1 :], str(copied)]
+    words = [*compare_command, str(copied), "--budget", "3"]
     before = len(list(copied.glob("cells/*/*/result.json")))
     cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
@@ -175,8 +174,7 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
 
 def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path, capsys):
     """What is compared is recorded before the first cell begins, which here is refused."""
-    rates = compare_command.index("--learning-rates")
-    words = [*compare_command[:rates], *compare_command[rates + 5 :], str(tmp_path)]
+    words = [*compare_command, str(tmp_path), "--optimizers", "adamw", "lion"]
     words += ["--start-from", str(compared), "--model.max-seq-len", "1000"]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "weight_decay"])
@@ -199,8 +197,7 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
             better = dataclasses.replace(cell, setting=(*cell.setting, ("b1", 0.8)))
             write_result(dataclasses.replace(result, cell=better, loss=1.0), copied)
     words = [*compare_command, str(tmp_path / "new"), "--start-from", str(copied)]
-    rates = words.index("--learning-rates")
-    del words[rates : rates + 5]
+    words += ["--optimizers", "adamw", "lion"]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate"])
     assert "lion was tuned over b1 too" in capsys.readouterr().err
@@ -310,16 +307,20 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     text = Path(config).read_text()
     text = text.replace('"lion"])', '"lion"], size: Literal["16", "32"] = "16")')
     text = text.replace("    return short_config(", "    config = short_config(")
-    text += """    import dataclasses
+    end = "(every=None),\n    )\n"
+    text = text.replace(
+        end,
+        f"""{end}    import dataclasses
     model = dataclasses.replace(config.model, embed_dim=int(size))
     return dataclasses.replace(config, model=model)
-"""
+""",
+    )
     file = tmp_path / "sized.py"
     file.write_text(text)
     workdir = tmp_path / "sizes"
-    rates = options.index("--learning-rates") + 1
-    options[rates : rates + 4] = ["1e-3", "4e-3"]
-    cli.main(["compare", str(file), *options, str(workdir), "--sizes", "16", "32"])
+    options += [str(workdir), "--sizes", "16", "32", "--optimizers", "adamw", "lion"]
+    options += ["--learning-rates", "1e-3", "4e-3", "--budget", "2", "--finalists", "1"]
+    cli.main(["compare", str(file), *options, "--seeds", "2"])
     printed = capsys.readouterr().out
     assert f"report of all sizes: {workdir / 'report.md'}" in printed
     report = json.loads((workdir / "report.json").read_text())

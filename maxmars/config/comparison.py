@@ -1,0 +1,58 @@
+"""What `maxmars compare` compares, as a value: a config file's `get_comparison` returns it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from maxmars.config.checks import CheckedConfig, Positive, require
+from maxmars.config.train import TrainConfig
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig(CheckedConfig):
+    """Contenders, how each is tuned, and with how many seeds the best settings run.
+
+    Raises:
+      ValueError: a name is none for a directory, or names no contender.
+    """
+
+    contenders: dict[str, TrainConfig]
+    """By name, of letters, digits, `.`, `_` and `-`."""
+    tune: tuple[str, ...] = ("learning_rate",)
+    """Fields to tune, in this order: numbers of the optimizer's config or among its options, or
+    `warmup`. A contender that lacks one is tuned over the others."""
+    grids: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    """Contender -> field -> values to try; `()` are those around the config's own. A field that
+    `tune` lacks is tuned after the others, for this contender alone."""
+    baseline: str | None = None
+    """The contender that the others are tested against; None is the first."""
+    budget: Positive[int] | None = None
+    """Most cells of a contender's search; None is 4, and 4 more for each field."""
+    confirm: Positive[int] = 1
+    """Seeds with which a setting must be better before the search moves there."""
+    finalists: Positive[int] = 2
+    """The best settings of each contender, which run with all seeds."""
+    seeds: Positive[int] = 3
+    """Seeds of the best settings, from that of the configs on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.contenders), "a comparison needs contenders.")
+        for name in self.contenders:
+            require(
+                _NAME.fullmatch(name) is not None,
+                f"the contender {name!r} names a directory: write letters, digits, . _ and -.",
+            )
+        for name in [*self.grids, *filter(None, [self.baseline])]:
+            require(
+                name in self.contenders,
+                f"{name!r} is none of the contenders {', '.join(self.contenders)}.",
+            )
+        require(
+            self.confirm <= self.seeds,
+            f"confirm={self.confirm} is more than seeds={self.seeds}, of which the search uses the "
+            "first.",
+        )
