@@ -63,6 +63,7 @@ class CompareArguments(ConfigArguments):
         "budget",
         "seeds",
         "num-steps",
+        "dry-run",
         "baseline",
         "schedule.warmup-steps",
         "data.path",
@@ -104,6 +105,9 @@ class CompareArguments(ConfigArguments):
     cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
     """Share the cells with other processes that have the same command and DIR: this is number I,
     from 0, of N. Each runs what no other one runs."""
+    dry_run: bool = False
+    """Only say how many cells there are at most, and about how long they take: a few steps of each
+    contender are timed."""
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
 
@@ -131,6 +135,7 @@ def run(argv: list[str]) -> int:
     arguments = next(iter(planned.values()))[0]
     # Imported late: they load JAX.
     from maxmars.compare.cells import COMPARISON
+    from maxmars.compare.estimate import estimate, print_estimate
     from maxmars.compare.report import check_out, print_summary, summary_json
     from maxmars.compare.run import Part, compare
     from maxmars.compare.sizes import (
@@ -152,10 +157,15 @@ def run(argv: list[str]) -> int:
         for name, (_, comparison, workdir) in planned.items():
             if name:
                 print(f"size {name}", flush=True)
+            if arguments.dry_run:
+                print_estimate(estimate(comparison, workdir), comparison, part.count)
+                continue
             if not compare(comparison, workdir, part):
                 return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
+        if arguments.dry_run:
+            return 0
         found = summary_json(next(iter(summaries.values())))
         if names:
             found = write_sizes_report(with_other_sizes(summaries, root), root)

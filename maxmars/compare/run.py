@@ -40,7 +40,6 @@ from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, most_cells_left, next_cells
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
-from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import programs, sharding
@@ -51,11 +50,11 @@ from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.language_model import num_parameters
 from maxmars.train import train
-from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
+from maxmars.train.auto import choose_precision, prepare
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.step import init_train_state
 
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
@@ -109,12 +108,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     check_comparable(comparison.contenders)
     for contender in comparison.contenders:
         _check_optimizer(contender.config)
-    # One directory for all cells, so that those of equal programs compile once.
-    platform = jax.devices()[0].platform
-    if platform == "cpu":
-        programs.keep_in_cache(platform)
-    else:
-        programs.keep_beside(workdir, platform)
+    keep_programs(workdir)
     with contextlib.ExitStack() as stack:
         own = acquire(workdir / "cells" / part.lock)
         assert own is not None, "each part of a comparison is one process"
@@ -173,6 +167,16 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     return True
 
 
+def keep_programs(workdir: Path) -> None:
+    """Keep what JAX compiles in one directory for all cells, so that those of equal programs
+    compile once."""
+    platform = jax.devices()[0].platform
+    if platform == "cpu":
+        programs.keep_in_cache(platform)
+    else:
+        programs.keep_beside(workdir, platform)
+
+
 def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     """The first cell that no process runs, with the lock of its directory; None where all run."""
     for cell in cells:
@@ -216,7 +220,7 @@ def find_start(config: TrainConfig) -> Digests:
       FileNotFoundError: there is no data.
     """
     mesh = sharding.training_mesh(config)
-    check_mesh(config, mesh.shape)
+    weights = combine(digest(init_train_state(config, mesh).params))
     data = open_data(config.data, "train", model=config.model)
     sha = hashlib.sha256()
     for step in (0, config.num_steps - 1):
@@ -225,7 +229,7 @@ def find_start(config: TrainConfig) -> Digests:
         for _, array in sorted(next(batches).items()):
             sha.update(np.asarray(array).tobytes())
         batches.close()
-    return combine(digest(init_train_state(config, mesh).params)), sha.hexdigest()
+    return weights, sha.hexdigest()
 
 
 def _check_optimizer(config: TrainConfig) -> None:
@@ -347,8 +351,7 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), lambda _: None)
-    step = make_train_step(config, mesh)
+    _, step = prepare(config, mesh)
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:

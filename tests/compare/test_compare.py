@@ -206,6 +206,20 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
     assert "lion was tuned over b1 too" in capsys.readouterr().err
 
 
+def test_a_dry_run_says_cells_and_time_and_writes_nothing(
+    compare_command, compared, tmp_path, capsys
+):
+    cli.main([*compare_command, str(tmp_path / "new"), "--dry-run", "True"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"adamw learning_rate 0.004 10000 3 \d", printed)
+    assert re.search(r"lion learning_rate 0.001 0.004 3 \d", printed)
+    assert re.search(r"At most 6 cells in about \d", printed)
+    assert not (tmp_path / "new").exists()
+
+    cli.main([*compare_command, str(compared), "--dry-run", "True"])  # is complete
+    assert "At most 0 cells in about 0:00" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_cells(compare_command, compared, comparison, tmp_path):
     command = [sys.executable, "-m", "maxmars", *compare_command, str(tmp_path)]
