@@ -20,7 +20,7 @@ from maxmars.distributed import sharding
 from maxmars.train.auto import prepare
 from maxmars.train.step import init_train_state
 
-_NUM_TIMED = 3
+_NUM_TIMED = 8
 _START_S = 4.0  # of a cell: opening it, tracing, loading programs; measured on two CPU cores
 
 
