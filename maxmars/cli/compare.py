@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -228,11 +228,17 @@ def _plan(
         confirm=arguments.confirm,
     )
     warmup = max(c.config.schedule.warmup_steps for c in contenders)
-    num_steps = contenders[0].config.num_steps
+    num_steps, every = contenders[0].config.num_steps, contenders[0].config.eval.every
     if 2 * warmup > num_steps:
         print(
             f"maxmars: warning: schedule.warmup_steps={warmup} is most of num_steps={num_steps}: "
             "the runs hardly reach their learning rates; give --schedule.warmup-steps too.",
+            file=sys.stderr,
+        )
+    if every is not None and every >= num_steps:
+        print(
+            f"maxmars: warning: eval.every={every} is not below num_steps={num_steps}: the curves "
+            "have nothing but their ends; give --eval.every too.",
             file=sys.stderr,
         )
     return arguments, comparison, workdir / size if size else workdir
@@ -305,6 +311,8 @@ class ReportArguments(CheckedConfig):
     pack: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead of a report: copy a comparison, or all of one with --sizes, to DIR in few files, from
     which it is reported and continued: compare.json, cells.jsonl and cost.json."""
+    format: Literal["png", "pdf", "svg"] = "png"
+    """Of the figures."""
 
 
 def run_report(argv: list[str]) -> int:
@@ -337,10 +345,10 @@ def run_report(argv: list[str]) -> int:
             )
         (path,) = named.values()
         if (path / COMPARISON).is_file():
-            print_summary(write_report(path), path)
+            print_summary(write_report(path, arguments.format), path)
             return 0
         if sizes := size_directories(path):
-            _report_sizes(path, sizes)
+            _report_sizes(path, sizes, arguments.format)
             return 0
     runs: dict[str, Path] = {}
     for text, path in named.items():
@@ -364,7 +372,7 @@ def run_report(argv: list[str]) -> int:
             workdirs[own] = path
     (first, *_) = runs.values()
     out = Path(arguments.out).expanduser().absolute() if arguments.out else first / "report"
-    write_run_report(lines, out, workdirs)
+    write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
@@ -384,12 +392,14 @@ def _pack(runs: Sequence[Path], out: Path) -> None:
         print(f"{pack_comparison(source, target)} finished cells: {target}")
 
 
-def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:
+def _report_sizes(
+    directory: Path, sizes: Sequence[Path], format: Literal["png", "pdf", "svg"]
+) -> None:
     """Write and print the reports of the sizes of a comparison."""
     from maxmars.compare.report import print_summary
     from maxmars.compare.sizes import print_sizes, write_reports_of_sizes
 
-    summaries, found = write_reports_of_sizes(directory, sizes)
+    summaries, found = write_reports_of_sizes(directory, sizes, format)
     for size in sizes:
         print(f"size {size.name}")
         if size.name in summaries:
