@@ -34,8 +34,24 @@ from maxmars.compare.figures import (
 )
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.statistics import CONFIDENCE
-from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
-from maxmars.compare.tables import escape_markdown, fold, interval, markdown_table, print_table
+from maxmars.compare.summary import (
+    EFFECT,
+    MARK_MEANS,
+    TOLERANCE,
+    Best,
+    Outcome,
+    Summary,
+    summarize,
+)
+from maxmars.compare.tables import (
+    csv_table,
+    escape_markdown,
+    fold,
+    interval,
+    latex_table,
+    markdown_table,
+    print_table,
+)
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import json_number, read_json, write_json, write_text
@@ -43,6 +59,7 @@ from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
+_ENDS = ("", "_low", "_high")  # of an interval
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
@@ -60,7 +77,7 @@ def write_report(workdir: Path, format: Format = "png") -> Summary:
         f"# Comparison of {', '.join(o.contender.name for o in summary.outcomes)}",
         "## Result",
         _setting(summary),
-        _result_table(summary),
+        markdown_table(*_result_table(summary)),
         *_notes(summary),
         *_pair_blocks(summary),
         "## Cost of a step",
@@ -75,6 +92,8 @@ def write_report(workdir: Path, format: Format = "png") -> Summary:
         *_comparison_figures(summary, workdir, format),
     ]
     write_json(workdir / "report.json", summary_json(summary))
+    write_text(workdir / "results.csv", _results_csv(summary))
+    write_text(workdir / "results.tex", latex_table(*_result_table(summary)))
     _write_markdown(workdir, blocks)
     return summary
 
@@ -176,6 +195,8 @@ def print_summary(summary: Summary, workdir: Path) -> None:
     texts = [
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
     ]
+    if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
+        texts.append(MARK_MEANS)
     if summary.num_missing:
         texts.append(f"unfinished: cells are missing, {summary.num_missing} at least")
     if len(_tuned(summary)) > 1:
@@ -248,7 +269,8 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     cells |= {"rate": f"{rate:g}", "loss": interval(best.loss, "{:.4f}")}
     if best.test is not None:
         cells["difference"] = interval(best.test.difference, "{:+.4f}")
-        cells["p"] = f"{summary.p_adjusted[name]:.2g}"
+        mark = summary.mark(name, summary.comparison.baseline)
+        cells["p"] = f"{summary.p_adjusted[name]:.2g}{mark}"
     # Where a curve comes down to the baseline's loss, the baseline's own does as well.
     base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
     for key, field, show in (
@@ -261,7 +283,8 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     return cells
 
 
-def _result_table(summary: Summary) -> str:
+def _result_table(summary: Summary) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Columns and rows of the table of results."""
     baseline = summary.comparison.baseline
     columns = (
         "optimizer",
@@ -298,7 +321,41 @@ def _result_table(summary: Summary) -> str:
         loss, seeds = cells["loss"], len(summary.comparison.seeds)
         loss += f" ({len(best.losses)} of {seeds} seeds)" if len(best.losses) < seeds else ""
         rows.append((cells["name"], setting, loss, *tested, *reached, diverged))
-    return markdown_table(columns, rows)
+    return columns, rows
+
+
+def _results_csv(summary: Summary) -> str:
+    """The numbers of the table of results, unrounded; times in seconds."""
+    rows: list[dict[str, Any]] = []
+    for outcome in summary.outcomes:
+        best, name = outcome.best, outcome.contender.name
+        row: dict[str, Any] = {
+            "name": name,
+            "setting": None,
+            **dict.fromkeys(f"{what}{end}" for what in ("loss", "difference") for end in _ENDS),
+            "p_adjusted": summary.p_adjusted.get(name),
+            "num_seeds": 0,
+            "search_ended": outcome.search.is_at_its_end,
+            "tokens_to_baseline": None,
+            "seconds_to_baseline": None,
+            "step_time_s": outcome.step_time_s,
+            "num_cells": outcome.num_cells,
+            "num_diverged": outcome.num_diverged,
+        }
+        if best is not None:
+            row |= {
+                "setting": describe_setting(best.setting),
+                "num_seeds": len(best.losses),
+                "tokens_to_baseline": best.tokens_to_baseline,
+                "seconds_to_baseline": best.seconds_to_baseline,
+            }
+            tested = None if best.test is None else best.test.difference
+            for what, found in (("loss", best.loss), ("difference", tested)):
+                if found is not None:
+                    ends = (found.mean, found.low, found.high)
+                    row |= {f"{what}{end}": x for end, x in zip(_ENDS, ends, strict=True)}
+        rows.append(row)
+    return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _notes(summary: Summary) -> Iterator[str]:
@@ -335,6 +392,8 @@ def _notes(summary: Summary) -> Iterator[str]:
                 f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
                 f"{least}{found.factor:.1f}."
             )
+    if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
+        yield MARK_MEANS
     if len(summary.comparison.seeds) > 1:
         yield (
             f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
@@ -422,7 +481,7 @@ def _pair_blocks(summary: Summary) -> Iterator[str]:
                 pair.first,
                 pair.second,
                 interval(pair.test.difference, "{:+.4f}"),
-                f"{pair.p_adjusted:.2g}",
+                f"{pair.p_adjusted:.2g}{summary.mark(pair.first, pair.second)}",
             )
             for pair in summary.pairs
         ]

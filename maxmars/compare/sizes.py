@@ -15,7 +15,7 @@ from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison,
 from maxmars.compare.figures import draw_speed_ups
 from maxmars.compare.report import Format, check_out, image, write_report
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
-from maxmars.compare.summary import Outcome, Summary, summarize
+from maxmars.compare.summary import MARK_MEANS, Outcome, Summary, summarize
 from maxmars.compare.tables import interval, markdown_table, print_table
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_json, write_text
@@ -128,7 +128,7 @@ def write_sizes_report(
                 row[6] = "" if gain is None else _factor(gain)
             if best is not None and best.test is not None:
                 row[4] = interval(best.test.difference, "{:+.4f}")
-                row[5] = f"{summary.p_adjusted[name]:.2g}"
+                row[5] = f"{summary.p_adjusted[name]:.2g}{summary.mark(name, baseline)}"
             if gain is not None:
                 points[name].append((parameters, gain))
             rows.append(row)
@@ -172,7 +172,7 @@ def write_sizes_report(
         "of the two runs of a seed, the tokens of the better one, over those after which its "
         "curve comes down to the final loss of the other; the inverse of it where "
         f"{baseline} is the better one. The mean over the seeds is the geometric one. p is Holm's "
-        "over the contenders of a size.",
+        f"over the contenders of a size. {MARK_MEANS}",
     ]
     path = directory / "figures" / f"speed_up.{format}"
     seeds = ", ".join(sorted({str(len(s.comparison.seeds)) for s in summaries.values()}))
