@@ -86,7 +86,7 @@ def get_config(
 def get_comparison(size: Size = "0.3M", data: str = "") -> ComparisonConfig:
     """The comparison of the results page; at 0.3M hours of two cores."""
     names = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap")
-    grids = {
+    grids: dict[str, dict[str, tuple[float, ...]]] = {
         **{name: {"b2": ()} for name in ("adamw", "nadamw", "mars", "soap")},
         "mars_m": {"vector_b2": ()},
         "muon": {"momentum": (), "vector_b2": ()},

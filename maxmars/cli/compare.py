@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -65,6 +65,7 @@ class CompareArguments(ConfigArguments):
         "budget",
         "seeds",
         "num-steps",
+        "dry-run",
         "baseline",
         "schedule.warmup-steps",
         "data.path",
@@ -103,8 +104,8 @@ class CompareArguments(ConfigArguments):
     """Share the cells with other processes that have the same command and DIR: this is number I,
     from 0, of N. Each runs what no other one runs."""
     dry_run: bool = False
-    """Say how many cells there are at most and what time they take, by some steps of each
-    contender, and run nothing else."""
+    """Only say how many cells there are at most, and about how long they take: a few steps of each
+    contender are timed."""
     json: bool = False
     """Print what was found as JSON, as in report.json, and everything else to standard error."""
 
@@ -133,8 +134,9 @@ def run(argv: list[str]) -> int:
     arguments = next(iter(planned.values()))[0]
     # Imported late: they load JAX.
     from maxmars.compare.cells import COMPARISON
+    from maxmars.compare.estimate import estimate, print_estimate
     from maxmars.compare.report import check_out, print_summary, summary_json
-    from maxmars.compare.run import Part, compare, print_estimate
+    from maxmars.compare.run import Part, compare
     from maxmars.compare.sizes import (
         is_report_of_sizes,
         print_sizes,
@@ -144,10 +146,6 @@ def run(argv: list[str]) -> int:
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
-    if arguments.dry_run:
-        for name, (_, comparison, _) in planned.items():
-            print_estimate(comparison, name)
-        return 0
     part, summaries = Part(*_part(arguments.cells)), {}
     root = next(iter(planned.values()))[2].parent
     if names:  # now rather than after hours
@@ -158,10 +156,15 @@ def run(argv: list[str]) -> int:
         for name, (_, comparison, workdir) in planned.items():
             if name:
                 print(f"size {name}", flush=True)
+            if arguments.dry_run:
+                print_estimate(estimate(comparison, workdir), comparison, part.count)
+                continue
             if not compare(comparison, workdir, part):
                 return EXIT_CODE
             summaries[name] = summarize(workdir)
             print_summary(summaries[name], workdir)
+        if arguments.dry_run:
+            return 0
         found = summary_json(next(iter(summaries.values())))
         if names:
             found = write_sizes_report(with_other_sizes(summaries, root), root)
@@ -183,7 +186,7 @@ def _plan(
     else:
         parsed = _of_words(specs, words, choices, options)
     arguments = next(iter(parsed.values()))
-    if arguments.workdir is None and not arguments.dry_run:
+    if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
     _part(arguments.cells)
     given = {name: getattr(arguments, name) for name in _SHARED}
@@ -200,9 +203,9 @@ def _plan(
     from maxmars.compare.cells import Comparison
     from maxmars.distributed.files import is_remote, resolve
 
-    if is_remote(resolve(arguments.workdir or ".")):
+    if is_remote(resolve(arguments.workdir)):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
-    workdir = Path(arguments.workdir or ".").expanduser().absolute()
+    workdir = Path(arguments.workdir).expanduser().absolute()
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
     comparison = Comparison(
@@ -214,11 +217,17 @@ def _plan(
         confirm=config.confirm,
     )
     warmup = max(c.config.schedule.warmup_steps for c in contenders)
-    num_steps = contenders[0].config.num_steps
+    num_steps, every = contenders[0].config.num_steps, contenders[0].config.eval.every
     if 2 * warmup > num_steps:
         print(
             f"maxmars: warning: schedule.warmup_steps={warmup} is most of num_steps={num_steps}: "
             "the runs hardly reach their learning rates; give --schedule.warmup-steps too.",
+            file=sys.stderr,
+        )
+    if every is not None and every >= num_steps:
+        print(
+            f"maxmars: warning: eval.every={every} is not below num_steps={num_steps}: the curves "
+            "have nothing but their ends; give --eval.every too.",
             file=sys.stderr,
         )
     return arguments, comparison, workdir / size if size else workdir
@@ -332,6 +341,8 @@ class ReportArguments(CheckedConfig):
     pack: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead of a report: copy a comparison, or all of one with --sizes, to DIR in few files, from
     which it is reported and continued: compare.json, cells.jsonl and cost.json."""
+    format: Literal["png", "pdf", "svg"] = "png"
+    """Of the figures."""
 
 
 def run_report(argv: list[str]) -> int:
@@ -364,10 +375,10 @@ def run_report(argv: list[str]) -> int:
             )
         (path,) = named.values()
         if (path / COMPARISON).is_file():
-            print_summary(write_report(path), path)
+            print_summary(write_report(path, arguments.format), path)
             return 0
         if sizes := size_directories(path):
-            _report_sizes(path, sizes)
+            _report_sizes(path, sizes, arguments.format)
             return 0
     runs: dict[str, Path] = {}
     for text, path in named.items():
@@ -391,7 +402,7 @@ def run_report(argv: list[str]) -> int:
             workdirs[own] = path
     (first, *_) = runs.values()
     out = Path(arguments.out).expanduser().absolute() if arguments.out else first / "report"
-    write_run_report(lines, out, workdirs)
+    write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
@@ -411,12 +422,14 @@ def _pack(runs: Sequence[Path], out: Path) -> None:
         print(f"{pack_comparison(source, target)} finished cells: {target}")
 
 
-def _report_sizes(directory: Path, sizes: Sequence[Path]) -> None:
+def _report_sizes(
+    directory: Path, sizes: Sequence[Path], format: Literal["png", "pdf", "svg"]
+) -> None:
     """Write and print the reports of the sizes of a comparison."""
     from maxmars.compare.report import print_summary
     from maxmars.compare.sizes import print_sizes, write_reports_of_sizes
 
-    summaries, found = write_reports_of_sizes(directory, sizes)
+    summaries, found = write_reports_of_sizes(directory, sizes, format)
     for size in sizes:
         print(f"size {size.name}")
         if size.name in summaries:

@@ -1,15 +1,18 @@
-"""Figures as PNG, drawn with matplotlib (extra `report`) without its global state.
+"""Figures as PNG, PDF or SVG, by the ending of their path.
+
+matplotlib (extra `report`) draws them, without its global state.
 
 Every run is drawn: thin, and the mean over its seeds thick. An axis of losses or norms shows what
 most runs do after their first steps; where a run leaves it, a triangle stands at the upper edge, an
 x where its value is not a number. Lines differ in dashes and markers as well as in colour, so that
-they can be told apart in black and white.
+they can be told apart in black and white. The looks of a contender follow from its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)))
 _MARKERS = "osD^vPX*<"  # nine markers for eight colours: the ninth line differs from the first
+_KNOWN = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap", "lion", "mars_shampoo")
 _SIZE = (6.4, 4.2)  # inches, without the legend
 _PANEL = (4.2, 2.9)
 _LEGEND_ROW = 0.24  # inches
 _LEGEND_WIDTH = 66  # characters beside each other
 _LEGEND_SAMPLE = 9  # of them, for a line's sample
 _NAME_WIDTH = 52
+_NOTE_WIDTH = 14  # characters of a note on an inch
 _STYLE = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -50,9 +55,11 @@ _STYLE = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "savefig.dpi": 150,
+    "svg.hashsalt": "maxmars",  # else each file has other names within
 }
 _THIN = 0.7  # points
 _WARM_UP = 0.12  # values in this first share of the horizontal axis may lie above the figure
+_FEWEST = 2  # points of a run after that share; with fewer it counts, too
 _SMOOTHED = 16  # a running mean is over one of so many parts of a run
 _MAX_TICKS = 10
 _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 30, 50, 100)
@@ -82,13 +89,14 @@ class _Strand:
     """Drawn thick."""
 
 
-def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
+def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = "") -> bool:
     """Draw the losses of every run, and their mean over the seeds.
 
     Args:
       lines: one for each contender or run.
-      path: of the PNG; its directory is made.
+      path: of the figure; its directory is made.
       against: `tokens`; `steps`; or `time`, which leaves out lines without timed steps.
+      note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
@@ -96,38 +104,46 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    strands = []
-    for number, line in enumerate(lines):
+    strands, numbers = [], _numbers([line.name for line in lines])
+    for line in lines:
         position = _axis(line, against)
         if position is not None:
             runs = [(position(c.steps, c.tokens), np.array(c.losses)) for c in line.curves]
             tokens, losses = line.points
             mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
-            strands.append(_Strand(number=number, name=line.name, runs=runs, mean=mean))
+            strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
     names = {curve.loss_of for line in lines for curve in line.curves}
     label = f"{names.pop() if len(names) == 1 else 'loss'}, nats a token"
-    return _draw_alone(strands, path, label, against, lines)
+    return _draw_alone(strands, path, label, against, lines, note)
 
 
-def draw_training_losses(lines: Sequence[Line], path: Path, *, against: str) -> bool:
+def draw_training_losses(
+    lines: Sequence[Line], path: Path, *, against: str, note: str = ""
+) -> bool:
     """Draw the training losses of every run as they were logged, and over them a running mean.
 
     Arguments, result and errors are those of `draw_losses`.
     """
     strands = _logged_strands(lines, TRAINING_LOSS, against)
-    return _draw_alone(strands, path, "training loss, nats a token", against, lines)
+    return _draw_alone(strands, path, "training loss, nats a token", against, lines, note)
 
 
 def draw_rates_and_norms(
-    lines: Sequence[Line], path: Path, metrics: Mapping[str, str], *, columns: int = 2
+    lines: Sequence[Line],
+    path: Path,
+    metrics: Mapping[str, str],
+    *,
+    columns: int = 2,
+    note: str = "",
 ) -> bool:
     """Draw what every run logged of its steps against tokens, a panel a metric.
 
     Args:
       lines: one for each contender or run.
-      path: of the PNG; its directory is made.
+      path: of the figure; its directory is made.
       metrics: metric -> how it is called; those that no line has get no panel.
       columns: panels beside each other.
+      note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
@@ -144,7 +160,7 @@ def draw_rates_and_norms(
         return False
     everything = [strand for strands in panels.values() for strand in strands]
     divisor, unit = _unit(_end(everything), "tokens")
-    with _figure(path, len(panels), columns) as all_axes:
+    with _figure(path, len(panels), columns, note=note) as all_axes:
         for axes, (metric, strands) in zip(all_axes, panels.items(), strict=True):
             # Rates begin and end at 0, so of them the peaks count.
             spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(strands)]
@@ -160,14 +176,15 @@ def draw_rates_and_norms(
 
 
 def draw_every_run(
-    cells: Mapping[str, Sequence[Curve]], best: Mapping[str, Line], path: Path
+    cells: Mapping[str, Sequence[Curve]], best: Mapping[str, Line], path: Path, *, note: str = ""
 ) -> bool:
     """Draw the validation losses of all cells of a comparison, a panel a contender.
 
     Args:
       cells: contender -> curves of all its cells.
       best: contender -> curves at its best setting, whose mean is drawn thick.
-      path: of the PNG; its directory is made.
+      path: of the figure; its directory is made.
+      note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
@@ -175,19 +192,19 @@ def draw_every_run(
     Raises:
       ImportError: matplotlib is not installed.
     """
-    strands = []
-    for number, (name, curves) in enumerate(cells.items()):
+    strands, numbers = [], _numbers(cells)
+    for name, curves in cells.items():
         if curves:
             runs = [(np.array(c.tokens), np.array(c.losses)) for c in curves]
             mean = (np.array([]), np.array([]))
             if name in best:
                 tokens, losses = best[name].points
                 mean = tokens, losses.mean(axis=0)
-            strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
+            strands.append(_Strand(number=numbers[name], name=name, runs=runs, mean=mean))
     if not strands:
         return False
     divisor, unit = _unit(_end(strands), "tokens")
-    with _figure(path, len(strands), 3, legend=False) as all_axes:
+    with _figure(path, len(strands), 3, legend=False, note=note) as all_axes:
         for axes, strand in zip(all_axes, strands, strict=True):
             _draw(axes, [strand], divisor, like=strands)
             text = f"{strand.name}: {len(strand.runs)} run{'s'[: len(strand.runs) != 1]}"
@@ -204,6 +221,8 @@ def draw_tuning(
     path: Path,
     field: str,
     others: Mapping[str, Sequence[tuple[Number, Sequence[float]]]] | None = None,
+    *,
+    note: str = "",
 ) -> bool:
     """Draw final losses against the values of a field: a mark a run, a line through the means of
     the settings that differ in this field alone, and a thin one through the lowest means of all.
@@ -211,10 +230,11 @@ def draw_tuning(
     Args:
       grids: contender -> value of the field, increasing -> final losses of its runs in nats a
         token; infinite where a run diverged. The line goes through their means.
-      path: of the PNG; its directory is made.
+      path: of the figure; its directory is made.
       field: its name.
       others: contender -> value of the field and final losses by seed of each setting that is not
         on its line, drawn as small crosses.
+      note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw: some contender has two values of the field.
@@ -232,16 +252,17 @@ def draw_tuning(
     # A run far above the others would flatten their lines.
     top = min(max(finite), middle + 4 * (middle - bottom) + 0.05)
     margin = 0.06 * (top - bottom) or 0.01
-    with _figure(path) as (axes,):
+    with _figure(path, note=note) as (axes,):
         edge: dict[str, Any] = {
             "transform": axes.get_xaxis_transform(),
             "linestyle": "",
             "clip_on": False,
         }
-        for number, (name, grid) in enumerate(grids.items()):
+        numbers = _numbers(grids)
+        for name, grid in grids.items():
             if not settings[name]:
                 continue
-            style = _style(number)
+            style = _style(numbers[name])
             color = style["color"]
             means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
             means = [mean if math.isfinite(mean) else math.nan for mean in means]
@@ -289,14 +310,19 @@ def draw_tuning(
 
 
 def draw_speed_ups(
-    points: Mapping[str, Sequence[tuple[int, Interval]]], path: Path, baseline: str
+    points: Mapping[str, Sequence[tuple[int, Interval]]],
+    path: Path,
+    baseline: str,
+    *,
+    note: str = "",
 ) -> bool:
     """Draw data speed-ups, with their intervals, against the size of the model.
 
     Args:
       points: contender -> (parameters of the model, speed-up), increasing in size.
-      path: of the PNG; its directory is made.
+      path: of the figure; its directory is made.
       baseline: the contender whose speed-up is 1.
+      note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
@@ -306,7 +332,8 @@ def draw_speed_ups(
     """
     if not any(points.values()):
         return False
-    with _figure(path) as (axes,):
+    numbers = _numbers(points)
+    with _figure(path, note=note) as (axes,):
         for number, (name, found) in enumerate(points.items()):
             if not found:
                 continue
@@ -314,7 +341,7 @@ def draw_speed_ups(
             means = np.array([gain.mean for _, gain in found])
             ends = [(gain.low or gain.mean, gain.high or gain.mean) for _, gain in found]
             reach = np.abs(np.transpose(ends) - means)  # below and above
-            axes.errorbar(sizes, means, reach, label=_label(name), **_style(number))
+            axes.errorbar(sizes, means, reach, label=_label(name), **_style(numbers[name]))
         axes.axhline(1.0, color="#7F7F7F", linewidth=1.0)
         axes.set_yscale("log")
         low, high = axes.get_ylim()
@@ -343,8 +370,8 @@ def _axis(line: Line, against: str) -> Callable[[Sequence[int], Sequence[int]], 
 
 
 def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_Strand]:
-    strands = []
-    for number, line in enumerate(lines):
+    strands, numbers = [], _numbers([line.name for line in lines])
+    for line in lines:
         position = _axis(line, against)
         found = [logged for logged in line.logged if metric in logged.series]
         if position is None or not found:
@@ -358,7 +385,8 @@ def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_S
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
         positions = position(steps, [found[0].tokens[step] for step in steps])
-        strands.append(_Strand(number=number, name=line.name, runs=runs, mean=(positions, means)))
+        mean = positions, means
+        strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
     return strands
 
 
@@ -375,15 +403,24 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _draw_alone(
-    strands: Sequence[_Strand], path: Path, label: str, against: str, lines: Sequence[Line]
+    strands: Sequence[_Strand],
+    path: Path,
+    label: str,
+    against: str,
+    lines: Sequence[Line],
+    note: str,
 ) -> bool:
     """Draw losses on one pair of axes; those of tokens also get the steps, where all runs have the
     same batch."""
     if not strands:
         return False
+    from matplotlib.ticker import MaxNLocator
+
     divisor, unit = _unit(_end(strands), against)
-    with _figure(path) as (axes,):
+    with _figure(path, note=note) as (axes,):
         _draw(axes, strands, divisor)
+        if against == "steps":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
         name = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}[against]
         axes.set_xlabel(f"{name}{unit}")
@@ -398,6 +435,7 @@ def _draw_alone(
                 return step / steps
 
             upper = axes.secondary_xaxis("top", functions=(to_steps, from_steps))
+            upper.xaxis.set_major_locator(MaxNLocator(integer=True))
             upper.set_xlabel("steps")
     return True
 
@@ -416,6 +454,8 @@ def _draw(
     from matplotlib.ticker import LogLocator, NullLocator
 
     settled = warm_up * _end(like or strands)
+    if all(np.sum(x >= settled) < _FEWEST for x, _ in _runs(like or strands)):
+        settled = 0.0  # else nothing but the ends would be seen
     limits = _limits(like or strands, settled, reach, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
@@ -496,9 +536,10 @@ def _end(strands: Sequence[_Strand]) -> float:
 
 @contextlib.contextmanager
 def _figure(
-    path: Path, num_panels: int = 1, columns: int = 1, *, legend: bool = True
+    path: Path, num_panels: int = 1, columns: int = 1, *, legend: bool = True, note: str = ""
 ) -> Iterator[list[Axes]]:
-    """Empty axes in maxmars's style; at the end they get a legend below, and are saved."""
+    """Empty axes in maxmars's style; at the end they get a note above and a legend below, and are
+    saved."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -521,8 +562,11 @@ def _figure(
             figure.legend(
                 list(named.values()), list(named), loc="outside lower center", ncols=across
             )
-        # Without matplotlib's version, the same figure is the same file.
-        figure.savefig(path, metadata={"Software": None})
+        if note:
+            figure.suptitle(_label(note, int(_NOTE_WIDTH * width)), fontsize="small")
+        # Without matplotlib's version and the time, the same figure is the same file.
+        varying = {".png": "Software", ".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
+        figure.savefig(path, metadata={varying: None})
 
 
 def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
@@ -534,6 +578,14 @@ def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
         if sum(width + _LEGEND_SAMPLE for width in widths) <= room:
             return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
     return 1, sum(text.count("\n") + 1 for text in labels)
+
+
+def _numbers(names: Collection[str]) -> dict[str, int]:
+    """The number of each line's style: its place in `_KNOWN`; others share the places that are
+    left, by their names."""
+    known = {name: number for number, name in enumerate(_KNOWN) if name in names}
+    free = (number for number in itertools.count() if number not in known.values())
+    return known | dict(zip(sorted(set(names) - known.keys()), free, strict=False))
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The reports of comparisons and of single runs.
 
-A report is `report.md`, `report.json` with the same numbers, and `figures/*.png`; a comparison also
-prints a table in 80 columns.
+A report is `report.md`, `report.json` with the same numbers, and `figures/*`; a comparison also
+prints a table in 80 columns, and has its result in `results.csv` and `results.tex`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,19 +34,38 @@ from maxmars.compare.figures import (
 )
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.statistics import CONFIDENCE
-from maxmars.compare.summary import EFFECT, TOLERANCE, Best, Outcome, Summary, summarize
-from maxmars.compare.tables import escape_markdown, fold, interval, markdown_table, print_table
+from maxmars.compare.summary import (
+    EFFECT,
+    MARK_MEANS,
+    TOLERANCE,
+    Best,
+    Outcome,
+    Summary,
+    summarize,
+)
+from maxmars.compare.tables import (
+    csv_table,
+    escape_markdown,
+    fold,
+    interval,
+    latex_table,
+    markdown_table,
+    print_table,
+)
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import json_number, read_json, write_json, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
+Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
+_ENDS = ("", "_low", "_high")  # of an interval
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
-def write_report(workdir: Path) -> Summary:
-    """Write the report of a comparison, complete or not, into its directory.
+def write_report(workdir: Path, format: Format = "png") -> Summary:
+    """Write the report of a comparison, complete or not, into its directory; `format` is that of
+    its figures.
 
     Raises:
       ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
@@ -58,7 +77,7 @@ def write_report(workdir: Path) -> Summary:
         f"# Comparison of {', '.join(o.contender.name for o in summary.outcomes)}",
         "## Result",
         _setting(summary),
-        _result_table(summary),
+        markdown_table(*_result_table(summary)),
         *_notes(summary),
         *_pair_blocks(summary),
         "## Cost of a step",
@@ -70,20 +89,25 @@ def write_report(workdir: Path) -> Summary:
         _tuning_text(summary),
         _tuning_table(summary),
         "## Figures",
-        *_comparison_figures(summary, workdir),
+        *_comparison_figures(summary, workdir, format),
     ]
     write_json(workdir / "report.json", summary_json(summary))
+    write_text(workdir / "results.csv", _results_csv(summary))
+    write_text(workdir / "results.tex", latex_table(*_result_table(summary)))
     _write_markdown(workdir, blocks)
     return summary
 
 
-def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Path]) -> None:
+def write_run_report(
+    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Path], format: Format = "png"
+) -> None:
     """Write the report of any runs into a directory.
 
     Args:
       lines: the runs' curves.
       out: the directory.
       workdirs: line's name -> working directory of its run, or of its comparison.
+      format: of the figures.
 
     Raises:
       FileExistsError: `out` holds a report already, and not an earlier one of the same runs.
@@ -121,10 +145,10 @@ def write_run_report(lines: Sequence[Line], out: Path, workdirs: Mapping[str, Pa
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
     thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
-    blocks += ["## Figures", *_line_figures(lines, out, "", thin)]
-    path = out / "figures" / "norms_by_part.png"
+    blocks += ["## Figures", *_line_figures(lines, out, "", thin, format)]
+    path = out / "figures" / f"norms_by_part.{format}"
     if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
-        blocks.append(_image(path, "Norms by part of the model."))
+        blocks.append(image(path, "Norms by part of the model."))
     _write_markdown(out, blocks)
 
 
@@ -171,6 +195,8 @@ def print_summary(summary: Summary, workdir: Path) -> None:
     texts = [
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
     ]
+    if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
+        texts.append(MARK_MEANS)
     if summary.num_missing:
         texts.append(f"unfinished: cells are missing, {summary.num_missing} at least")
     if len(_tuned(summary)) > 1:
@@ -193,26 +219,32 @@ def _write_markdown(directory: Path, blocks: Sequence[str]) -> None:
 
 
 def _setting(summary: Summary) -> str:
-    config = summary.outcomes[0].contender.config
-    cost, environment = summary.outcomes[0].cost, summary.environment
-    model = f"{short(cost['num_parameters'])} parameters, " if cost else ""
-    where = ""
+    where, environment = "", summary.environment
     if environment:
         kinds = " and ".join(environment["device_kinds"])
         where = (
             f" on {environment['num_devices']} x {escape_markdown(kinds)}, JAX {environment['jax']}"
         )
-    seeds = len(summary.comparison.seeds)
     digests = "; ".join(
         f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
         for seed, (weights, tokens) in sorted(summary.digests.items())
     )
     return (
-        f"{model}{config.num_steps:,} steps of {config.tokens_per_step:,} tokens "
-        f"({short(config.num_steps * config.tokens_per_step)} a run), "
-        f"{seeds} seed{'s' if seeds > 1 else ''}{where}. With the same seed all contenders start "
+        f"{_size(summary)}{where}. With the same seed all contenders start "
         "from the same weights and read the same tokens in the same order. Digests of the initial "
         f"weights, and of the batches of the first and the last step: {digests}."
+    )
+
+
+def _size(summary: Summary) -> str:
+    """Size of the model, tokens and seeds."""
+    config, cost = summary.outcomes[0].contender.config, summary.outcomes[0].cost
+    model = f"{short(cost['num_parameters'])} parameters, " if cost else ""
+    seeds = len(summary.comparison.seeds)
+    return (
+        f"{model}{config.num_steps:,} steps of {config.tokens_per_step:,} tokens "
+        f"({short(config.num_steps * config.tokens_per_step)} a run), "
+        f"{seeds} seed{'s' if seeds > 1 else ''}"
     )
 
 
@@ -237,7 +269,8 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     cells |= {"rate": f"{rate:g}", "loss": interval(best.loss, "{:.4f}")}
     if best.test is not None:
         cells["difference"] = interval(best.test.difference, "{:+.4f}")
-        cells["p"] = f"{summary.p_adjusted[name]:.2g}"
+        mark = summary.mark(name, summary.comparison.baseline)
+        cells["p"] = f"{summary.p_adjusted[name]:.2g}{mark}"
     # Where a curve comes down to the baseline's loss, the baseline's own does as well.
     base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
     for key, field, show in (
@@ -250,7 +283,8 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     return cells
 
 
-def _result_table(summary: Summary) -> str:
+def _result_table(summary: Summary) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Columns and rows of the table of results."""
     baseline = summary.comparison.baseline
     columns = (
         "optimizer",
@@ -287,7 +321,41 @@ def _result_table(summary: Summary) -> str:
         loss, seeds = cells["loss"], len(summary.comparison.seeds)
         loss += f" ({len(best.losses)} of {seeds} seeds)" if len(best.losses) < seeds else ""
         rows.append((cells["name"], setting, loss, *tested, *reached, diverged))
-    return markdown_table(columns, rows)
+    return columns, rows
+
+
+def _results_csv(summary: Summary) -> str:
+    """The numbers of the table of results, unrounded; times in seconds."""
+    rows: list[dict[str, Any]] = []
+    for outcome in summary.outcomes:
+        best, name = outcome.best, outcome.contender.name
+        row: dict[str, Any] = {
+            "name": name,
+            "setting": None,
+            **dict.fromkeys(f"{what}{end}" for what in ("loss", "difference") for end in _ENDS),
+            "p_adjusted": summary.p_adjusted.get(name),
+            "num_seeds": 0,
+            "search_ended": outcome.search.is_at_its_end,
+            "tokens_to_baseline": None,
+            "seconds_to_baseline": None,
+            "step_time_s": outcome.step_time_s,
+            "num_cells": outcome.num_cells,
+            "num_diverged": outcome.num_diverged,
+        }
+        if best is not None:
+            row |= {
+                "setting": describe_setting(best.setting),
+                "num_seeds": len(best.losses),
+                "tokens_to_baseline": best.tokens_to_baseline,
+                "seconds_to_baseline": best.seconds_to_baseline,
+            }
+            tested = None if best.test is None else best.test.difference
+            for what, found in (("loss", best.loss), ("difference", tested)):
+                if found is not None:
+                    ends = (found.mean, found.low, found.high)
+                    row |= {f"{what}{end}": x for end, x in zip(_ENDS, ends, strict=True)}
+        rows.append(row)
+    return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _notes(summary: Summary) -> Iterator[str]:
@@ -324,6 +392,8 @@ def _notes(summary: Summary) -> Iterator[str]:
                 f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
                 f"{least}{found.factor:.1f}."
             )
+    if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
+        yield MARK_MEANS
     if len(summary.comparison.seeds) > 1:
         yield (
             f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
@@ -411,7 +481,7 @@ def _pair_blocks(summary: Summary) -> Iterator[str]:
                 pair.first,
                 pair.second,
                 interval(pair.test.difference, "{:+.4f}"),
-                f"{pair.p_adjusted:.2g}",
+                f"{pair.p_adjusted:.2g}{summary.mark(pair.first, pair.second)}",
             )
             for pair in summary.pairs
         ]
@@ -448,62 +518,64 @@ def _tuning_table(summary: Summary) -> str:
     return markdown_table(("optimizer", "setting", "loss by seed"), rows)
 
 
-def _comparison_figures(summary: Summary, workdir: Path) -> Iterator[str]:
-    best = best_lines(summary)
+def _comparison_figures(summary: Summary, workdir: Path, format: Format) -> Iterator[str]:
+    best, note = best_lines(summary), _size(summary)
     seeds = len(summary.comparison.seeds)
     thin = f"Thin: each of {seeds} seeds; thick: their mean." if seeds > 1 else ""
-    yield from _line_figures(best, workdir, " at the best setting", thin)
+    yield from _line_figures(best, workdir, " at the best setting", thin, format, note)
     for field in _tuned(summary):
-        path = workdir / "figures" / f"tuning_{field}.png"
+        path = workdir / "figures" / f"tuning_{field}.{format}"
         grids = {o.contender.name: o.along(field) for o in summary.outcomes}
         others = {o.contender.name: o.beside(field) for o in summary.outcomes}
-        if draw_tuning(grids, path, field, others):
+        if draw_tuning(grids, path, field, others, note=note):
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "
                 "is as in the best setting, and small marks are single seeds; crosses are all "
                 "other runs, and thin lines join the lowest means. At the upper edge, a triangle "
                 "is a run above it, an x one that diverged."
             )
-            yield _image(path, caption)
-    path = workdir / "figures" / "every_run.png"
+            yield image(path, caption)
+    path = workdir / "figures" / f"every_run.{format}"
     cells = {  # a run that diverged before its second evaluation has a curve of its training loss
         o.contender.name: [
             r.curve for r in o.results if r.curve and r.curve.loss_of == VALIDATION_LOSS
         ]
         for o in summary.outcomes
     }
-    if draw_every_run(cells, {line.name: line for line in best}, path):
-        yield _image(path, "Validation loss of every run; thick: the mean at the best setting.")
+    if draw_every_run(cells, {line.name: line for line in best}, path, note=note):
+        yield image(path, "Validation loss of every run; thick: the mean at the best setting.")
 
 
-def _line_figures(lines: Sequence[Line], out: Path, what: str, thin: str) -> Iterator[str]:
+def _line_figures(
+    lines: Sequence[Line], out: Path, what: str, thin: str, format: Format, note: str = ""
+) -> Iterator[str]:
     """Figures of losses, rates and norms."""
     validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
     never = _names([line for line in lines if line not in validated])
     axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else [])]
     for against in axes if validated else ():
-        path = out / "figures" / f"loss_{against}.png"
-        draw_losses(validated, path, against=against)
+        path = out / "figures" / f"loss_{against}.{format}"
+        draw_losses(validated, path, against=against, note=note)
         notes = f" Without evaluations, so not drawn: {never}." if never else ""
-        yield _image(path, f"Validation loss{what} against {against}. {thin}{notes}")
+        yield image(path, f"Validation loss{what} against {against}. {thin}{notes}")
     for against in axes:
-        path = out / "figures" / f"training_loss_{against}.png"
-        if draw_training_losses(lines, path, against=against):
+        path = out / "figures" / f"training_loss_{against}.{format}"
+        if draw_training_losses(lines, path, against=against, note=note):
             text = f"Training loss{what} against {against}. Thin: every run as it was logged; "
-            yield _image(path, f"{text}thick: a mean over the seeds and a sixteenth of the run.")
-    path = out / "figures" / "training_loss_time.png"
-    if validated and draw_training_losses(lines, path, against="time"):
-        yield _image(path, f"Training loss{what} against the time of the steps.")
-    path, timed = out / "figures" / "loss_time.png", validated or lines
-    if draw_losses(timed, path, against="time"):
+            yield image(path, f"{text}thick: a mean over the seeds and a sixteenth of the run.")
+    path = out / "figures" / f"training_loss_time.{format}"
+    if validated and draw_training_losses(lines, path, against="time", note=note):
+        yield image(path, f"Training loss{what} against the time of the steps.")
+    path, timed = out / "figures" / f"loss_time.{format}", validated or lines
+    if draw_losses(timed, path, against="time", note=note):
         untimed = _names([line for line in timed if line.seconds_per_step is None])
         notes = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
         text = "time of the steps (their number times their median)"
         loss = "Validation loss" if validated else "Training loss"
-        yield _image(path, f"{loss}{what} against {text}. {thin}{notes}")
-    path, text = out / "figures" / "rates_and_norms.png", f"Learning rates and norms{what}."
-    if draw_rates_and_norms(lines, path, RATES_AND_NORMS):
-        yield _image(path, text + _unlogged(lines))
+        yield image(path, f"{loss}{what} against {text}. {thin}{notes}")
+    path, text = out / "figures" / f"rates_and_norms.{format}", f"Learning rates and norms{what}."
+    if draw_rates_and_norms(lines, path, RATES_AND_NORMS, note=note):
+        yield image(path, text + _unlogged(lines))
     else:
         yield text + _unlogged(lines)
 
@@ -527,9 +599,11 @@ def _names(lines: Sequence[Line]) -> str:
     return escape_markdown(", ".join(line.name for line in lines))
 
 
-def _image(path: Path, caption: str) -> str:
+def image(path: Path, caption: str) -> str:
+    """A figure in the Markdown of the directory above its own, with a caption."""
     link = f"{path.parent.name}/{path.name}"
-    return f"![{path.stem.replace('_', ' ')}]({link})\n\n{caption.strip()}"
+    shown = "" if path.suffix == ".pdf" else "!"  # Markdown shows no PDF
+    return f"{shown}[{path.stem.replace('_', ' ')}]({link})\n\n{caption}".strip()
 
 
 _RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms")

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, most_cells_left, next_cells
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
-from maxmars.config.mesh import check_mesh
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import programs, sharding
@@ -52,16 +50,15 @@ from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.language_model import num_parameters
 from maxmars.train import train
-from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
+from maxmars.train.auto import choose_precision, prepare
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.step import init_train_state
 
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
-_TIMED_STEPS = 12
 _POLL_S = 5.0  # between looks for results of other processes
 
 Digests = tuple[str, str]
@@ -111,12 +108,7 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     check_comparable(comparison.contenders)
     for contender in comparison.contenders:
         _check_optimizer(contender.config)
-    # One directory for all cells, so that those of equal programs compile once.
-    platform = jax.devices()[0].platform
-    if platform == "cpu":
-        programs.keep_in_cache(platform)
-    else:
-        programs.keep_beside(workdir, platform)
+    keep_programs(workdir)
     with contextlib.ExitStack() as stack:
         own = acquire(workdir / "cells" / part.lock)
         assert own is not None, "each part of a comparison is one process"
@@ -175,6 +167,16 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
     return True
 
 
+def keep_programs(workdir: Path) -> None:
+    """Keep what JAX compiles in one directory for all cells, so that those of equal programs
+    compile once."""
+    platform = jax.devices()[0].platform
+    if platform == "cpu":
+        programs.keep_in_cache(platform)
+    else:
+        programs.keep_beside(workdir, platform)
+
+
 def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     """The first cell that no process runs, with the lock of its directory; None where all run."""
     for cell in cells:
@@ -218,7 +220,7 @@ def find_start(config: TrainConfig) -> Digests:
       FileNotFoundError: there is no data.
     """
     mesh = sharding.training_mesh(config)
-    check_mesh(config, mesh.shape)
+    weights = combine(digest(init_train_state(config, mesh).params))
     data = open_data(config.data, "train", model=config.model)
     sha = hashlib.sha256()
     for step in (0, config.num_steps - 1):
@@ -227,7 +229,7 @@ def find_start(config: TrainConfig) -> Digests:
         for _, array in sorted(next(batches).items()):
             sha.update(np.asarray(array).tobytes())
         batches.close()
-    return combine(digest(init_train_state(config, mesh).params)), sha.hexdigest()
+    return weights, sha.hexdigest()
 
 
 def _check_optimizer(config: TrainConfig) -> None:
@@ -343,51 +345,13 @@ def _progress(
     return "\n        ".join([text, *details])
 
 
-def print_estimate(comparison: Comparison, size: str | None = None) -> None:
-    """Print how many cells each contender takes at most, and in what time, by a run of a few steps.
-
-    A cell takes what that run took, and the other steps at its median time. Evaluations beyond the
-    two of that run come on top.
-    """
-    check_comparable(comparison.contenders)
-    title = "" if size is None else f"size {size}: "
-    cells, total = 0, 0.0
-    with tempfile.TemporaryDirectory(prefix="maxmars-estimate-") as scratch, Progress() as progress:
-        for contender in comparison.contenders:
-            config = contender.config
-            steps = min(_TIMED_STEPS, config.num_steps)
-            short = dataclasses.replace(
-                config,
-                num_steps=steps,
-                log=dataclasses.replace(config.log, every=1, wandb=None),
-                eval=dataclasses.replace(config.eval, every=steps),
-                checkpoint=dataclasses.replace(config.checkpoint, every=None),
-            )
-            directory, began = Path(scratch, contender.name), time.monotonic()
-            with progress.waiting(f"{steps} steps of {contender.name}"):
-                train(short, directory, quiet=True)
-            step_s = median_step_time(read_metrics(directory)) or 0.0
-            cell_s = time.monotonic() - began + step_s * (config.num_steps - steps)
-            most = most_cells_left(contender, comparison, {})
-            cells, total = cells + most, total + most * cell_s
-            progress.update(
-                f"{title}{contender.name}: at most {most} cells of {config.num_steps:,} steps, "
-                f"{step_s:.3g} s a step, {duration(cell_s)} a cell",
-                keep=True,
-            )
-        progress.update(
-            f"{title}at most {cells} cells, about {duration(total)} on this machine", keep=True
-        )
-
-
 def step_cost(config: TrainConfig) -> dict[str, int]:
     """What a contender's train step keeps and moves, in bytes of one device.
 
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), lambda _: None)
-    step = make_train_step(config, mesh)
+    _, step = prepare(config, mesh)
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:

@@ -13,9 +13,9 @@ from typing import Any
 
 from maxmars.compare.cells import COMPARISON, describe_setting, read_comparison, read_results
 from maxmars.compare.figures import draw_speed_ups
-from maxmars.compare.report import check_out, write_report
+from maxmars.compare.report import Format, check_out, image, write_report
 from maxmars.compare.statistics import CONFIDENCE, Interval, first_crossing, mean_interval
-from maxmars.compare.summary import Outcome, Summary, summarize
+from maxmars.compare.summary import MARK_MEANS, Outcome, Summary, summarize
 from maxmars.compare.tables import interval, markdown_table, print_table
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_json, write_text
@@ -23,13 +23,14 @@ from maxmars.model.language_model import num_parameters
 
 
 def write_reports_of_sizes(
-    directory: Path, sizes: Sequence[Path]
+    directory: Path, sizes: Sequence[Path], format: Format = "png"
 ) -> tuple[dict[str, Summary], dict[str, Any]]:
     """Write the report of each size, complete or not, and the one over all of them.
 
     Args:
       directory: gets the report over all sizes.
       sizes: the comparisons below it, smallest model first.
+      format: of the figures.
 
     Returns:
       What was found, by the name of the size, and what `report.json` over all sizes holds. Sizes
@@ -42,11 +43,13 @@ def write_reports_of_sizes(
     """
     check_out(directory, is_report_of_sizes)
     summaries = {
-        path.name: write_report(path) for path in sizes if read_results(read_comparison(path), path)
+        path.name: write_report(path, format)
+        for path in sizes
+        if read_results(read_comparison(path), path)
     }
     if not summaries:
         raise ValueError(f"no cell below {directory} is finished yet; start the comparison again.")
-    return summaries, write_sizes_report(summaries, directory)
+    return summaries, write_sizes_report(summaries, directory, format)
 
 
 def is_report_of_sizes(earlier: Any) -> bool:
@@ -80,12 +83,15 @@ def size_directories(directory: Path) -> list[Path]:
     return sorted(found, key=parameters)
 
 
-def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dict[str, Any]:
+def write_sizes_report(
+    summaries: Mapping[str, Summary], directory: Path, format: Format = "png"
+) -> dict[str, Any]:
     """Write `report.md`, `report.json` and `figures/speed_up.png` over all sizes.
 
     Args:
       summaries: by the name of the size, smallest first. A contender may be missing at a size.
       directory: gets the report.
+      format: of the figure.
 
     Returns:
       What `report.json` holds.
@@ -122,7 +128,7 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
                 row[6] = "" if gain is None else _factor(gain)
             if best is not None and best.test is not None:
                 row[4] = interval(best.test.difference, "{:+.4f}")
-                row[5] = f"{summary.p_adjusted[name]:.2g}"
+                row[5] = f"{summary.p_adjusted[name]:.2g}{summary.mark(name, baseline)}"
             if gain is not None:
                 points[name].append((parameters, gain))
             rows.append(row)
@@ -166,10 +172,12 @@ def write_sizes_report(summaries: Mapping[str, Summary], directory: Path) -> dic
         "of the two runs of a seed, the tokens of the better one, over those after which its "
         "curve comes down to the final loss of the other; the inverse of it where "
         f"{baseline} is the better one. The mean over the seeds is the geometric one. p is Holm's "
-        "over the contenders of a size.",
+        f"over the contenders of a size. {MARK_MEANS}",
     ]
-    if draw_speed_ups(points, directory / "figures" / "speed_up.png", baseline):
-        blocks.append("![data speed-up by size](figures/speed_up.png)")
+    path = directory / "figures" / f"speed_up.{format}"
+    seeds = ", ".join(sorted({str(len(s.comparison.seeds)) for s in summaries.values()}))
+    if draw_speed_ups(points, path, baseline, note=f"{runs}; {seeds} seeds"):
+        blocks.append(image(path, ""))
     write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
     found = {
         "baseline": baseline,

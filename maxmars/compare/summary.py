@@ -49,6 +49,12 @@ TOLERANCE = 0.05
 EFFECT = 0.01
 """The difference in nats for which the report says how many seeds would find it."""
 
+FEWEST_SEEDS = 3
+"""Of a p value without `MARK`."""
+
+MARK = "†"
+MARK_MEANS = "†: p of fewer than three seeds, or of a search that did not end."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
@@ -167,6 +173,13 @@ class Summary:
     """Every pair of contenders, by the mean losses."""
     environment: dict[str, Any]
     """Versions and devices of the first cell."""
+
+    def mark(self, *names: str) -> str:
+        """What stands after a p value of these contenders: `MARK` where it says less than it
+        seems, as `MARK_MEANS` says."""
+        found = [o for o in self.outcomes if o.contender.name in names]
+        few = any(o.best is None or len(o.best.losses) < FEWEST_SEEDS for o in found)
+        return MARK if few or not all(o.search.is_at_its_end for o in found) else ""
 
 
 def summarize(workdir: Path) -> Summary:

@@ -1,10 +1,13 @@
-"""Tables and numbers of reports, in Markdown and in 80 columns."""
+"""Tables and numbers of reports, in Markdown, LaTeX, CSV and in 80 columns."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,6 +27,29 @@ def escape_markdown(text: str) -> str:
     """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
+
+
+def latex_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A LaTeX `tabular` that needs no package, its columns aligned as those of Markdown."""
+    lines = [" & ".join(map(_escape_latex, line)) + r" \\" for line in (columns, *rows)]
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}"
+    return "\n".join([begin, lines[0], r"\hline", *lines[1:], r"\end{tabular}"]) + "\n"
+
+
+def _escape_latex(text: str) -> str:
+    signs = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    signs |= {"±": r"$\pm$", "–": "--", "†": r"$\dagger$"} | {
+        sign: f"\\{sign}" for sign in "&%$#_{}"
+    }
+    return "".join(signs.get(sign, sign) for sign in text)
+
+
+def csv_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as CSV; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([columns, *rows])
+    return text.getvalue()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,5 +1,6 @@
 """A whole comparison of tiny models: its cells, what it records, how it continues."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -63,6 +64,8 @@ def test_what_a_comparison_leaves_behind(compared):
         "figures",
         "report.json",
         "report.md",
+        "results.csv",
+        "results.tex",
     }
     figures = {p.name for p in (compared / "figures").iterdir()}
     assert figures == {
@@ -107,6 +110,27 @@ def test_the_report_says_what_was_found(compared):
     assert "The budget of lion ended before its search: learning_rate=" in page
     assert page.count("](figures/") == 7
     assert report["digests"]["0"]["tokens"][:12] in page
+
+
+def test_results_are_tables_for_other_programs_too(compared):
+    report = json.loads((compared / "report.json").read_text())
+    with (compared / "results.csv").open() as file:
+        adamw, lion = csv.DictReader(file)
+    assert (adamw["name"], lion["name"]) == ("adamw", "lion")
+    loss = report["outcomes"][1]["loss"]
+    assert [float(lion[f"loss{end}"]) for end in ("", "_low", "_high")] == list(loss.values())
+    assert (adamw["difference"], lion["num_seeds"], lion["search_ended"]) == ("", "2", "False")
+    table = (compared / "results.tex").read_text()
+    assert table.count("\\\\\n") == 3
+    assert "learning\\_rate=" in table
+    assert f"{report['outcomes'][1]['loss']['mean']:.4f}" in table
+
+
+def test_a_p_of_two_seeds_has_a_mark(compared):
+    p = json.loads((compared / "report.json").read_text())["outcomes"][1]["test"]["p_adjusted"]
+    for text in ((compared / "report.md").read_text(), (compared.parent / "printed").read_text()):
+        assert f" {p:.2g}† " in text
+        assert f" {p:.2g} " not in text
 
 
 def test_with_the_same_seed_all_cells_have_the_same_weights_and_tokens(compared, comparison):
@@ -201,6 +225,20 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate"])
     assert "lion was tuned over b1 too" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_cells_and_time_and_writes_nothing(
+    compare_command, compared, tmp_path, capsys
+):
+    cli.main([*compare_command, str(tmp_path / "new"), "--dry-run", "True"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"adamw learning_rate 0.004 10000 3 \d", printed)
+    assert re.search(r"lion learning_rate 0.001 0.004 3 \d", printed)
+    assert re.search(r"At most 6 cells in about \d", printed)
+    assert not (tmp_path / "new").exists()
+
+    cli.main([*compare_command, str(compared), "--dry-run", "True"])  # is complete
+    assert "At most 0 cells in about 0:00" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -100,6 +100,34 @@ def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
         drawn.append([path.read_bytes() for path in sorted(folder.iterdir())])
     assert drawn[0] == drawn[1]
     assert {content[:4] for content in drawn[0]} == {PNG}
+    for ending, begin in (("pdf", b"%PDF"), ("svg", b"<?xml")):
+        paths = [tmp_path / name / f"tokens.{ending}" for name in ("one", "two")]
+        for path in paths:
+            draw_losses(lines, path, against="tokens", note="838k parameters, 3 seeds")
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+        assert paths[0].read_bytes().startswith(begin)
+
+
+def colors_of(names, path):
+    """The colours of contenders in a figure, by name."""
+    draw_losses([line(n, [5.0, 3.0, 2.5]) for n in names], path, against="tokens")
+    found = re.findall(r"stroke: (#\w{6}); stroke-width: 1.6", path.read_text())
+    return dict(zip(names, dict.fromkeys(found), strict=True))
+
+
+def test_a_contender_keeps_its_colour_whatever_the_order_of_contenders(tmp_path):
+    first = colors_of(["muon", "mine", "adamw", "yours"], tmp_path / "0.svg")
+    assert colors_of(["adamw", "yours", "muon", "mine"], tmp_path / "1.svg") == first
+    alone = colors_of(["muon", "mars"], tmp_path / "2.svg")
+    assert alone["muon"] == first["muon"]
+
+
+def test_a_figure_of_runs_without_evaluations_on_the_way_shows_their_whole_range(tmp_path):
+    """Not their ends alone: between these lines would leave the figure."""
+    ends = [("a", [9.0, 2.50]), ("b", [9.0, 2.51]), ("c", [9.0, 2.8])]
+    draw_losses([line(*end) for end in ends], tmp_path / "x.svg", against="tokens")
+    text = (tmp_path / "x.svg").read_text()
+    assert [loss for loss in ("3", "5", "8") if f"<!-- {loss} -->" not in text] == []
 
 
 def test_what_there_is_nothing_to_draw_of(tmp_path):
