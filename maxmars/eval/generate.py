@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model, many at once, with cached keys and values of a GPT-2.
+"""Continue prompts with a trained model, many at once, with what it keeps of earlier tokens.
 
 The context of every prompt is computed once (`prefill`); after that each new token costs one pass
 over one token (`decode`). When a context is full, generation goes on from its last half: positions
@@ -31,7 +31,7 @@ from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
 from maxmars.eval.loglikelihood import encode_context
 from maxmars.eval.trained_model import TrainedModel
-from maxmars.model.kv_cache import KVCache, TokenCache, decode, prefill
+from maxmars.model.kv_cache import KVCache, OwnCache, decode, prefill
 from maxmars.model.language_model import logical_axes, make_model
 
 _CHUNK = 16  # most tokens that the device draws before the host looks at them
@@ -447,7 +447,7 @@ def _fill_cache(
     *,
     config: ModelConfig,
     num_slots: int,
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
+) -> tuple[Float[Array, "B D"], KVCache | OwnCache]:
     return prefill(make_model(config, params), tokens, lengths, num_slots)
 
 
@@ -459,7 +459,7 @@ def _fill_cache(
 def _draw(
     params: Any,
     hidden: Float[Array, "B D"],
-    cache: KVCache | TokenCache,
+    cache: KVCache | OwnCache,
     ended: Bool[Array, " B"],
     keys: UInt32[Array, "B 2"],
     numbers: Int[Array, " numbers"],
@@ -467,7 +467,7 @@ def _draw(
     config: ModelConfig,
     sampling: Sampling,
     num_tokens: int,
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache, Int[Array, "B chunk"]]:
+) -> tuple[Float[Array, "B D"], KVCache | OwnCache, Int[Array, "B chunk"]]:
     """Draw tokens one by one, until all rows have ended or the limit is reached.
 
     `hidden` is the last hidden state of each row, which predicts its next token. `numbers` are how

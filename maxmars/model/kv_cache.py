@@ -2,8 +2,8 @@
 
 `prefill` runs the prompts of a batch and keeps the keys and values of every layer; `decode` runs
 one more token of each row against them. Both give the result of `GPT2.hidden` for the whole rows,
-to rounding. Of a model of the user's own, whose keys and values nobody knows, the tokens are kept,
-and `decode` runs whole rows.
+to rounding. A module of the user's own says by methods of these names what it keeps; of one without
+them the tokens are kept, and `decode` runs whole rows.
 
 The prompts of a batch differ in length. In the cache they end at the same slot, so that all rows
 write the same slot from then on: one slice, which neither copies the cache nor moves data between
@@ -47,10 +47,11 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class TokenCache:
-    """The tokens of every row, for a model of the user's own."""
+class OwnCache:
+    """What is kept of every row for a module of the user's own."""
 
-    tokens: Int[Array, "B S"]
+    kept: Any
+    """What the module's `prefill` and `decode` return, or else the tokens, int32 [B, S]."""
     lengths: Int[Array, " B"]
     """Tokens of each prompt."""
     num_new: Int[Array, ""]
@@ -59,7 +60,7 @@ class TokenCache:
 
 def prefill(
     model: GPT2 | OwnModel, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
+) -> tuple[Float[Array, "B D"], KVCache | OwnCache]:
     """Run prompts.
 
     Args:
@@ -72,9 +73,12 @@ def prefill(
       The last hidden state of each prompt's last token, and the cache.
     """
     if isinstance(model, OwnModel):
-        tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
-        cache = TokenCache(tokens=tokens, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
-        return _last_hidden(model, cache), cache
+        if model.has_cache:
+            x, kept = model.prefill(tokens, lengths, num_slots)
+        else:
+            kept = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
+            x = _last_hidden(model, kept, lengths)
+        return x, OwnCache(kept=kept, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
     config = model.config
     segment_ids = document_segments(tokens, config.document_end_id)
     prompt_end = lengths.max()
@@ -113,25 +117,32 @@ def _move(x: Shaped[Array, "B P *_"], sources: Int[Array, "B S"]) -> Shaped[Arra
     return jax.vmap(lambda row, source: jnp.take(row, source, axis=0, mode="clip"))(x, sources)
 
 
-def _last_hidden(model: OwnModel, cache: TokenCache) -> Float[Array, "B D"]:
-    last = jnp.minimum(cache.lengths + cache.num_new, cache.tokens.shape[1]) - 1
-    return jnp.take_along_axis(model.hidden(cache.tokens), last[:, None, None], axis=1)[:, 0]
+def _last_hidden(
+    model: OwnModel, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
+) -> Float[Array, "B D"]:
+    last = jnp.minimum(lengths, tokens.shape[1]) - 1
+    return jnp.take_along_axis(model.hidden(tokens), last[:, None, None], axis=1)[:, 0]
 
 
 def decode(
-    model: GPT2 | OwnModel, tokens: Int[Array, " B"], cache: KVCache | TokenCache
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
+    model: GPT2 | OwnModel, tokens: Int[Array, " B"], cache: KVCache | OwnCache
+) -> tuple[Float[Array, "B D"], KVCache | OwnCache]:
     """Run one more token of each row; see `prefill` for the result.
 
     The result of a row beyond `max_seq_len` tokens means nothing, nor does any result where no slot
     was free.
     """
-    if isinstance(cache, TokenCache):
+    if isinstance(cache, OwnCache):
         assert isinstance(model, OwnModel)
-        rows, places = jnp.arange(len(tokens)), cache.lengths + cache.num_new
-        written = cache.tokens.at[rows, places].set(tokens, mode="drop")
-        cache = dataclasses.replace(cache, tokens=written, num_new=cache.num_new + 1)
-        return _last_hidden(model, cache), cache
+        places = cache.lengths + cache.num_new
+        if model.has_cache:
+            # A row that has ended may run past the last position; its result is not used.
+            places = jnp.minimum(places, model.config.max_seq_len - 1)
+            x, kept = model.decode(tokens, places, cache.kept)
+        else:
+            kept = cache.kept.at[jnp.arange(len(tokens)), places].set(tokens, mode="drop")
+            x = _last_hidden(model, kept, places + 1)
+        return x, dataclasses.replace(cache, kept=kept, num_new=cache.num_new + 1)
     assert isinstance(model, GPT2)
     config, slot = model.config, cache.prompt_end + cache.num_new
     segment_ids = jax.lax.dynamic_index_in_dim(cache.segments, slot - 1, axis=1, keepdims=False)

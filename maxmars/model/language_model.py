@@ -23,6 +23,7 @@ from maxmars.config import GPT2Config, ModelConfig
 from maxmars.distributed.sharding import RULES, batch_shards, copies
 from maxmars.model import cross_entropy
 from maxmars.model.gpt2 import GPT2
+from maxmars.model.kv_cache import decode, prefill
 from maxmars.model.own_model import OwnModel, make_module
 from maxmars.optim.nnx import given_specs
 
@@ -154,6 +155,8 @@ def check_model(config: ModelConfig, mesh: Mesh) -> None:
 
     def outputs(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = make_model(config, params)
+        rows = tokens[:, 0]
+        decode(model, rows, prefill(model, tokens, rows, config.max_seq_len)[1])
         x = model.hidden(tokens)
         return x, model.output_embedding(x.dtype)
 

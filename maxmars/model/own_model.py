@@ -90,7 +90,12 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
             f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
             "parameter of this name with the rows [vocab_size, width] of the output head",
         )
-
+    if hasattr(module, "prefill") != hasattr(module, "decode"):
+        raise _wrong(
+            config,
+            f"the {type(module).__name__} has only one of prefill(self, tokens, lengths, num_slots)"
+            " and decode(self, tokens, positions, cache); a cache needs both",
+        )
     if getattr(module, "cap_logits", None) is not None:
         _check_cap(config, module)
 
@@ -219,6 +224,49 @@ class OwnModel:
                 f"must have the shape [model.vocab_size={self.config.vocab_size} or more, width]",
             )
         return gathered(found.astype(dtype), ("vocab", "embed"))
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the module has `prefill` and `decode`."""
+        return hasattr(self.module, "prefill")
+
+    def prefill(
+        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
+    ) -> tuple[Float[Array, "B D"], Any]:
+        """The module's `prefill`; see `kv_cache.prefill`."""
+        module: Any = self.module
+        return self._checked("prefill", len(tokens), module.prefill(tokens, lengths, num_slots))
+
+    def decode(
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: Any
+    ) -> tuple[Float[Array, "B D"], Any]:
+        """The module's `decode` of a token of each row at its position in the row.
+
+        Raises:
+          ValueError: it returns something else than hidden states and a cache like the one before.
+        """
+        module: Any = self.module
+        x, new = self._checked("decode", len(tokens), module.decode(tokens, positions, cache))
+        before, after = (jax.tree.map(_described, tree) for tree in (cache, new))
+        if before != after:
+            raise _wrong(
+                self.config,
+                f"the decode of the {type(module).__name__} was given the cache {before}, and "
+                f"returned {after}; its shapes and types must stay",
+            )
+        return x, new
+
+    def _checked(self, name: str, rows: int, found: Any) -> tuple[Any, Any]:
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+        shape = _shape_of_floats(pair[0])
+        if shape is None or len(shape) != 2 or shape[0] != rows:
+            returned = ", ".join(map(_described, found if isinstance(found, tuple) else [found]))
+            raise _wrong(
+                self.config,
+                f"the {name} of the {type(self.module).__name__} returned {returned}; it must "
+                f"return hidden states [{rows} rows, width] and the cache",
+            )
+        return pair
 
     @property
     def cap_logits(self) -> Callable[[jax.Array], jax.Array] | None:

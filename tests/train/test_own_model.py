@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hellaswag_questions import write_questions_file
+from markdown_pages import blocks_of
 from plain_scores import plain_scorer
 from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config
@@ -254,6 +255,41 @@ def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
     data = TokenShardsConfig(path=str(byte_tokens))
     config = dataclasses.replace(config, data=data, num_steps=1, eval=EvalConfig(every=None))
     assert train(config, tmp_path / "run").step == 1
+
+
+PAGE = ROOT / "tools" / "examples" / "your_own_optimizer_model_data.md"
+
+
+@pytest.fixture(scope="module")
+def run_of_the_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    for block in blocks_of(PAGE.read_text()):
+        if name := block.said("file"):
+            (folder / name).write_text(block.code)
+    sizes = "--num-processes 1 --num-steps 40 --eval.every None"
+    config = f"{folder / 'mine.py'}:model=mine,data=sums"
+    main(["train", config, "--workdir", str(folder / "run"), *sizes.split()])
+    return folder / "run"
+
+
+def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
+    run_of_the_page, tmp_path, capsys
+):
+    def generated(name, more):
+        copy = shutil.copytree(run_of_the_page, tmp_path / name)
+        with open(copy / "sources" / "model" / "my_model.py", "a") as file:
+            file.write(more)
+        # The second prompt fills the context of 64 tokens in the middle of the text.
+        options = ["--max-new-tokens", "30", "--temperature", "0", "--trust-code"]
+        prompts = ["--prompt", "12+30=", "--prompt", "1+2=3;" * 8]
+        main(["generate", str(copy), *prompts, *options])
+        return capsys.readouterr().out
+
+    found = generated("cached", "")
+    assert len(found) > 30
+    assert found == generated("whole rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
+    with refused(ZeroDivisionError):
+        generated("broken", "\nConvolutions.decode = lambda *arguments: 1 / 0\n")
 
 
 # --- on a mesh ------------------------------------------------------------------------------------
@@ -505,6 +541,19 @@ class Pair(Plain):
     def __call__(self, tokens, segment_ids=None, positions=None):
         return super().__call__(tokens), None
 
+class OnlyPrefill(Plain):
+    def prefill(self, tokens, lengths, num_slots):
+        return super().__call__(tokens)[:, -1], {"tokens": tokens}
+
+class GrowingCache(OnlyPrefill):
+    def decode(self, tokens, positions, cache):
+        tokens = jnp.concatenate([cache["tokens"], tokens[:, None]], axis=1)
+        return super().__call__(tokens)[:, -1], {"tokens": tokens}
+
+class NoPair(GrowingCache):
+    def decode(self, tokens, positions, cache):
+        return super().__call__(cache["tokens"])
+
 class Transposed(Plain):
     @property
     def output_embedding(self):
@@ -527,6 +576,15 @@ def sums(*, rngs, vocab_size, max_seq_len):
 
 def pair(*, rngs, vocab_size, max_seq_len):
     return Pair(rngs, vocab_size)
+
+def only_prefill(*, rngs, vocab_size, max_seq_len):
+    return OnlyPrefill(rngs, vocab_size)
+
+def growing_cache(*, rngs, vocab_size, max_seq_len):
+    return GrowingCache(rngs, vocab_size)
+
+def no_pair(*, rngs, vocab_size, max_seq_len):
+    return NoPair(rngs, vocab_size)
 
 def transposed(*, rngs, vocab_size, max_seq_len):
     return Transposed(rngs, vocab_size)
@@ -614,6 +672,9 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("logits", ["257 columns", "output_embedding 8"]),
         ("sums", ["Sums", "[1, 16]", "float32", "[1, 8]"]),
         ("pair", ["Pair", "[1, 16]", "tuple"]),
+        ("only_prefill", ["OnlyPrefill", "decode("]),
+        ("growing_cache", ["GrowingCache", "[1, 16]", "[1, 17]"]),
+        ("no_pair", ["NoPair", "decode", "float32", "[1, 16, 8]"]),
         ("transposed", ["output_embedding", "Transposed", "[8, 257]", "model.vocab_size=257"]),
         ("small_vocabulary", ["output_embedding", "Plain", "[100, 8]", "model.vocab_size=257"]),
         ("cap_of_rows", ["cap_logits", "Plain"]),
