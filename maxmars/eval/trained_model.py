@@ -196,8 +196,8 @@ class RunTarget:
         Raises:
           ValueError: the file has another text than in training.
         """
-        config = stored.model
-        if isinstance(config, GPT2Config):
+        config: Any = stored.model
+        if config.make is None:
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
         source = Source.of(config.make)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
@@ -21,7 +20,7 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
-from maxmars.model.language_model import graph_and_abstract_params, mean_loss
+from maxmars.model.language_model import make_model, mean_loss
 from maxmars.optim import MatrixSpec
 from maxmars.train.optimizer import (
     PARTS,
@@ -181,8 +180,7 @@ def one_step(config):
     shape = step.abstract_batch["tokens"].shape
     tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
     before = jax.device_get(state.params)
-    graph, _ = graph_and_abstract_params(config.model)
-    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(nnx.merge(graph, p), tokens)))
+    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(make_model(config.model, p), tokens)))
     grads = loss(before, tokens[0])
     state, metrics = step(state, batch_of(step, tokens))
     update = jax.tree.map(np.subtract, jax.device_get(state.params), before)
