@@ -39,6 +39,7 @@ from maxmars.distributed.files import sha256_of
 from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import HellaSwag, load_questions
+from maxmars.eval.loglikelihood import LogLikelihoods, encode_choices, pack_choices
 from maxmars.eval.trained_model import export_model
 from maxmars.model.language_model import (
     check_model,
@@ -128,7 +129,19 @@ def test_questions_are_scored_as_each_ending_alone(run, trained):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
-def test_text_is_generated_by_whole_forward_passes(trained):
+def test_continuations_share_a_row_where_the_module_takes_their_numbers(trained, run_of_the_page):
+    choices = [encode_choices("a b", [" c", " d"], trained.tokenizer)]
+    assert len(pack_choices(choices, trained.config).rows) == 1
+    model = load(run_of_the_page)
+    packed = pack_choices(choices, model.config)
+    assert len(packed.rows) == 2
+    found = LogLikelihoods(model.config, model.mesh)(model.params, packed).log_likelihoods
+    score = plain_scorer(model.config, model.params)
+    expected = [score(choices[0].context, ending)[0] for ending in choices[0].continuations]
+    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+
+
+def test_generated_text_is_that_of_whole_forward_passes(trained):
     longest = 16  # a context that the longer prompt fills, and both outgrow
     model = dataclasses.replace(
         trained, config=dataclasses.replace(trained.config, max_seq_len=longest)

@@ -6,13 +6,16 @@
 
 The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
 attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
-how it is split over a mesh, and which matrix an optimizer sees.
+how it is split over a mesh, and which matrix an optimizer sees. Two abilities are optional: with
+`prefill` and `decode`, `generate` caches keys and values; with `continuation_ids`, HellaSwag has a
+context and all its endings in one row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -30,6 +33,8 @@ from maxmars.config import (
 from maxmars.distributed.sharding import constrain, copies, look_up
 
 Parameter = nnx.Param[jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""Attention [batch, length, heads, head_dim] of queries, keys and values, and what it keeps."""
 
 
 def rms_norm(x: jax.Array, scale: Parameter) -> jax.Array:
@@ -71,8 +76,8 @@ class Block(nnx.Module):
         self.up = matrix(embed=embed_dim, mlp=mlp_dim)
         self.down = matrix(out_std, mlp=mlp_dim, embed=embed_dim)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """x [batch, length, embed]; `mask`: which keys [batch, 1, length, length] each sees."""
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+        """x [batch, length, embed] after this block, and what `attend` keeps."""
 
         def dot(spec: str, x: jax.Array, kernel: Parameter) -> jax.Array:
             return jnp.einsum(spec, x, kernel[...].astype(x.dtype))
@@ -81,11 +86,11 @@ class Block(nnx.Module):
         q, k, v = jnp.unstack(dot("btd,dshk->sbthk", rms_norm(x, self.attention_norm), self.qkv))
         q = rotate(rms_norm(q, self.query_norm), positions)
         k = rotate(rms_norm(k, self.key_norm), positions)
-        attended = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        attended, kept = attend(q, k, v)
         x = x + dot("bthk,hkd->btd", attended, self.out)
         y = rms_norm(x, self.mlp_norm)
         y = jax.nn.silu(dot("btd,df->btf", y, self.gate)) * dot("btd,df->btf", y, self.up)
-        return x + dot("btf,fd->btd", y, self.down)
+        return x + dot("btf,fd->btd", y, self.down), kept
 
 
 class Decoder(nnx.Module):
@@ -127,23 +132,69 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
+        continuation_ids: jax.Array | None = None,
     ) -> jax.Array:
         """The last hidden states [batch, length, embed] of tokens [batch, length]."""
-        mask = None
+        mask = None  # besides causality: which keys [batch, 1, length, length] each token sees
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        if continuation_ids is not None:  # 0 is the context, which all continuations see
+            keys = continuation_ids[:, None, None, :]
+            seen = (keys == 0) | (keys == continuation_ids[:, None, :, None])
+            mask = seen if mask is None else mask & seen
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
+
+        return self._run(tokens, positions, attend)[0]
+
+    def _run(
+        self, tokens: jax.Array, positions: jax.Array | None, attend: Any, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """`attend` gets the layer's part of `cache` before queries, keys and values."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return block(x, positions, mask), None
+        def step(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, Any]:
+            block, before = layer
+            return block(x, positions, functools.partial(attend, before))
 
         # `table[tokens]` would do on one device. This sums the gradient of each row in float32, and
         # moves table and gradient between devices in the type of the products.
         x = look_up(copies(self.embedding[...].astype(self.dtype)), tokens).astype(self.dtype)
         step = jax.checkpoint(step, prevent_cse=False) if self.remat else step
-        x, _ = jax.lax.scan(step, x, self.blocks)
-        return rms_norm(x, self.norm)
+        x, kept = jax.lax.scan(step, x, (self.blocks, cache))
+        return rms_norm(x, self.norm), kept
+
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, num_slots: int
+    ) -> tuple[jax.Array, Any]:
+        """The hidden state [batch, embed] of each prompt's last token [batch, length], and keys
+        and values [layers, batch, num_slots, heads, head_dim]."""
+        padding = (0, 0), (0, num_slots - tokens.shape[1]), (0, 0), (0, 0)
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            return y, (jnp.pad(k, padding), jnp.pad(v, padding))
+
+        x, cache = self._run(tokens, None, attend)
+        return jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0], cache
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """The hidden states of one more token of each row; the slots are the positions."""
+        rows = jnp.arange(len(tokens))
+        seen = jnp.arange(cache[0].shape[2]) <= positions[:, None]
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            keys, values = (
+                old.at[rows, positions].set(new[:, 0])
+                for old, new in zip(before, (k, v), strict=True)
+            )
+            y = jax.nn.dot_product_attention(q, keys, values, mask=seen[:, None, None])
+            return y, (keys, values)
+
+        x, cache = self._run(tokens[:, None], positions[:, None], attend, cache)
+        return x[:, 0], cache
 
 
 def make(
