@@ -29,7 +29,7 @@ from maxmars.distributed.sharding import RULES, batch_shards, constrain, copies,
 from maxmars.model import cross_entropy
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.own_model import described, make_module, shape_of_floats, wrong
-from maxmars.optim.nnx import given_specs
+from maxmars.optim.nnx import stacked
 
 Ability = Literal["cap_logits", "decode", "continuation_ids", "tables"]
 """What a module may have.
@@ -292,10 +292,13 @@ def logical_axes(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def given_matrix_specs(config: ModelConfig) -> dict[tuple[Any, ...], Any]:
-    """What of a model's parameters their axes' names do not tell; see
-    `maxmars.optim.nnx.given_specs`."""
-    return given_specs(_abstract_module(config))
+@functools.cache
+def matrix_specs(config: ModelConfig) -> dict[str, Any]:
+    """The `MatrixSpec` of each parameter, as its layer says it: a nested dict."""
+    flat = nnx.to_flat_state(nnx.state(_abstract_module(config), nnx.Param))
+    return nnx.traversals.unflatten_mapping(
+        {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
+    )
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
