@@ -91,6 +91,14 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
             f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
             "parameter of this name with the rows [vocab_size, width] of the output head",
         )
+    if "tables" in inspect.signature(module.__call__).parameters and not hasattr(
+        module, "table_dtype"
+    ):
+        raise wrong(
+            config,
+            f"the {type(module).__name__} takes tables, and has no table_dtype; it must say in "
+            "which type",
+        )
     if hasattr(module, "prefill") != hasattr(module, "decode"):
         raise wrong(
             config,

@@ -47,6 +47,7 @@ from maxmars.model.language_model import (
     init_params,
     logical_axes,
     make_model,
+    mean_loss,
     num_parameters,
     token_losses,
 )
@@ -435,6 +436,7 @@ def test_options_change_on_the_command_line():
 PLAIN = """
 import jax, jax.numpy as jnp
 from flax import nnx
+from maxmars.distributed.sharding import copies, look_up
 from maxmars.optim import MatrixSpec
 
 def param(rngs, *shape, names, **metadata):
@@ -468,6 +470,25 @@ class Plain(nnx.Module):
 
 def make(*, rngs, vocab_size, max_seq_len):
     return Plain(rngs, vocab_size)
+
+class Tied(Plain):
+    '''Its input reads the copies of the table that the head uses.'''
+    table_dtype = "float32"
+
+    def __call__(self, tokens, segment_ids=None, positions=None, tables=None):
+        x = look_up(copies(self.table[...]) if tables is None else tables, tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def tied(*, rngs, vocab_size, max_seq_len):
+    return Tied(rngs, vocab_size)
+
+class Untyped(Tied):
+    table_dtype = property()
+
+def untyped(*, rngs, vocab_size, max_seq_len):
+    return Untyped(rngs, vocab_size)
 
 class Joined(Plain):
     '''What it computes of a row depends on the other rows of the microbatch.'''
@@ -647,6 +668,19 @@ def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
     assert losses[1] == pytest.approx(losses[0], rel=2e-6)
 
 
+def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(plain):
+    params = init_params(plain("make"), 0)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))
+
+    def loss_and_gradient(config):
+        return jax.value_and_grad(lambda p: mean_loss(make_model(config, p), tokens))(params)
+
+    found, expected = loss_and_gradient(plain("tied")), loss_and_gradient(plain("make"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), found, expected
+    )
+
+
 def test_a_parameter_may_say_itself_what_it_is(plain):
     spec = MatrixSpec(rows=(0,), cols=(1,))
     assert matrix_specs(plain("given_matrix"))["extra"] == spec
@@ -685,6 +719,7 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("logits", ["257 columns", "output_embedding 8"]),
         ("sums", ["Sums", "[1, 16]", "float32", "[1, 8]"]),
         ("pair", ["Pair", "[1, 16]", "tuple"]),
+        ("untyped", ["Untyped", "tables", "table_dtype"]),
         ("only_prefill", ["OnlyPrefill", "decode("]),
         ("growing_cache", ["GrowingCache", "[1, 16]", "[1, 17]"]),
         ("no_pair", ["NoPair", "decode", "float32", "[1, 16, 8]"]),
