@@ -15,6 +15,7 @@ from hellaswag_questions import write_questions_file
 from markdown_pages import blocks_of
 from plain_scores import plain_scorer
 from refusals import refused
+from safetensors.numpy import load_file
 from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config
 
 from maxmars.cli import main
@@ -164,14 +165,53 @@ def test_generated_text_is_that_of_whole_forward_passes(trained):
     assert [tokens.tolist() for tokens in found] == [plain(prompt) for prompt in prompts]
 
 
-def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, capsys):
+def test_the_run_keeps_its_model(run, trained, capsys):
     assert trained.config.make.file.startswith(str(run))
-    with refused(ValueError, run / "checkpoints" / "4", "own_model.py:make", "GPT-2") as found:
-        export_model(run, tmp_path / "out")
-    assert "\n" not in str(found.value)
-    assert not (tmp_path / "out").exists()
     main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
     assert capsys.readouterr().out.startswith("the ")
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    main(["export", str(run), str(run.parent / "hf")])
+    return run.parent / "hf"
+
+
+def test_a_module_says_itself_what_its_export_is(exported, trained):
+    fields = json.loads((exported / "config.json").read_text())
+    assert fields["architectures"] == ["Qwen3ForCausalLM"]
+    assert (fields["vocab_size"], fields["eos_token_id"], fields["dtype"]) == (257, 256, "float32")
+    arrays = load_file(exported / "model.safetensors")
+    assert len(arrays) == 3 + 2 * 11
+    np.testing.assert_array_equal(arrays["lm_head.weight"], trained.params["lm_head"][:257])
+    kernel = np.asarray(trained.params["blocks"]["qkv"][1])  # [embed, qkv, heads, head_dim]
+    np.testing.assert_array_equal(
+        arrays["model.layers.1.self_attn.k_proj.weight"], kernel[:, 1].reshape(32, 32).T
+    )
+    card = (exported / "README.md").read_text()
+    assert "Qwen3ForCausalLM.from_pretrained" in card
+    assert "GPT2" not in card
+
+
+@pytest.mark.peers
+def test_transformers_computes_the_same_logits(exported, trained):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 100))
+    with torch.no_grad():
+        found = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(found, trained.model(tokens)[..., :257], atol=1e-4)
+
+
+def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path):
+    where = run_of_the_page / "checkpoints" / "40"
+    with refused(ValueError, where, "my_model.py:make", "GPT-2") as found:
+        export_model(run_of_the_page, tmp_path / "out")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp_path, capsys):
