@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config
 
@@ -15,7 +14,7 @@ from maxmars.checkpoint import Checkpointer
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.data.tokenizer import save
 from maxmars.distributed import sharding
-from maxmars.model.language_model import graph_and_abstract_params
+from maxmars.model.language_model import graph_and_abstract_params, make_model
 
 BASE = GPT2Config(
     num_layers=3,
@@ -49,8 +48,7 @@ def random_params(config, seed=0):
 
 @functools.cache
 def forward(config):
-    graph, _ = graph_and_abstract_params(config)
-    return jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+    return jax.jit(lambda p, t: make_model(config, p)(t))
 
 
 def logits(config, params, tokens=TOKENS):

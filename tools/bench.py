@@ -525,15 +525,12 @@ def uncached_rate(model: Any, prompts: Any, new_tokens: int, multiple: int) -> f
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from flax import nnx
 
-    from maxmars.model.language_model import graph_and_abstract_params
-
-    graph, _ = graph_and_abstract_params(model.config)
+    from maxmars.model.language_model import make_model
 
     @jax.jit
     def next_tokens(params: object, tokens: jax.Array, count: jax.Array) -> jax.Array:
-        gpt2 = nnx.merge(graph, params)
+        gpt2 = make_model(model.config, params)
         last = jax.lax.dynamic_slice_in_dim(gpt2.hidden(tokens), count - 1, 1, axis=1)
         return jnp.argmax(gpt2.logits(last)[:, 0], axis=-1)
 

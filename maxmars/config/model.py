@@ -64,6 +64,8 @@ class GPT2Config(CheckedConfig):
     scan_unroll: Count[int] = 1
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
 
+    make = None  # no function of the user's own, as a ModuleConfig has
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -124,7 +126,7 @@ class ModuleConfig(CheckedConfig):
     """Context length in tokens; also the length of a training sequence."""
 
     # What these fields of GPT2Config say, a module decides by options of its own.
-    compute_dtype = remat = document_end_id = None
+    param_dtype = compute_dtype = remat = document_end_id = None
 
     def __post_init__(self) -> None:
         make = Source.of(self.make, field="model.make", example="my_model.py:make")

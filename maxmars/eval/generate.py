@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model, many at once, with cached keys and values of a GPT-2.
+"""Continue prompts with a trained model, many at once, with what it keeps of earlier tokens.
 
 The context of every prompt is computed once (`prefill`); after that each new token costs one pass
 over one token (`decode`). When a context is full, generation goes on from its last half: positions
@@ -25,14 +25,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
-from maxmars.config import GPT2Config, ModelConfig
+from maxmars.config import ModelConfig
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
 from maxmars.eval.loglikelihood import encode_context
 from maxmars.eval.trained_model import TrainedModel
-from maxmars.model.kv_cache import KVCache, TokenCache, decode, prefill
-from maxmars.model.language_model import logical_axes, make_model
+from maxmars.model.language_model import Cache, logical_axes, make_model
 
 _CHUNK = 16  # most tokens that the device draws before the host looks at them
 _SMALLEST_BUCKET = 16
@@ -271,7 +270,7 @@ def stream_tokens(
     shards = sharding.batch_shards(model.mesh)
     num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
     params, config = model.params, model.config
-    if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
+    if config.compute_dtype != config.param_dtype:
         with jax.set_mesh(model.mesh):
             params = _decoding_params(params, config=config)
     all_rows = [
@@ -427,7 +426,7 @@ class _Batch:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _decoding_params(params: Any, *, config: GPT2Config) -> Any:
+def _decoding_params(params: Any, *, config: ModelConfig) -> Any:
     """Convert parameters to the compute type once, so that no step converts them."""
 
     def convert(axes: tuple[str, ...], param: Array) -> Array:
@@ -447,8 +446,8 @@ def _fill_cache(
     *,
     config: ModelConfig,
     num_slots: int,
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache]:
-    return prefill(make_model(config, params), tokens, lengths, num_slots)
+) -> tuple[Float[Array, "B D"], Cache]:
+    return make_model(config, params).prefill(tokens, lengths, num_slots)
 
 
 @functools.partial(
@@ -459,7 +458,7 @@ def _fill_cache(
 def _draw(
     params: Any,
     hidden: Float[Array, "B D"],
-    cache: KVCache | TokenCache,
+    cache: Cache,
     ended: Bool[Array, " B"],
     keys: UInt32[Array, "B 2"],
     numbers: Int[Array, " numbers"],
@@ -467,7 +466,7 @@ def _draw(
     config: ModelConfig,
     sampling: Sampling,
     num_tokens: int,
-) -> tuple[Float[Array, "B D"], KVCache | TokenCache, Int[Array, "B chunk"]]:
+) -> tuple[Float[Array, "B D"], Cache, Int[Array, "B chunk"]]:
     """Draw tokens one by one, until all rows have ended or the limit is reached.
 
     `hidden` is the last hidden state of each row, which predicts its next token. `numbers` are how
@@ -487,7 +486,7 @@ def _draw(
         step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, num_before + cache.num_new)
         tokens = choose(logits, step_keys, sampling)
         drawn = jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, cache.num_new - start))
-        hidden, cache = decode(model, tokens, cache)
+        hidden, cache = model.decode(tokens, cache)
         return hidden, cache, ended | jnp.isin(tokens, stop), drawn
 
     def not_done(state: tuple[Any, ...]) -> Bool[Array, ""]:

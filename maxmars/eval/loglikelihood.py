@@ -1,7 +1,7 @@
 """Log-likelihoods of the continuations of a context, which is computed once for all of them.
 
 A row holds a context, followed by all its continuations. Each continuation has the positions that
-follow the context, and a mask (`continuation_ids` of `GPT2.hidden`) hides the other continuations
+follow the context, and a mask (`continuation_ids` of `GPT2.__call__`) hides the other continuations
 from it, so its score is that of a separate row. Logits are computed only where a token is scored,
 in chunks of a few positions; the loop over chunks ends at the last chunk that a batch needs.
 
@@ -23,12 +23,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float64, Int, Int32, Integer
 
-from maxmars.config import GPT2Config, ModelConfig, ModuleConfig
+from maxmars.config import ModelConfig
 from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import constrain
-from maxmars.model.gpt2 import GPT2
-from maxmars.model.language_model import make_model, param_shardings
+from maxmars.model.language_model import make_model, param_shardings, supports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +100,14 @@ class PackedChoices:
 def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoices:
     """Pack choices into rows for a model.
 
-    The continuations of a context share a row where they fit and the model is a GPT-2; a module of
-    the user's own knows nothing of rows with several. Equal continuations of a context are scored
+    The continuations of a context share a row where they fit and the model takes
+    `continuation_ids`. Equal continuations of a context are scored
     once, so that they tie on every device.
 
     Raises:
       ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.
     """
-    max_seq_len = config.max_seq_len
+    max_seq_len, shared = config.max_seq_len, supports(config, "continuation_ids")
     rows: list[_Row] = []
     first_equal: list[int] = []
     for number, item in enumerate(choices):
@@ -124,7 +123,7 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
             first_equal.append(different.setdefault(key, len(first_equal)))
         longest = max(map(len, different), default=0)
         fit = len(item.context) + longest <= max_seq_len + 1  # the last token predicts nothing
-        if fit and isinstance(config, GPT2Config):
+        if fit and shared:
             rows.append(_row(item.context, different))
         else:  # a row for each continuation, which may cut the context differently
             for key, owner in different.items():
@@ -223,7 +222,7 @@ class LogLikelihoods:
         rows, done, running = packed.rows, 0, None
         while done < len(rows):
             length = padded_length(rows[done].size)
-            if isinstance(self._config, ModuleConfig):
+            if not supports(self._config, "continuation_ids"):  # no row is longer than the context
                 length = min(length, self._config.max_seq_len)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
             # A batch is a matrix of `height` rows of `length` tokens on each of the devices. Their
@@ -292,8 +291,9 @@ class LogLikelihoods:
         ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"]]:
             model = make_model(config, params)
             tokens, positions, continuation_ids, sources, targets = (array[0] for array in batch)
-            # In rows of other models there is one continuation; see `pack_choices`.
-            masks = {"continuation_ids": continuation_ids} if isinstance(model, GPT2) else {}
+            # Otherwise a row holds one continuation; see `pack_choices`.
+            shared = supports(config, "continuation_ids")
+            masks = {"continuation_ids": continuation_ids} if shared else {}
             hidden = model.hidden(tokens, positions=positions, **masks)
             hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
             hidden = constrain(hidden, "batch", None, None)
@@ -336,7 +336,7 @@ def _score_targets(
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The loss of each target in nats, and whether it is the likeliest token.
 
-    The loss is `cross_entropy(GPT2.logits(x), targets)`, with logits [V, B S] in place of
+    The loss is `cross_entropy(LanguageModel.logits(x), targets)`, with logits [V, B S] in place of
     [B, S, V], which halves the time on a CPU. The target's logit is computed apart: picking it
     among all logits would be a gather over an axis that `tensor` may split.
     """

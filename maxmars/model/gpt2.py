@@ -11,21 +11,28 @@ L layers, P parts of the batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import constrain, copies, gathered, look_up, on_parts
-from maxmars.model import cross_entropy
-from maxmars.model.attention import RESIDUALS, attention, flat_attention_on_mesh, takes_flat
+from maxmars.model.attention import (
+    RESIDUALS,
+    attention,
+    causal_attention,
+    flat_attention_on_mesh,
+    takes_flat,
+)
+from maxmars.model.kv_cache import KVCache, at_slots, attend_in_parts, by_heads
+from maxmars.optim import MatrixSpec
 
 LAYERS = "layers"
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -40,6 +47,7 @@ class FlatAttend:
 
 
 _INIT_STD = 0.02
+_VECTOR = MatrixSpec(rows=(), cols=(0,))
 
 
 def _at_least_float32(dtype: Any) -> Any:
@@ -53,9 +61,10 @@ class LayerNorm(nnx.Module):
         """Scale of ones and, with `use_bias`, bias of zeros, both [D]."""
         self.config = config
         shape = (config.embed_dim,)
-        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), axes=("norm",))
+        kind: Any = {"axes": ("norm",), "matrix_spec": _VECTOR}
+        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), **kind)
         if config.use_bias:
-            self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), axes=("norm",))
+            self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), **kind)
 
     def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """Normalise x; the result has the type of matrix products."""
@@ -94,10 +103,13 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = std * jax.random.normal(rngs.params(), shape, config.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=self.axes)
+        places = range(len(shape))
+        spec = MatrixSpec(rows=(*places[: len(inputs)],), cols=(*places[len(inputs) :],))
+        self.kernel = nnx.Param(kernel, axes=self.axes, matrix_spec=spec)
         if config.use_bias:
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
-            self.bias = nnx.Param(zeros, axes=tuple(outputs))
+            spec = MatrixSpec(rows=(), cols=(*range(zeros.ndim),))
+            self.bias = nnx.Param(zeros, axes=tuple(outputs), matrix_spec=spec)
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
@@ -206,11 +218,15 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
     """A vector for each token or position."""
 
-    def __init__(self, config: GPT2Config, rows: int, axis: str, *, rngs: nnx.Rngs):
-        """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis."""
+    def __init__(
+        self, config: GPT2Config, rows: int, axis: str, *, padding: int = 0, rngs: nnx.Rngs
+    ):
+        """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis, and
+        the last `padding` rows are never used."""
         shape = (rows, config.embed_dim)
         vectors = _INIT_STD * jax.random.normal(rngs.params(), shape, config.param_dtype)
-        self.embedding = nnx.Param(vectors, axes=(axis, "embed"))
+        spec = MatrixSpec(rows=(1,), cols=(0,), embedding=True, padding=padding)  # as of a head
+        self.embedding = nnx.Param(vectors, axes=(axis, "embed"), matrix_spec=spec)
 
 
 class GPT2(nnx.Module):
@@ -230,7 +246,9 @@ class GPT2(nnx.Module):
                 "set the environment variable JAX_ENABLE_X64=1."
             )
         self.config = config
-        self.wte = Embedding(config, config.padded_vocab_size, "vocab", rngs=rngs)
+        rows = config.padded_vocab_size
+        padding = rows - config.vocab_size
+        self.wte = Embedding(config, rows, "vocab", padding=padding, rngs=rngs)
         self.wpe = Embedding(config, config.max_seq_len, "positions", rngs=rngs)
 
         stacked = {nnx.PARTITION_NAME: None, "axes": LAYERS}  # the name of the new axis
@@ -244,26 +262,7 @@ class GPT2(nnx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array | np.ndarray, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Logits of the next token at every position, in float32 at least.
-
-        Columns from `vocab_size` on are padding and hold the lowest finite value. See `hidden` for
-        the arguments.
-
-        Raises:
-          ValueError: the sequence is longer than `max_seq_len`.
-        """
-        tokens = jnp.asarray(tokens, jnp.int32)
-        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
-
-    def hidden(
-        self,
         tokens: Int[Array, "B T"],
-        *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         continuation_ids: Int[Array, "B T"] | None = None,
@@ -279,18 +278,13 @@ class GPT2(nnx.Module):
             each row.
           continuation_ids: for rows that hold a context and several continuations of it; see
             `causal_attention`. None is one text a row.
-          tables: `sharding.copies` of `output_embedding`, if the output head uses them as well.
+          tables: `sharding.copies` of `output_embedding` in `table_dtype`, if the output head uses
+            them as well.
 
         Raises:
-          ValueError: a row without `positions` is longer than `max_seq_len`, or
-            `model.compute_dtype` is still `auto`.
+          ValueError: `model.compute_dtype` is still `auto`.
         """
-        config, length = self.config, tokens.shape[1]
-        if positions is None and length > config.max_seq_len:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than model.max_seq_len="
-                f"{config.max_seq_len}."
-            )
+        config = self.config
         x = self.embed(tokens, positions, tables)
         segment_ids = document_segments(tokens, config.document_end_id, segment_ids)
 
@@ -309,7 +303,82 @@ class GPT2(nnx.Module):
         layers = (self.h, jnp.arange(config.num_layers))
         unroll = min(config.scan_unroll, config.num_layers)
         x, _ = jax.lax.scan(_remat(block, config), x, layers, unroll=unroll)
-        return self.ln_f(constrain(x, "batch", "length", None))
+        return self.ln_f(x)
+
+    def prefill(
+        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Run prompts; see `LanguageModel.prefill`."""
+        config = self.config
+        segment_ids = document_segments(tokens, config.document_end_id)
+        prompt_end = lengths.max()
+        # What other slots hold is never seen.
+        sources = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
+
+        def block(
+            x: Float[Array, "B P D"], layer: tuple[Block, Int[Array, ""]]
+        ) -> tuple[Float[Array, "B P D"], list[Float[Array, "B H S K"]]]:
+            cached = []
+
+            def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
+                cached.extend(by_heads(at_slots(y, sources)) for y in (k, v))
+                return causal_attention(q, k, v, scale, segment_ids)
+
+            return layer[0](x, layer[1], attend), cached
+
+        x = self.embed(tokens)
+        x, (keys, values) = jax.lax.scan(block, x, (self.h, jnp.arange(config.num_layers)))
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        unsegmented = jnp.zeros((len(tokens), num_slots), jnp.int32)
+        cache = KVCache(
+            keys=keys,
+            values=values,
+            segments=unsegmented if segment_ids is None else at_slots(segment_ids, sources),
+            slot=prompt_end,
+        )
+        return self.ln_f(last)[:, 0], cache
+
+    def decode(
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Run one more token of each row; see `LanguageModel.decode`."""
+        config, slot = self.config, cache.slot
+        segment_ids = jax.lax.dynamic_index_in_dim(cache.segments, slot - 1, axis=1, keepdims=False)
+        if config.document_end_id is not None:
+            segment_ids += tokens == config.document_end_id
+        slots = jnp.arange(cache.segments.shape[1])
+        visible = (cache.segments == segment_ids[:, None]) & (slots < slot)
+        visible &= slots >= (slot - positions)[:, None]
+
+        def block(
+            x: Float[Array, "B 1 D"], layer: tuple[Any, ...]
+        ) -> tuple[Float[Array, "B 1 D"], list[Float[Array, "B H 1 K"]]]:
+            block, layer_index, cached_keys, cached_values = layer
+            cached = []
+
+            def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
+                q, k, v = map(by_heads, (q, k, v))
+                cached.extend((k, v))
+                parts = [
+                    (cached_keys, cached_values, visible),
+                    (k, v, jnp.ones((len(tokens), 1), bool)),
+                ]
+                return attend_in_parts(q, parts, scale).swapaxes(1, 2)
+
+            return block(x, layer_index, attend), cached
+
+        x = self.embed(tokens[:, None], positions[:, None])
+        layers = (self.h, jnp.arange(config.num_layers), cache.keys, cache.values)
+        x, (keys, values) = jax.lax.scan(block, x, layers)
+        place = jax.lax.dynamic_update_slice_in_dim
+        cache = dataclasses.replace(
+            cache,
+            keys=place(cache.keys, keys, slot, axis=3),
+            values=place(cache.values, values, slot, axis=3),
+            segments=place(cache.segments, segment_ids[:, None], slot, axis=1),
+            slot=slot + 1,
+        )
+        return self.ln_f(x)[:, 0], cache
 
     def embed(
         self,
@@ -317,10 +386,14 @@ class GPT2(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         tables: Float[Array, "P V D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The sum of token and position embeddings, where the residual stream begins; see `hidden`
-        for the arguments."""
-        dtype = self.config.compute_dtype
-        tables = copies(self.output_embedding(dtype)) if tables is None else tables
+        """The sum of token and position embeddings, where the residual stream begins.
+
+        See `__call__` for the arguments.
+        """
+        dtype = self.table_dtype
+        if tables is None:
+            table = self.wte.embedding[...].astype(dtype)
+            tables = copies(gathered(table, ("vocab", "embed")))
         x = look_up(tables, tokens)
         places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
@@ -330,24 +403,24 @@ class GPT2(nnx.Module):
             x += look_up(places, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
 
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Output head: x times the transposed token embedding, padding masked."""
-        return cross_entropy.logits(x, self.output_embedding(x.dtype), self.config.vocab_size)
+    @property
+    def output_embedding(self) -> nnx.Param[Array]:
+        """The token embedding [V, D], which is the output head as well."""
+        return self.wte.embedding
 
-    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
-        """The token embedding in the type of matrix products, gathered over `fsdp`.
-
-        It is both the input embedding and the output head.
+    @property
+    def table_dtype(self) -> Any:
+        """The type in which the look-up reads the token embedding.
 
         Raises:
           ValueError: the type is still `auto`.
         """
-        if dtype == "auto":
+        if self.config.compute_dtype == "auto":
             raise ValueError(
                 "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
                 "float32 or bfloat16."
             )
-        return gathered(self.wte.embedding[...].astype(dtype), ("vocab", "embed"))
+        return self.config.compute_dtype
 
 
 def document_segments(

@@ -1,34 +1,246 @@
 """What every model is to training, evaluation and generation: parameters, named axes, loss.
 
-A model is `GPT2`, or a module of the user's own inside an `OwnModel`. Both have `hidden`,
-`output_embedding` and `logits`, and a `config` with `vocab_size` and `max_seq_len`. Parameters are
-nested dicts of arrays.
+A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `LanguageModel`. Everything
+asks modules for the same things, and for what a module may do besides by `supports`, never for its
+class. Parameters are nested dicts of arrays.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch.
+Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch; of a cache P
+tokens of the longest prompt, padded, and S slots.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from maxmars.config import GPT2Config, ModelConfig
-from maxmars.distributed.sharding import RULES, batch_shards, copies
+from maxmars.distributed.sharding import RULES, batch_shards, constrain, copies, gathered
 from maxmars.model import cross_entropy
 from maxmars.model.gpt2 import GPT2
-from maxmars.model.own_model import OwnModel, make_module
-from maxmars.optim.nnx import given_specs
+from maxmars.model.own_model import described, make_module, shape_of_floats, wrong
+from maxmars.optim.nnx import stacked
 
-LanguageModel = GPT2 | OwnModel
+Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"]
+"""What a module may have.
+
+Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
+[B, T, D], and `output_embedding` [V, D].
+
+cap_logits: a function of the logits, which the loss and everything else apply to them.
+decode: with `prefill`, a cache of earlier tokens; see the methods of `LanguageModel`.
+continuation_ids: an argument of `__call__`, for rows that hold a context and several continuations
+  of it; see `GPT2.__call__`.
+tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_embedding` that the
+  loss uses, in the type `table_dtype` of the module. A module that reads the same table for its
+  input takes them, so that one gradient of the table crosses devices.
+export: the model in Hugging Face's terms; the fields of `config.json`, and the arrays by name. Of
+  GPT-2 `huggingface.gpt2_model` knows them.
+"""
 Window = Int[Array, "B window"]
 """Rows of T + 1 numbers: T inputs, and each but the first a target."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """What is kept of the tokens of every row."""
+
+    kept: Any
+    """What the module's `prefill` and `decode` return, or else the tokens, int32 [B, S]."""
+    lengths: Int[Array, " B"]
+    """Tokens of each prompt."""
+    num_new: Int[Array, ""]
+    """New tokens of each row in the cache."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A module, as training, evaluation and generation use it."""
+
+    config: ModelConfig
+    module: Any
+    """An `nnx.Module`."""
+
+    def __call__(
+        self,
+        tokens: Integer[Array | np.ndarray, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position, in float32 at least.
+
+        Columns from `vocab_size` on are padding and hold the lowest finite value. See `hidden` for
+        the arguments.
+
+        Raises:
+          ValueError: the sequence is longer than `max_seq_len`.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        **more: Array,
+    ) -> Float[Array, "B T D"]:
+        """What the module returns: the last hidden states, before the output head.
+
+        Args:
+          tokens: token ids.
+          segment_ids: a token attends only to earlier tokens of its own segment; None is one
+            segment a row.
+          positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
+            each row.
+          more: arguments that the module `supports`.
+
+        Raises:
+          ValueError: a row without `positions` is longer than `max_seq_len`, or the module returns
+            something else.
+        """
+        if positions is None and tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than model.max_seq_len="
+                f"{self.config.max_seq_len}."
+            )
+        x = self.module(tokens, segment_ids=segment_ids, positions=positions, **more)
+        shape = shape_of_floats(x)
+        if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
+            raise self._wrong(
+                f"for tokens of the shape {list(tokens.shape)} the {self._name} returned "
+                f"{described(x)}; it must return hidden states [rows, tokens, width]"
+            )
+        return constrain(x, "batch", "length", None)
+
+    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
+        """The output head in the type of matrix products, gathered over `fsdp`.
+
+        Raises:
+          ValueError: it is no array [rows, width] with a row for each token.
+        """
+        found = self.module.output_embedding
+        if callable(found) and not isinstance(found, nnx.Variable):
+            found = found()
+        if isinstance(found, nnx.Variable):
+            found = found[...]
+        shape = shape_of_floats(found)
+        if shape is None or len(shape) != 2 or shape[0] < self.config.vocab_size:
+            raise self._wrong(
+                f"the output_embedding of the {self._name} is {described(found)}; it must have the "
+                f"shape [model.vocab_size={self.config.vocab_size} or more, width]"
+            )
+        return gathered(found.astype(dtype), ("vocab", "embed"))
+
+    @property
+    def cap_logits(self) -> cross_entropy.Cap | None:
+        """The module's soft cap of the logits; None without one."""
+        return getattr(self.module, "cap_logits", None)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Output head: hidden states times the transposed `output_embedding`, under the module's
+        cap, padding masked."""
+        head = self.output_embedding(x.dtype)
+        return cross_entropy.logits(x, head, self.config.vocab_size, self.cap_logits)
+
+    def prefill(
+        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """Run prompts.
+
+        Args:
+          tokens: prompts, padded on the right with any token.
+          lengths: tokens of each prompt, from 1 to P.
+          num_slots: S, of the longest prompt and its new tokens together; at least P.
+
+        Returns:
+          The last hidden state of each prompt's last token, and the cache. Here and in `decode` the
+          hidden states are those of `hidden` for whole rows, to rounding.
+        """
+        if supports(self.config, "decode"):
+            found = self.module.prefill(tokens, lengths, num_slots)
+            x, kept = self._checked("prefill", len(tokens), found)
+        else:
+            kept = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
+            x = self._last_hidden(kept, lengths)
+        return x, Cache(kept=kept, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
+
+    def decode(self, tokens: Int[Array, " B"], cache: Cache) -> tuple[Float[Array, "B D"], Cache]:
+        """Run one more token of each row; see `prefill` for the result.
+
+        The result of a row beyond `max_seq_len` tokens means nothing, nor does any result where no
+        slot was free.
+
+        Raises:
+          ValueError: the module returns something else than hidden states and a cache of the same
+            shapes and types.
+        """
+        positions = cache.lengths + cache.num_new
+        if supports(self.config, "decode"):
+            # A row that has ended may run past the last position; its result is not used.
+            positions = jnp.minimum(positions, self.config.max_seq_len - 1)
+            found = self.module.decode(tokens, positions, cache.kept)
+            x, kept = self._checked("decode", len(tokens), found)
+            for before, after in zip(_form(cache.kept), _form(kept), strict=True):
+                if before != after:
+                    raise self._wrong(
+                        f"the decode of the {self._name} was given the cache {before}, and "
+                        f"returned {after}; its shapes and types must stay"
+                    )
+        else:
+            rows = jnp.arange(len(tokens))
+            kept = cache.kept.at[rows, positions].set(tokens, mode="drop")
+            x = self._last_hidden(kept, positions + 1)
+        return x, dataclasses.replace(cache, kept=kept, num_new=cache.num_new + 1)
+
+    def _last_hidden(
+        self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
+    ) -> Float[Array, "B D"]:
+        last = jnp.minimum(lengths, tokens.shape[1]) - 1
+        return jnp.take_along_axis(self.hidden(tokens), last[:, None, None], axis=1)[:, 0]
+
+    def _checked(self, method: str, rows: int, found: Any) -> tuple[Any, Any]:
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+        shape = shape_of_floats(pair[0])
+        if shape is None or len(shape) != 2 or shape[0] != rows:
+            returned = ", ".join(map(described, found if isinstance(found, tuple) else [found]))
+            raise self._wrong(
+                f"the {method} of the {self._name} returned {returned}; it must return hidden "
+                f"states [{rows} rows, width] and the cache"
+            )
+        return pair
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _wrong(self, problem: str) -> ValueError:
+        return wrong(self.config, problem)
+
+
+def _form(tree: Any) -> tuple[list[str], jax.tree_util.PyTreeDef]:
+    leaves, structure = jax.tree.flatten(tree)
+    return [described(leaf) for leaf in leaves], structure
+
+
+def supports(config: ModelConfig, ability: Ability) -> bool:
+    """Whether a model's module has an attribute of this name, or its `__call__` an argument."""
+    module: Any = _abstract_module(config)
+    arguments = inspect.signature(module.__call__).parameters
+    return getattr(module, ability, None) is not None or ability in arguments
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -62,8 +274,7 @@ def graph_and_abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict[s
 
 def make_model(config: ModelConfig, params: Any) -> LanguageModel:
     """The model with these parameters, a nested dict of arrays; also inside `jax.jit`."""
-    module = nnx.merge(graph_and_abstract_params(config)[0], params)
-    return module if isinstance(config, GPT2Config) else OwnModel(config, module)
+    return LanguageModel(config, nnx.merge(graph_and_abstract_params(config)[0], params))
 
 
 def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, Any]:
@@ -83,10 +294,13 @@ def logical_axes(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def given_matrix_specs(config: ModelConfig) -> dict[tuple[Any, ...], Any]:
-    """What of a model's parameters their axes' names do not tell; see
-    `maxmars.optim.nnx.given_specs`."""
-    return given_specs(_abstract_module(config))
+@functools.cache
+def matrix_specs(config: ModelConfig) -> dict[str, Any]:
+    """The `MatrixSpec` of each parameter, as its layer says it: a nested dict."""
+    flat = nnx.to_flat_state(nnx.state(_abstract_module(config), nnx.Param))
+    return nnx.traversals.unflatten_mapping(
+        {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
+    )
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
@@ -146,7 +360,7 @@ def check_model(config: ModelConfig, mesh: Mesh) -> None:
       FileNotFoundError, ValueError: it is not as it should be, or the mesh does not divide it. Any
         other exception was raised by the user's code.
     """
-    if isinstance(config, GPT2Config):
+    if config.make is None:
         return
     param_shardings(config, mesh)
     _, params = graph_and_abstract_params(config)
@@ -154,6 +368,8 @@ def check_model(config: ModelConfig, mesh: Mesh) -> None:
 
     def outputs(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = make_model(config, params)
+        rows = tokens[:, 0]
+        model.decode(rows, model.prefill(tokens, rows, config.max_seq_len)[1])
         x = model.hidden(tokens)
         return x, model.output_embedding(x.dtype)
 
@@ -184,7 +400,7 @@ def token_losses(
 ) -> Float[Array, "B window-1"]:
     """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
-    size, cap = model.config.vocab_size, _cap(model)
+    size, cap = model.config.vocab_size, model.cap_logits
     with jax.named_scope("loss"):
         return cross_entropy.token_losses(x, tables, tokens[:, 1:], size, cap=cap)
 
@@ -206,26 +422,22 @@ def mean_loss(
       mask: factor of each token's loss; that of a row's first token is not used. The mean is over
         all predicted tokens, so a mask whose mean is 1 gives the mean over the tokens that count.
         None counts all.
-      segment_ids: see `GPT2.hidden`. They do not change the mask: the first token of a segment is
-        predicted from the segment before it, and counts unless the mask says otherwise.
-      positions: see `GPT2.hidden`.
+      segment_ids: see `LanguageModel.hidden`. They do not change the mask: the first token of a
+        segment is predicted from the segment before it, and counts unless the mask says otherwise.
+      positions: see `LanguageModel.hidden`.
       uniforms: random numbers from [0, 1), by which the targets are then drawn from the model's own
         predictions, which count as constants, and are not `tokens`. Sophia estimates the diagonal
         of the Gauss-Newton matrix with that.
     """
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
-    targets, cap = tokens[:, 1:], _cap(model)
+    targets, cap = tokens[:, 1:], model.cap_logits
     if uniforms is not None:
         constants = jax.lax.stop_gradient((x, tables))
         targets = cross_entropy.draw_targets(*constants, uniforms, size, cap=cap)
     weights = None if mask is None else mask[:, 1:].astype(wide)
     with jax.named_scope("loss"):  # by which `maxmars plan` tells the loss from the layers
         return cross_entropy.mean_loss(x, tables, targets, size, cap=cap, weights=weights)
-
-
-def _cap(model: LanguageModel) -> cross_entropy.Cap | None:
-    return model.cap_logits if isinstance(model, OwnModel) else None
 
 
 def _hidden_and_tables(
@@ -235,9 +447,8 @@ def _hidden_and_tables(
     head for each part of the batch."""
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
     rows: Any = {"segment_ids": segment_ids, "positions": positions}
-    if isinstance(model, OwnModel):
-        x = model.hidden(tokens[:, :-1], **rows)
-        return x, copies(model.output_embedding(x.dtype))
-    # GPT-2's look-up uses the copies, too, so that one gradient of its table crosses devices.
-    tables = copies(model.output_embedding(model.config.compute_dtype))
-    return model.hidden(tokens[:, :-1], **rows, tables=tables), tables
+    if supports(model.config, "tables"):
+        tables = copies(model.output_embedding(model.module.table_dtype))
+        return model.hidden(tokens[:, :-1], **rows, tables=tables), tables
+    x = model.hidden(tokens[:, :-1], **rows)
+    return x, copies(model.output_embedding(x.dtype))

@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer
 
-from maxmars.config import ModuleConfig
+from maxmars.config import ModelConfig, ModuleConfig
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
-from maxmars.distributed.sharding import RULES, ShardingRules, constrain, gathered
-from maxmars.model import cross_entropy
+from maxmars.distributed.sharding import RULES, ShardingRules
+from maxmars.model.gpt2 import LAYERS
+from maxmars.optim import MatrixSpec
+from maxmars.optim.nnx import given_specs, stacked
 
 _NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
 
 
-def _wrong(config: ModuleConfig, problem: str) -> ValueError:
+def wrong(config: ModelConfig, problem: str) -> ValueError:
+    """An error of a module of the user's own."""
     return ValueError(f"model.make={config.make!r}: {problem}.")
 
 
 def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """The module that the user's function makes. The metadata `axes` of each of its parameters
-    holds the names of the axes.
+    """The module that the user's function makes. The metadata of each of its parameters
+    holds the names of its axes, `axes`, and its `matrix_spec`.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
@@ -48,7 +48,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
-        raise _wrong(
+        raise wrong(
             config,
             f"it cannot be called with {', '.join(arguments)} ({error}); it is make(*, rngs, "
             "vocab_size, max_seq_len, **options) with the keys of model.options",
@@ -57,7 +57,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
     with nnx.use_eager_sharding(False):
         module = make(**arguments)
     if not isinstance(module, nnx.Module):
-        raise _wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
+        raise wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
     _check_call(config, module)
     for path, node in nnx.iter_graph(module):
         name = ".".join(map(str, path))
@@ -66,12 +66,13 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
         elif isinstance(node, nnx.Module):
             arrays = [key for key, value in vars(node).items() if isinstance(value, jax.Array)]
             if arrays:
-                raise _wrong(
+                raise wrong(
                     config,
                     f"{'.'.join(filter(None, [name, arrays[0]]))} is an array outside of nnx.Param,"
                     " and a checkpoint holds parameters alone; make it where it is used, or a "
                     "numpy array",
                 )
+    _put_matrix_specs(config, module)
     return module
 
 
@@ -79,18 +80,31 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
     try:
         inspect.signature(module.__call__).bind(None, segment_ids=None, positions=None)
     except (AttributeError, TypeError) as error:
-        raise _wrong(
+        raise wrong(
             config,
             f"the {type(module).__name__} cannot be called with tokens, segment_ids and positions "
             f"({error}); it needs __call__(self, tokens, segment_ids=None, positions=None)",
         ) from None
     if not hasattr(module, "output_embedding"):
-        raise _wrong(
+        raise wrong(
             config,
             f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
             "parameter of this name with the rows [vocab_size, width] of the output head",
         )
-
+    if "tables" in inspect.signature(module.__call__).parameters and not hasattr(
+        module, "table_dtype"
+    ):
+        raise wrong(
+            config,
+            f"the {type(module).__name__} takes tables, and has no table_dtype; it must say in "
+            "which type",
+        )
+    if hasattr(module, "prefill") != hasattr(module, "decode"):
+        raise wrong(
+            config,
+            f"the {type(module).__name__} has only one of prefill(self, tokens, lengths, num_slots)"
+            " and decode(self, tokens, positions, cache); a cache needs both",
+        )
     if getattr(module, "cap_logits", None) is not None:
         _check_cap(config, module)
 
@@ -104,7 +118,7 @@ def _check_cap(config: ModuleConfig, module: Any) -> None:
         uses_arrays = any(isinstance(const, jax.Array) for const in program.consts)
         if results == [(logits.shape, logits.dtype)] and not uses_arrays:
             return
-    raise _wrong(
+    raise wrong(
         config,
         f"the cap_logits of the {type(module).__name__} must be a function of the logits [..., "
         "vocab_size] alone, which keeps their shape and type and uses no parameter",
@@ -114,20 +128,20 @@ def _check_cap(config: ModuleConfig, module: Any) -> None:
 def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
     """Check the names that Flax keeps as `out_sharding`, and keep them as `axes`."""
     if not isinstance(variable, nnx.Param):
-        raise _wrong(
+        raise wrong(
             config,
             f"{name} is a {type(variable).__name__}, and a checkpoint holds parameters alone; "
             "every variable must be an nnx.Param",
         )
     axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
     if 0 in shape:
-        raise _wrong(
+        raise wrong(
             config,
             f"{name} has the shape {list(shape)}, and a checkpoint has no empty arrays; "
             "leave it out where it would be empty",
         )
     if len(axes) != len(shape):
-        raise _wrong(
+        raise wrong(
             config,
             f"{name} has the shape {list(shape)} and the axis names {list(axes)}, where each axis "
             'needs one: nnx.Param(..., out_sharding=("embed", "mlp")), or nnx.with_partitioning '
@@ -136,14 +150,14 @@ def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
         )
     unknown = [axis for axis in axes if axis is not None and axis not in _NAMES]
     if unknown:
-        raise _wrong(
+        raise wrong(
             config,
             f"an axis of {name} has the name {unknown[0]!r}; there are {', '.join(_NAMES)}, and "
             "None for an axis that is not split",
         )
     split = [axis for axis in RULES.spec(*axes) if axis is not None]
     if len(set(split)) < len(split):
-        raise _wrong(
+        raise wrong(
             config,
             f"two axes of {name}, of {list(axes)}, would be split over the same axis of the mesh; "
             "name one of them None",
@@ -152,93 +166,66 @@ def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
     variable.set_metadata(axes=axes, out_sharding=None)
 
 
-@dataclass(frozen=True)
-class OwnModel:
-    """A module of the user's own, as training, evaluation and generation use it."""
-
-    config: ModuleConfig
-    module: nnx.Module
-
-    def __call__(
-        self,
-        tokens: Integer[Array | np.ndarray, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Logits of the next token at every position; see `GPT2.__call__`."""
-        tokens = jnp.asarray(tokens, jnp.int32)
-        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
-
-    def hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """What the module returns: the last hidden states, before the output head.
-
-        Raises:
-          ValueError: a row without `positions` is longer than `max_seq_len`, or the module returns
-            something else.
-        """
-        if positions is None and tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than model.max_seq_len="
-                f"{self.config.max_seq_len}."
-            )
-        module: Any = self.module
-        x = module(tokens, segment_ids=segment_ids, positions=positions)
-        shape = _shape_of_floats(x)
-        if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
-            raise _wrong(
-                self.config,
-                f"for tokens of the shape {list(tokens.shape)} the {type(module).__name__} returned"
-                f" {_described(x)}; it must return hidden states [rows, tokens, width]",
-            )
-        return constrain(x, "batch", "length", None)
-
-    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
-        """The output head in the type of matrix products, gathered over `fsdp`.
-
-        Raises:
-          ValueError: it is no array [rows, width] with a row for each token.
-        """
-        module: Any = self.module
-        found = module.output_embedding
-        if callable(found) and not isinstance(found, nnx.Variable):
-            found = found()
-        if isinstance(found, nnx.Variable):
-            found = found[...]
-        shape = _shape_of_floats(found)
-        if shape is None or len(shape) != 2 or shape[0] < self.config.vocab_size:
-            raise _wrong(
-                self.config,
-                f"the output_embedding of the {type(module).__name__} is {_described(found)}; it "
-                f"must have the shape [model.vocab_size={self.config.vocab_size} or more, width]",
-            )
-        return gathered(found.astype(dtype), ("vocab", "embed"))
-
-    @property
-    def cap_logits(self) -> Callable[[jax.Array], jax.Array] | None:
-        """The module's soft cap of the logits; None without one."""
-        return getattr(self.module, "cap_logits", None)
-
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Output head: hidden states times the transposed `output_embedding`, under the module's
-        cap, padding masked."""
-        head = self.output_embedding(x.dtype)
-        return cross_entropy.logits(x, head, self.config.vocab_size, self.cap_logits)
+def _put_matrix_specs(config: ModuleConfig, module: nnx.Module) -> None:
+    """Put a `MatrixSpec` on every parameter: what it says itself, or else what its names say."""
+    given = given_specs(module)
+    for path, variable in nnx.iter_graph(module):
+        if not isinstance(variable, nnx.Param):
+            continue
+        axes = variable.get_metadata("axes")
+        spec = given.get(path)
+        if path in given:
+            spec = _vector(axes) if spec is None else stacked(spec, len(axes))
+        else:
+            spec = _spec_of_names(config, ".".join(map(str, path)), axes, variable.shape)
+        variable.set_metadata(matrix_spec=spec)
 
 
-def _shape_of_floats(found: Any) -> Sequence[int] | None:
+def _vector(axes: tuple[str | None, ...]) -> MatrixSpec:
+    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
+    cols = range(layers, max(len(axes), 1))
+    return MatrixSpec(batch=(*range(layers),), rows=(), cols=(*cols,))
+
+
+def _spec_of_names(
+    config: ModuleConfig, name: str, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> MatrixSpec:
+    """What the names of a parameter's axes say, `layers` aside:
+
+    * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
+    * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
+    * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
+    """
+    vector = _vector(axes)
+    batch, places = vector.batch, vector.cols
+    names = axes[len(batch) :]
+    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
+        return vector
+    for i, axis in zip(places, names, strict=True):
+        if axis in ("vocab", "positions"):
+            rows = tuple(place for place in places if place != i)
+            padding = shape[i] - config.vocab_size if axis == "vocab" else 0
+            return MatrixSpec(batch=batch, rows=rows, cols=(i,), embedding=True, padding=padding)
+    if names[0] == "embed":
+        return MatrixSpec(batch=batch, rows=places[:1], cols=places[1:])
+    if names[-1] == "embed":
+        return MatrixSpec(batch=batch, rows=places[:-1], cols=places[-1:])
+    raise wrong(
+        config,
+        f"the axes {list(axes)} of {name} do not say whether it is a matrix: neither the first nor "
+        "the last one is embed; say so in the parameter's metadata, matrix_spec=MatrixSpec(...), "
+        "or matrix_spec=None for a vector",
+    )
+
+
+def shape_of_floats(found: Any) -> Sequence[int] | None:
     """The shape of an array of floating-point numbers; None of anything else."""
     is_array = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jnp.floating)
     return found.shape if is_array else None
 
 
-def _described(found: Any) -> str:
+def described(found: Any) -> str:
+    """Type and shape of an array; the type of anything else."""
     if isinstance(found, jax.Array):
         return f"an array of {found.dtype} with the shape {list(found.shape)}"
     return f"a {type(found).__name__}"

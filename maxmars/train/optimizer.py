@@ -1,8 +1,7 @@
 """Config to optimizer: the matrix of each parameter, and the optax optimizer of them all.
 
-The matrix of a parameter, its kind and its part of the model follow from the names of its axes
-(`model.logical_axes`), never from its number of dimensions or its path; its rule, rate and weight
-decay from its kind (`rule_of` of the optimizer's config).
+What matrix a parameter is, its layer says (`model.language_model.matrix_specs`); its rule, rate and
+weight decay follow from its kind (`rule_of` of the optimizer's config).
 """
 
 from __future__ import annotations
@@ -39,12 +38,8 @@ from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, like_params
-from maxmars.model.gpt2 import LAYERS
-from maxmars.model.language_model import (
-    given_matrix_specs,
-    graph_and_abstract_params,
-    logical_axes,
-)
+from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.model.language_model import matrix_specs as specs_of_layers
 from maxmars.optim import (
     MatrixSpec,
     describe,
@@ -54,21 +49,10 @@ from maxmars.optim import (
     soap_shardings,
     sophia,
 )
-from maxmars.optim.nnx import stacked
 
 
 def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
-    """The `MatrixSpec` of each parameter, as a nested dict.
-
-    It follows from the names of the axes, `layers` aside:
-
-    * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
-    * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
-    * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
-
-    A parameter of the user's own may say it by its metadata `matrix_spec`, as for
-    `maxmars.optim.nnx.matrix_specs_of`; there and here a convolution in groups is a matrix for each
-    group, and a depthwise one a vector.
+    """The `MatrixSpec` of each parameter for an optimizer, as a nested dict.
 
     Args:
       config: the model.
@@ -77,62 +61,19 @@ def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None =
       mesh: if given, the specs say how `sharding.RULES` partitions each parameter over it.
 
     Raises:
-      ValueError: the names do not say it, and neither does `matrix_spec`.
+      ValueError: a module of the user's own does not say it.
     """
     split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
-    given = given_matrix_specs(config)
-    _, shapes = graph_and_abstract_params(config)
 
-    def spec(path: tuple[Any, ...], shape: Any, axes: tuple[str | None, ...]) -> MatrixSpec:
-        keys = tuple(key.key for key in path)
-        partition = None if mesh is None else RULES.spec(*axes)
-        if given.get(keys) is not None:
-            return dataclasses.replace(stacked(given[keys], len(axes)), partition=partition)
-        batch, rows, cols = _vector(axes) if keys in given else _matrix(axes, keys)
-        embedding = bool(rows) and axes[cols[0]] in _TABLES
-        padding = shape.shape[cols[0]] - config.vocab_size if embedding and "vocab" in axes else 0
-        split = [i for i, name in enumerate(axes) if name in split_names]
-        return MatrixSpec(
-            batch=batch,
-            rows=rows,
-            cols=cols,
-            partition=partition,
-            split=tuple(split) if rows and "qkv" in axes else (),
-            embedding=embedding,
-            padding=padding,
-        )
+    def laid_out(spec: MatrixSpec, axes: tuple[str | None, ...]) -> MatrixSpec:
+        if mesh is not None:
+            spec = dataclasses.replace(spec, partition=RULES.spec(*axes))
+        if spec.is_matrix and "qkv" in axes and not (spec.split or spec.unfold):
+            split = tuple(axis for axis in spec.inner if axes[axis] in split_names)
+            spec = dataclasses.replace(spec, split=split)
+        return spec
 
-    return jax.tree.map_with_path(spec, shapes, logical_axes(config))
-
-
-_TABLES = ("vocab", "positions")
-_Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _vector(axes: tuple[str | None, ...]) -> _Axes:
-    """Axes that stack layers, no rows, and all others."""
-    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
-    return tuple(range(layers)), (), tuple(range(layers, max(len(axes), 1)))
-
-
-def _matrix(axes: tuple[str | None, ...], keys: tuple[Any, ...]) -> _Axes:
-    """Axes that stack layers, input axes and output axes, by the rules of `matrix_specs`."""
-    layers, _, others = _vector(axes)
-    names = axes[len(layers) :]
-    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
-        return layers, (), others
-    for i, name in zip(others, names, strict=True):
-        if name in _TABLES:
-            return layers, tuple(axis for axis in others if axis != i), (i,)
-    if names[0] == "embed":
-        return layers, others[:1], others[1:]
-    if names[-1] == "embed":
-        return layers, others[:-1], others[-1:]
-    raise ValueError(
-        f"the axes {list(axes)} of {'.'.join(map(str, keys))} do not say whether it is a matrix: "
-        "neither the first nor the last one is embed; say so in the parameter's metadata, "
-        "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
-    )
+    return jax.tree.map(laid_out, specs_of_layers(config), logical_axes(config))
 
 
 def update_rules(optimizer: OptimizerConfig, model: ModelConfig) -> Any:

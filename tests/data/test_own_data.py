@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import running
-from flax import nnx
 from refusals import refused
 from tiny import ADAMW, MODEL, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
@@ -31,7 +30,7 @@ from maxmars.data.own_data import OwnData
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval import load
 from maxmars.eval.validation import make_eval_step, validation_loss
-from maxmars.model import graph_and_abstract_params, token_losses
+from maxmars.model import make_model, token_losses
 from maxmars.train.step import init_train_state, make_train_step
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples" / "own_data.py"
@@ -155,8 +154,7 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     }
     assert batch_types(config.data, MODEL) == tokens.types
     state = init_train_state(config, mesh)
-    graph, _ = graph_and_abstract_params(MODEL)
-    losses_of = jax.jit(lambda params, tokens: token_losses(nnx.merge(graph, params), tokens))
+    losses_of = jax.jit(lambda params, tokens: token_losses(make_model(MODEL, params), tokens))
     rows = {name: np.asarray(array).reshape(-1, LENGTH + 1) for name, array in batch.items()}
     losses = np.asarray(losses_of(state.params, rows["tokens"]))
     weights = rows["mask"][:, 1:]

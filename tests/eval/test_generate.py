@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from refusals import refused
 from tiny import ADAMW, MODEL, random_params, tiny_config
 
@@ -26,7 +25,7 @@ from maxmars.eval.generate import (
     stream_texts,
     stream_tokens,
 )
-from maxmars.model.language_model import graph_and_abstract_params, param_shardings
+from maxmars.model.language_model import make_model, param_shardings
 from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)
@@ -68,8 +67,7 @@ def assert_equal(found, expected):
 
 def uncached(model, prompt, count):
     """Plain reference: the likeliest tokens, each by a full forward pass over what is seen."""
-    graph, _ = graph_and_abstract_params(MODEL)
-    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens))
+    logits = jax.jit(lambda params, tokens: make_model(MODEL, params)(tokens))
     longest = MODEL.max_seq_len
     tokens, start = prompt.tolist(), max(0, len(prompt) - longest)
     for _ in range(count):

@@ -118,7 +118,7 @@ MODEL = GPT2Config(
 
 def attention_of_a_layer(config, flat, x, params):
     """One attention layer, the third, whose heads are scaled by more than √K."""
-    module = make_model(config, params).h.attn
+    module = make_model(config, params).module.h.attn
     layer = jax.tree.map(lambda leaf: leaf[0], module)
     scale_of = jnp.asarray(2, jnp.int32)
     if flat:

@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
 from maxmars.distributed.collectives import collectives
-from maxmars.model.kv_cache import decode, prefill
-from maxmars.model.language_model import graph_and_abstract_params, param_shardings
+from maxmars.model.language_model import make_model, param_shardings
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
 NEW, SLOTS, PROMPT = 6, 16, 10
@@ -23,23 +21,21 @@ TOKENS = np.random.default_rng(0).integers(0, 20, (4, 16)).astype(np.int32)  # 7
 
 def uncached_logits(config, params):
     """Plain reference: the logits after each prompt and each new token, by full forward passes."""
-    graph, _ = graph_and_abstract_params(config)
-    logits = jax.jit(lambda params: nnx.merge(graph, params)(jnp.asarray(TOKENS)))(params)
+    logits = jax.jit(lambda params: make_model(config, params)(jnp.asarray(TOKENS)))(params)
     return np.stack([logits[i, n - 1 : n + NEW] for i, n in enumerate(LENGTHS)])
 
 
 def cached(config):
     """A function of the parameters: the same logits by `prefill` and `decode`."""
-    graph, _ = graph_and_abstract_params(config)
     new = np.stack([row[n : n + NEW] for row, n in zip(TOKENS, LENGTHS, strict=True)])
     prompts = np.where(np.arange(PROMPT) < LENGTHS[:, None], TOKENS[:, :PROMPT], 7)
 
     def run(params):
-        model = nnx.merge(graph, params)
-        hidden, cache = prefill(model, jnp.asarray(prompts), jnp.asarray(LENGTHS), SLOTS)
+        model = make_model(config, params)
+        hidden, cache = model.prefill(jnp.asarray(prompts), jnp.asarray(LENGTHS), SLOTS)
 
         def step(cache, tokens):
-            hidden, cache = decode(model, tokens, cache)
+            hidden, cache = model.decode(tokens, cache)
             return cache, hidden
 
         cache, more = jax.lax.scan(step, cache, new.T)
@@ -69,7 +65,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
     found, cache = jax.jit(cached(config))(params)
     assert expected[..., : config.vocab_size].std() > 1
     np.testing.assert_allclose(found, expected, atol=tolerance)
-    assert cache.keys.dtype == cache.values.dtype == config.compute_dtype
+    assert cache.kept.keys.dtype == cache.kept.values.dtype == config.compute_dtype
     assert int(cache.num_new) == NEW
 
 
@@ -80,7 +76,7 @@ def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
         compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
         found, cache = compiled(jax.device_put(params, shardings))
     np.testing.assert_allclose(found, uncached_logits(DOCUMENTS, params), atol=2e-5)
-    for part in (cache.keys, cache.values):
+    for part in (cache.kept.keys, cache.kept.values):
         rows, heads = part.shape[1] // 2, part.shape[2] // 4
         assert part.sharding.shard_shape(part.shape)[1:3] == (rows, heads)
     # Sums of activations over the heads' devices; keys and values never travel.

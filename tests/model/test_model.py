@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from gpt2_reference import Reference
 from refusals import refused
 from tiny import MODEL
@@ -17,6 +16,7 @@ from maxmars.model.language_model import (
     graph_and_abstract_params,
     init_params,
     logical_axes,
+    make_model,
     mean_loss,
     num_parameters,
     token_losses,
@@ -28,9 +28,8 @@ from maxmars.train.auto import POLICIES
 @functools.cache
 def compiled(config):
     """The logits, and the loss with its gradients, of parameters and tokens."""
-    graph, _ = graph_and_abstract_params(config)
-    loss = jax.value_and_grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
-    return jax.jit(lambda p, t: nnx.merge(graph, p)(t)), jax.jit(loss)
+    loss = jax.value_and_grad(lambda p, t: mean_loss(make_model(config, p), t))
+    return jax.jit(lambda p, t: make_model(config, p)(t)), jax.jit(loss)
 
 
 def apply(config, params, tokens):
@@ -221,9 +220,9 @@ def test_remat_and_unroll_change_nothing_but_rounding(change):
 def test_remat_saves_memory():
     def temporaries(remat):
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
-        graph, abstract = graph_and_abstract_params(config)
+        _, abstract = graph_and_abstract_params(config)
         tokens = jax.ShapeDtypeStruct((8, config.max_seq_len + 1), jnp.int32)
-        loss = jax.grad(lambda p, t: mean_loss(nnx.merge(graph, p), t))
+        loss = jax.grad(lambda p, t: mean_loss(make_model(config, p), t))
         return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
 
     sizes = [temporaries(remat) for remat in reversed(POLICIES)]
@@ -232,9 +231,10 @@ def test_remat_saves_memory():
 
 def test_remat_recomputes_no_more_than_it_says():
     def flops(remat):
-        graph, abstract = graph_and_abstract_params(dataclasses.replace(MODEL, remat=remat))
+        config = dataclasses.replace(MODEL, remat=remat)
+        _, abstract = graph_and_abstract_params(config)
         tokens = jax.ShapeDtypeStruct((1, MODEL.max_seq_len + 1), jnp.int32)
-        grad = jax.grad(lambda p, t: token_losses(nnx.merge(graph, p), t).mean())
+        grad = jax.grad(lambda p, t: token_losses(make_model(config, p), t).mean())
         return sum(matmul_flops(jax.make_jaxpr(grad)(abstract, tokens)).values())
 
     layers, length, width = MODEL.num_layers, MODEL.max_seq_len, MODEL.embed_dim
@@ -317,8 +317,7 @@ def test_a_document_does_not_depend_on_those_before_it():
 
 def test_every_token_is_predicted_with_the_mask_too():
     params, tokens = noisy_params(MASKED), documents_of(DOCUMENTS)
-    graph, _ = graph_and_abstract_params(MASKED)
-    losses = jax.jit(lambda params, tokens: token_losses(nnx.merge(graph, params), tokens))
+    losses = jax.jit(lambda params, tokens: token_losses(make_model(MASKED, params), tokens))
     losses = jax.device_get(losses(params, tokens))
     assert losses.shape == (3, 15)
     assert np.all(losses > 0)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
@@ -21,7 +20,7 @@ from maxmars.model.attention import (
     splash_attention,
 )
 from maxmars.model.gpt2 import document_segments
-from maxmars.model.language_model import graph_and_abstract_params, mean_loss
+from maxmars.model.language_model import make_model, mean_loss
 
 # The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
 LENGTHS = [[9, 4, 4], [17], [4, 9], [9, 4]]
@@ -52,8 +51,7 @@ def packed(documents):
 
 @functools.cache
 def loss_and_grads(config):
-    graph, _ = graph_and_abstract_params(config)
-    return jax.jit(jax.value_and_grad(lambda p, batch: mean_loss(nnx.merge(graph, p), **batch)))
+    return jax.jit(jax.value_and_grad(lambda p, batch: mean_loss(make_model(config, p), **batch)))
 
 
 def with_mean_one(mask):
@@ -93,8 +91,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(attention, on_mesh)
 @pytest.mark.parametrize("attention", ["plain", pytest.param("blocked", marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_documents_alone(attention):
     config, params = dataclasses.replace(MODEL, attention=attention), random_params(MODEL)
-    graph, _ = graph_and_abstract_params(config)
-    apply = jax.jit(lambda params, tokens, **given: nnx.merge(graph, params)(tokens, **given))
+    apply = jax.jit(lambda params, tokens, **given: make_model(config, params)(tokens, **given))
     documents = random_documents()
     batch = {name: array[:, :-1] for name, array in packed(documents).items() if name != "mask"}
     logits = jax.device_get(apply(params, **batch))

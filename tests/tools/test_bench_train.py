@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import MODEL, random_params
 
 from maxmars.config import to_dict
-from maxmars.model.language_model import graph_and_abstract_params, num_parameters, token_losses
+from maxmars.model.language_model import make_model, num_parameters, token_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model.num-layers", "2", "--model.embed-dim", "32", "--model.max-seq-len", "16"]
@@ -79,8 +78,9 @@ def test_pytorchs_model_and_loss_are_ours(monkeypatch):
     assert sum(p.numel() for p in theirs.parameters()) == num_parameters(config)
     copy_params(torch, params, theirs)
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.max_seq_len + 1))
-    graph, _ = graph_and_abstract_params(config)
-    ours = float(token_losses(nnx.merge(graph, jax.device_put(params)), jnp.asarray(tokens)).mean())
+    ours = float(
+        token_losses(make_model(config, jax.device_put(params)), jnp.asarray(tokens)).mean()
+    )
     given = torch.tensor(tokens)
     found = theirs(given[:, :-1], given[:, 1:]).detach()
     assert float(found) == pytest.approx(ours, abs=1e-5)

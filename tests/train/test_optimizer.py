@@ -21,8 +21,10 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
-from maxmars.model.language_model import graph_and_abstract_params, mean_loss
+from maxmars.model import GPT2
+from maxmars.model.language_model import make_model, mean_loss
 from maxmars.optim import MatrixSpec
+from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.optimizer import (
     PARTS,
     learning_rate_scales,
@@ -36,7 +38,7 @@ from maxmars.train.optimizer import (
 from maxmars.train.step import init_train_state, make_train_step
 
 
-def test_kinds_follow_the_names_of_the_axes():
+def test_kinds_are_those_that_the_layers_say():
     kinds = jax.tree.map(lambda spec: spec.kind, matrix_specs(MODEL))
     block = kinds["h"]
     assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
@@ -52,6 +54,11 @@ def test_specs_of_stacked_parameters():
     assert block["attn"]["c_proj"]["kernel"] == MatrixSpec(batch=(0,), rows=(1, 2), cols=(3,))
     assert block["attn"]["c_attn"]["bias"] == MatrixSpec(batch=(0,), rows=(), cols=(1, 2, 3))
     assert block["ln_1"]["scale"] == MatrixSpec(batch=(0,), rows=(), cols=(1,))
+
+
+def test_layers_tell_any_optimizer_what_their_parameters_are():
+    model = GPT2(MODEL, rngs=nnx.Rngs(0))
+    assert nnx.to_pure_dict(matrix_specs_of(model)) == matrix_specs(MODEL)
 
 
 def first_step(optimizer, params, grads):
@@ -181,8 +188,7 @@ def one_step(config):
     shape = step.abstract_batch["tokens"].shape
     tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
     before = jax.device_get(state.params)
-    graph, _ = graph_and_abstract_params(config.model)
-    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(nnx.merge(graph, p), tokens)))
+    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(make_model(config.model, p), tokens)))
     grads = loss(before, tokens[0])
     state, metrics = step(state, batch_of(step, tokens))
     update = jax.tree.map(np.subtract, jax.device_get(state.params), before)

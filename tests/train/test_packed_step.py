@@ -3,13 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import MODEL, tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig, SophiaConfig
 from maxmars.data.packing import segments_and_positions
 from maxmars.distributed import sharding
-from maxmars.model import graph_and_abstract_params, token_losses
+from maxmars.model import make_model, token_losses
 from maxmars.train.step import init_train_state, make_train_step
 
 ROWS, STEPS = 16, 3
@@ -65,8 +64,9 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
     step, state = make_train_step(config, mesh), init_train_state(config, mesh)
     batch = next(packed_batches())
     rows = {name: array for name, array in batch.items() if name != "mask"}
-    graph, _ = graph_and_abstract_params(config.model)
-    losses = jax.jit(lambda p, rows: token_losses(nnx.merge(graph, p), **rows))(state.params, rows)
+    losses = jax.jit(lambda p, rows: token_losses(make_model(config.model, p), **rows))(
+        state.params, rows
+    )
     expected = np.mean(np.asarray(losses)[batch["mask"][:, 1:]])
     nothing = {**batch, "mask": np.zeros_like(batch["mask"])}
     for given, loss, skipped in ((batch, expected, 0), (nothing, np.nan, 1)):

@@ -6,13 +6,16 @@
 
 The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
 attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
-how it is split over a mesh, and which matrix an optimizer sees.
+how it is split over a mesh, and which matrix an optimizer sees. Three abilities are optional: with
+`prefill` and `decode`, `generate` caches keys and values; with `continuation_ids`, HellaSwag has a
+context and all its endings in one row; with `export`, `maxmars export` writes Hugging Face's Qwen3.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -30,6 +33,8 @@ from maxmars.config import (
 from maxmars.distributed.sharding import constrain, copies, look_up
 
 Parameter = nnx.Param[jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""Attention [batch, length, heads, head_dim] of queries, keys and values, and what it keeps."""
 
 
 def rms_norm(x: jax.Array, scale: Parameter) -> jax.Array:
@@ -71,8 +76,8 @@ class Block(nnx.Module):
         self.up = matrix(embed=embed_dim, mlp=mlp_dim)
         self.down = matrix(out_std, mlp=mlp_dim, embed=embed_dim)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """x [batch, length, embed]; `mask`: which keys [batch, 1, length, length] each sees."""
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+        """x [batch, length, embed] after this block, and what `attend` keeps."""
 
         def dot(spec: str, x: jax.Array, kernel: Parameter) -> jax.Array:
             return jnp.einsum(spec, x, kernel[...].astype(x.dtype))
@@ -81,11 +86,11 @@ class Block(nnx.Module):
         q, k, v = jnp.unstack(dot("btd,dshk->sbthk", rms_norm(x, self.attention_norm), self.qkv))
         q = rotate(rms_norm(q, self.query_norm), positions)
         k = rotate(rms_norm(k, self.key_norm), positions)
-        attended = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        attended, kept = attend(q, k, v)
         x = x + dot("bthk,hkd->btd", attended, self.out)
         y = rms_norm(x, self.mlp_norm)
         y = jax.nn.silu(dot("btd,df->btf", y, self.gate)) * dot("btd,df->btf", y, self.up)
-        return x + dot("btf,fd->btd", y, self.down)
+        return x + dot("btf,fd->btd", y, self.down), kept
 
 
 class Decoder(nnx.Module):
@@ -95,6 +100,7 @@ class Decoder(nnx.Module):
         self,
         rngs: nnx.Rngs,
         vocab_size: int,
+        max_seq_len: int,
         num_layers: int,
         num_heads: int,
         embed_dim: int,
@@ -103,6 +109,7 @@ class Decoder(nnx.Module):
     ):
         """`dtype` is that of the matrix products; `remat` keeps only the inputs of the blocks."""
         self.dtype, self.remat = dtype, remat
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         rows = -(-vocab_size // 128) * 128  # so that a mesh divides them; the loss masks the rest
 
         def table() -> Parameter:
@@ -127,23 +134,111 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
+        continuation_ids: jax.Array | None = None,
     ) -> jax.Array:
         """The last hidden states [batch, length, embed] of tokens [batch, length]."""
-        mask = None
+        mask = None  # besides causality: which keys [batch, 1, length, length] each token sees
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        if continuation_ids is not None:  # 0 is the context, which all continuations see
+            keys = continuation_ids[:, None, None, :]
+            seen = (keys == 0) | (keys == continuation_ids[:, None, :, None])
+            mask = seen if mask is None else mask & seen
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
+
+        return self._run(tokens, positions, attend)[0]
+
+    def _run(
+        self, tokens: jax.Array, positions: jax.Array | None, attend: Any, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """`attend` gets the layer's part of `cache` before queries, keys and values."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return block(x, positions, mask), None
+        def step(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, Any]:
+            block, before = layer
+            return block(x, positions, functools.partial(attend, before))
 
         # `table[tokens]` would do on one device. This sums the gradient of each row in float32, and
         # moves table and gradient between devices in the type of the products.
         x = look_up(copies(self.embedding[...].astype(self.dtype)), tokens).astype(self.dtype)
         step = jax.checkpoint(step, prevent_cse=False) if self.remat else step
-        x, _ = jax.lax.scan(step, x, self.blocks)
-        return rms_norm(x, self.norm)
+        x, kept = jax.lax.scan(step, x, (self.blocks, cache))
+        return rms_norm(x, self.norm), kept
+
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, num_slots: int
+    ) -> tuple[jax.Array, Any]:
+        """The hidden state [batch, embed] of each prompt's last token [batch, length], and keys
+        and values [layers, batch, num_slots, heads, head_dim]."""
+        padding = (0, 0), (0, num_slots - tokens.shape[1]), (0, 0), (0, 0)
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            return y, (jnp.pad(k, padding), jnp.pad(v, padding))
+
+        x, cache = self._run(tokens, None, attend)
+        return jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0], cache
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """The hidden states of one more token of each row; the slots are the positions."""
+        rows = jnp.arange(len(tokens))
+        seen = jnp.arange(cache[0].shape[2]) <= positions[:, None]
+
+        def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            keys, values = (
+                old.at[rows, positions].set(new[:, 0])
+                for old, new in zip(before, (k, v), strict=True)
+            )
+            y = jax.nn.dot_product_attention(q, keys, values, mask=seen[:, None, None])
+            return y, (keys, values)
+
+        x, cache = self._run(tokens[:, None], positions[:, None], attend, cache)
+        return x[:, 0], cache
+
+    def export(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """The model as Hugging Face's Qwen3: the fields of `config.json`, and the arrays."""
+        blocks = self.blocks
+        _, width, _, num_heads, head_dim = blocks.qkv.shape
+        fields = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_seq_len,
+            "hidden_size": width,
+            "intermediate_size": blocks.gate.shape[-1],
+            "num_hidden_layers": len(blocks.qkv),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": head_dim,
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+        arrays = {
+            "model.embed_tokens.weight": self.embedding[: self.vocab_size],
+            "model.norm.weight": self.norm[...],
+            "lm_head.weight": self.lm_head[: self.vocab_size],
+        }
+        for i in range(len(blocks.qkv)):
+            qkv = jnp.unstack(blocks.qkv[i].reshape(width, 3, -1), axis=1)  # PyTorch has [out, in]
+            layer = {
+                "input_layernorm": blocks.attention_norm[i],
+                **{f"self_attn.{name}_proj": w.T for name, w in zip("qkv", qkv, strict=True)},
+                "self_attn.q_norm": blocks.query_norm[i],
+                "self_attn.k_norm": blocks.key_norm[i],
+                "self_attn.o_proj": blocks.out[i].reshape(-1, width).T,
+                "post_attention_layernorm": blocks.mlp_norm[i],
+                "mlp.gate_proj": blocks.gate[i].T,
+                "mlp.up_proj": blocks.up[i].T,
+                "mlp.down_proj": blocks.down[i].T,
+            }
+            arrays |= {f"model.layers.{i}.{name}.weight": array for name, array in layer.items()}
+        return fields, arrays
 
 
 def make(
@@ -157,9 +252,8 @@ def make(
     dtype: str = "bfloat16",
     remat: bool = False,
 ) -> Decoder:
-    """The model of `ModuleConfig`; rotary positions need no `max_seq_len`."""
-    del max_seq_len
-    return Decoder(rngs, vocab_size, num_layers, num_heads, embed_dim, dtype, remat)
+    """The model of `ModuleConfig`; rotary positions need no `max_seq_len`, which `export` tells."""
+    return Decoder(rngs, vocab_size, max_seq_len, num_layers, num_heads, embed_dim, dtype, remat)
 
 
 def get_config(
