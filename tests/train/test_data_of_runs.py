@@ -230,7 +230,7 @@ def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys, n
         write_nanogpt(directory, STREAM % 65, STREAM % 65)
         (directory / "meta.pkl").write_bytes(b"")
         options = "--data.vocab-size 65 --model.vocab-size 70"
-    small = "--num-steps 1 --model.num-layers 1 --model.embed-dim 8 --model.max-seq-len 16 --eval.every None"
+    small = "--num-steps 1 --model.num-layers 1 --model.max-seq-len 16 --eval.every None"
     words = f"train quickstart:data={directory} --num-processes 1 --workdir {tmp_path / 'run'}"
     main([*words.split(), *small.split(), *options.split()])
     printed = capsys.readouterr().out
