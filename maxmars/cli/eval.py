@@ -33,8 +33,8 @@ class HellaSwagArguments(CheckedConfig):
     """The HellaSwag questions that are scored."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The file hellaswag_val.jsonl; None downloads it once into the cache directory (MAXMARS_CACHE,
-    default ~/.cache/maxmars)."""
+    """The file hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of the hub; None
+    downloads it once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
     num_questions: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
     too_long: Literal["cut", "leave_out"] = "cut"
