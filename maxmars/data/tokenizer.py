@@ -102,6 +102,12 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def num_text_ids(self) -> int:
+        """A model needs rows for the ids below this one: every token that a text becomes or that
+        ends one. Special tokens after them, such as a `[PAD]`, stand in no text."""
+        ...
+
+    @property
     def eot(self) -> int:
         """Id of the token that ends a document; `encode` never returns it."""
         ...
@@ -153,6 +159,12 @@ class Tokenizer(Protocol):
 
 class _BytesOfTokens:
     """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
+
+    vocab_size: int
+
+    @property
+    def num_text_ids(self) -> int:
+        return self.vocab_size
 
     def _bytes_of(self, token: int) -> bytes:
         raise NotImplementedError
@@ -303,6 +315,12 @@ class JsonTokenizer:
         self.eot: int = vocabulary[eot_token]
         self.ends: Sequence[int] = (self.eot,)
         self.vocab_size: int = max(vocabulary.values()) + 1
+
+    @property
+    def num_text_ids(self) -> int:
+        added = self._tokenizer.get_added_tokens_decoder()
+        own = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        return max(*own, *self.ends, *(i for i, token in added.items() if not token.special)) + 1
 
     def to_json(self) -> bytes:
         return self._content

@@ -353,10 +353,10 @@ class HellaSwag:
         protocols: Sequence[Protocol] = tuple(PROTOCOLS),
         batch_size: int | None = None,
     ) -> None:
-        if tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.num_text_ids > config.vocab_size:
             raise ValueError(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more than the "
-                f"model's vocab_size={config.vocab_size}; give the one that the model was trained "
+                f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than "
+                f"the model's vocab_size={config.vocab_size}; give the one that the model was trained "
                 "with."
             )
         self._labels = np.array([question.label for question in questions])

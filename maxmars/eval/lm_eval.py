@@ -43,6 +43,14 @@ these nine."""
 _SEED = 1234  # the harness's default for few-shot examples
 _MAX_NEW_TOKENS = 256  # the harness's default as well
 _GENERATION_ROWS = 16
+# Arguments of transformers whose value here changes nothing.
+_NEUTRAL = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    "early_stopping": False,
+}
+_IGNORED = ("use_cache",)  # what a token costs
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -219,7 +227,11 @@ class _GenerationOptions:
 
 
 def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name not in _IGNORED and _NEUTRAL.get(name, ...) != value
+    }
     until = given.pop("until", ())
     lengths = [int(given.pop(name)) for name in _LENGTH_NAMES if name in given]
     temperature = float(given.pop("temperature", given.get("do_sample", False)))

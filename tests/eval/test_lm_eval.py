@@ -116,6 +116,14 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     assert len({whole, *sampled}) == 3
 
 
+def test_arguments_that_change_nothing_are_no_reason_to_refuse(answers):
+    plain = {"max_gen_toks": 4, "until": []}
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1, "min_p": 0.0}
+    more = {"use_cache": True, "early_stopping": False, "num_return_sequences": 1}
+    first, second = answers.generate([(TEXT, plain), (TEXT, plain | neutral | more)])
+    assert first == second
+
+
 def test_requests_that_are_refused(answers):
     with refused(ValueError, "num_beams=4"):
         answers.generate([(TEXT, {"until": [], "num_beams": 4})])
