@@ -356,7 +356,7 @@ class HellaSwag:
         if tokenizer.num_text_ids > config.vocab_size:
             raise ValueError(
                 f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than "
-                f"the model's vocab_size={config.vocab_size}; give the one that the model was trained "
+                f"the vocab_size={config.vocab_size} of the model; give the one it was trained "
                 "with."
             )
         self._labels = np.array([question.label for question in questions])
