@@ -189,7 +189,8 @@ def _find_split(directory: Path, found: list[str], split: str) -> str:
             return name
     raise NoSuchSplitError(
         f"the TFDS dataset {directory} has no split {' or '.join(map(repr, wanted))}, only "
-        f"{', '.join(found) or 'none'}."
+        f"{', '.join(found) or 'none'}"
+        + ("; train without validation by --eval.every None." if split == "val" else ".")
     )
 
 
