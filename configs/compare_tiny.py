@@ -86,15 +86,14 @@ def get_config(
 def get_comparison(size: Size = "0.3M", data: str = "") -> ComparisonConfig:
     """The comparison of the results page; at 0.3M hours of two cores."""
     names = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap")
-    grids: dict[str, dict[str, tuple[float, ...]]] = {
-        **{name: {"b2": ()} for name in ("adamw", "nadamw", "mars", "soap")},
-        "mars_m": {"vector_b2": ()},
-        "muon": {"momentum": (), "vector_b2": ()},
+    decays = dict.fromkeys(names, ("b2",)) | {
+        "mars_m": ("vector_b2",),
+        "muon": ("momentum", "vector_b2"),
     }
     return ComparisonConfig(
         contenders={name: get_config(name, size, data) for name in names},
         tune=("learning_rate", "weight_decay", "b1"),
-        grids=grids,
+        grids={name: dict.fromkeys(fields, ()) for name, fields in decays.items()},
         budget=112,
         confirm=3,
         seeds=5,

@@ -5,7 +5,7 @@
 1,000 steps of 1,024 tokens, one token a byte. Expected: validation loss from 5.4 to about 1.8 nats
 a byte, in one to two minutes on 2 CPU cores (measured there; a bigram model reaches 2.45).
 
-Your own text, with any tokenizer, as `maxmars data prepare` wrote it to DIR:
+Your own text, with any tokenizer, as `maxmars data prepare` or another program wrote it to DIR:
 
     maxmars train quickstart:data=DIR
 
@@ -37,7 +37,7 @@ from maxmars.config import (
     TokenShardsConfig,
     TrainConfig,
 )
-from maxmars.data.sources import read_metadata
+from maxmars.data.formats import vocab_size_of
 
 Optimizer = Literal["mars", "mars_m", "adamw", "nadamw", "lion", "muon", "soap"]
 
@@ -47,7 +47,7 @@ def get_config(data: str = "", optimizer: Optimizer | Source = "mars") -> TrainC
     name, vocab_size, source = "quickstart", 257, PythonSourcesConfig()
     if data:
         name = f"quickstart-{Path(data).resolve().name}"
-        vocab_size = read_metadata(data, format=None).vocab_size
+        vocab_size = vocab_size_of(data)
         source = TokenShardsConfig(path=data)
     if optimizer != "mars":
         name += f"-{optimizer.short if isinstance(optimizer, Source) else optimizer}"

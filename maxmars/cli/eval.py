@@ -11,7 +11,7 @@ import rich
 import tyro
 
 from maxmars.cli.parse import parse_options
-from maxmars.config import MeshConfig
+from maxmars.config import MeshConfig, TokenShardsConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, UsageError
 
 _TASKS = ("loss", "hellaswag")
@@ -23,6 +23,13 @@ class DataArguments(CheckedConfig):
 
     path: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of tokens, whose validation split is taken; None takes that of the run."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Of other programs' files there that are not GPT-2's: byte, gpt2, or the path of a
+    tokenizer.json."""
+    vocab_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
+    """Number of token ids of such files; None is the tokenizer's."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of a token in such files of nanoGPT."""
     num_windows: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of sequences of the model's context to score; None takes as many as the run, or
     512."""
@@ -33,8 +40,8 @@ class HellaSwagArguments(CheckedConfig):
     """The HellaSwag questions that are scored."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The file hellaswag_val.jsonl; None downloads it once into the cache directory (MAXMARS_CACHE,
-    default ~/.cache/maxmars)."""
+    """The file hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of the hub; None
+    downloads it once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
     num_questions: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
     too_long: Literal["cut", "leave_out"] = "cut"
@@ -170,6 +177,22 @@ def _check_output(output: Path) -> None:
         raise UsageError(f"--output {output} {problem}; name a file to write.")
 
 
+def _data(options: DataArguments) -> TokenShardsConfig | None:
+    """The tokens that --data names; None where it names none."""
+    named = {
+        "tokenizer": options.tokenizer,
+        "vocab_size": options.vocab_size,
+        "dtype": options.dtype,
+    }
+    if options.path is not None:
+        return TokenShardsConfig(path=options.path, **named)
+    for name, value in named.items():
+        if value is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--data.{flag} says what the tokens of --data.path are; name it too.")
+    return None
+
+
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.distributed import processes
     from maxmars.eval.report import score_models
@@ -179,7 +202,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         (arguments.target, *against),
         mesh,
         tasks=tasks or None,
-        data_path=arguments.data.path,
+        data=_data(arguments.data),
         num_windows=arguments.data.num_windows,
         hellaswag_path=arguments.hellaswag.path,
         num_questions=arguments.hellaswag.num_questions,

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxmars.cli.parse import HELP, parse_arguments, parse_options
+from maxmars.cli.parse import (
+    HELP,
+    choice_meant,
+    options_of,
+    parse_arguments,
+    parse_options,
+    split_positionals,
+)
 from maxmars.cli.train import TrainArguments
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
@@ -94,7 +101,20 @@ def run(argv: list[str]) -> int:
     _refuse_other_action(name, rest[:1])
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
-    options = parse_options(platform.options, given, prog=f"maxmars launch {name}")
+
+    def meant(word: str, value: str | None) -> str:
+        """A hint at an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
+        spec = next(iter(split_positionals(given)[0]), "")
+        try:
+            config = load_config(spec)
+        except UsageError:
+            return ""
+        if word in options_of(TrainArguments, TrainArguments(config=config)):
+            return f" (an option of `maxmars train`, which goes after --: `... -- {word} VALUE`)"
+        return choice_meant(f"maxmars launch {name}", spec, word, value)
+
+    prog = f"maxmars launch {name}"
+    options = parse_options(platform.options, given, prog=prog, meant=meant)
     return platform.start(options, tuple(rest[end + 1 :])) or 0
 
 

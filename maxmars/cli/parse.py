@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -23,7 +24,7 @@ import tyro
 from maxmars.cli.help import evened, groups_of, print_help, rows_of
 from maxmars.cli.values import VALUES
 from maxmars.config.checks import CheckedConfig, RuleError, UsageError
-from maxmars.config.load import choices_of, load_config, named_configs
+from maxmars.config.load import choices_of, find_config, load_config, named_configs
 from maxmars.config.train import TrainConfig
 
 HELP = ("-h", "--help", "--help-all")
@@ -83,16 +84,44 @@ def parse_arguments(
         default=arguments(config=load_config(spec, choices)),
         switches=False,
         about=about,
+        meant=functools.partial(choice_meant, prog, spec),
     )
+
+
+def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:
+    """A hint at the choice of a CONFIG that an unknown option and its value mean, or a word alone;
+    "" if they mean none."""
+    choices, (_, text) = choices_of(spec), find_config(spec)
+    name, rest = word.lstrip("-").replace("-", "_"), ""
+    if word.startswith("-"):
+        name, _, rest = name.partition(".")
+    elif "=" in word:
+        name, _, value = word.partition("=")
+    else:
+        name, value = next((n for n, words in choices.items() if word in words), ""), word
+    if name in choices and (not rest or value in choices[name]):
+        words = choices[name]
+        shown = value if value and (value in words or not words) else "|".join(words) or "TEXT"
+        kept = [item for item in text.split(",") if item and not item.startswith(f"{name}=")]
+        base = spec.removesuffix(f":{text}").rstrip(":")
+        meant = f"{base}:{','.join([*kept, f'{name}={shown}'])}"
+        return f" (a choice of the config: `{prog} {meant}`)"
+    groups = {field.name for field in dataclasses.fields(TrainConfig)}
+    if word.startswith("-") and name in groups and not rest:
+        known = [n for n in named_configs() if value in choices_of(n).get(name, ())]
+        others = " or ".join(f"`{other}:{name}={value}`" for other in known)
+        found = f"; {value} is a choice of {others}" if known else ""
+        return f" (its options are --{name}.*: `{prog} {spec} --help {name}`{found})"
+    return ""
 
 
 def _about_config(spec: str | None, example: str) -> str:
     """What `--help` says of a CONFIG, or of all that have a name."""
     specs = list(named_configs()) if spec is None else [spec]
     choices = {
-        f"{spec.partition(':')[0]}:{name}=": values
+        f"{spec.partition(':')[0]}:{name}=": ", ".join(words) or "TEXT"
         for spec in specs
-        for name, values in choices_of(spec).items()
+        for name, words in choices_of(spec).items()
     }
     if spec is None:
         about = (
@@ -112,6 +141,7 @@ def parse_options(
     default: Options | None = None,
     switches: bool = True,
     about: str = "",
+    meant: Callable[[str, str | None], str] = lambda word, value: "",
 ) -> Options:
     """Parse options, and positional arguments if the dataclass has some.
 
@@ -122,6 +152,8 @@ def parse_options(
       default: the values of options that are not given; None takes the dataclass's own.
       switches: whether a boolean is an option without a value; else True or False follows it.
       about: told by `--help` below the dataclass's docstring.
+      meant: a hint at what an unknown word and the value after it mean, "" for that of the option
+        with the most similar name.
 
     Raises:
       UsageError: there is no such option, one that is needed is missing, or a value is missing, is
@@ -129,24 +161,7 @@ def parse_options(
       SystemExit: 0 after `--help`.
     """
 
-    def call_tyro(words: Sequence[str], kind: Any = arguments, default: Any = default) -> Any:
-        return tyro.cli(
-            kind,
-            args=words,
-            prog=prog,
-            description="",
-            default=tyro.MISSING_NONPROP if default is None else default,
-            config=_MARKERS if switches else (*_MARKERS, tyro.conf.FlagConversionOff),
-            registry=VALUES,
-            return_unknown_args=True,
-        )
-
-    def all_options(*part: Any) -> str:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            call_tyro(["--help"], *part)
-        return printed.getvalue()
-
+    markers = _MARKERS if switches else (*_MARKERS, tyro.conf.FlagConversionOff)
     if asks_for_help(argv):
         whole = arguments if default is None else default
         groups = groups_of(whole)
@@ -154,27 +169,58 @@ def parse_options(
         if asked is not None:
             field = (asked, type(groups[asked]), dataclasses.field(default=groups[asked]))
             alone = dataclasses.make_dataclass("Group", [field])
-            _, _, options = all_options(alone, None).partition("\n\n")
+            _, _, options = _all_options(alone, None, prog, markers).partition("\n\n")
             print(f"usage: {prog} [OPTIONS]\n\n{evened(options)}")
         else:
             in_full = "--help-all" in argv
-            print_help(whole, all_options(), prog=prog, about=about, in_full=in_full)
+            options = _all_options(arguments, default, prog, markers)
+            print_help(whole, options, prog=prog, about=about, in_full=in_full)
         sys.exit(0)
     box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
-            found, unknown = call_tyro(argv)
+            found, unknown = _call_tyro(argv, arguments, default, prog, markers)
     except (SystemExit, ValueError) as error:
         raise UsageError(_why(error, box.getvalue(), prog)) from error
     if unknown:
         flag = next((word for word in unknown if word.startswith("-")), None)
         if flag is None:  # which tyro splits from a switch: --json=True
             word = next((w for w in argv if w.partition("=")[2] == unknown[0]), unknown[0])
-            raise UsageError(f"`{prog}` takes no argument {word!r}; see `{prog} --help`.")
-        name = flag.partition("=")[0]  # a value may be a secret
-        hint = _option_meant(name, re.findall(r"--\w[\w.-]*", all_options()))
+            hint = meant(word, None)
+            raise UsageError(f"`{prog}` takes no argument {word!r}{hint}; see `{prog} --help`.")
+        name, equals, value = flag.partition("=")  # a value may be a secret
+        after = argv[argv.index(flag) + 1 :] if flag in argv else []
+        value = value if equals else next((word for word in after[:1] if word[:1] != "-"), None)
+        hint = meant(name, value) or _option_meant(name, options_of(arguments, default))
         raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
     return found
+
+
+def options_of(arguments: type[Any], default: Any = None) -> list[str]:
+    """The options that a command takes, such as `--data.path`."""
+    return re.findall(r"--\w[\w.-]*", _all_options(arguments, default, "", _MARKERS))
+
+
+def _all_options(arguments: type[Any], default: Any, prog: str, markers: tuple[Any, ...]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        _call_tyro(["--help"], arguments, default, prog, markers)
+    return printed.getvalue()
+
+
+def _call_tyro(
+    words: Sequence[str], arguments: type[Any], default: Any, prog: str, markers: tuple[Any, ...]
+) -> Any:
+    return tyro.cli(
+        arguments,
+        args=words,
+        prog=prog,
+        description="",
+        default=tyro.MISSING_NONPROP if default is None else default,
+        config=markers,
+        registry=VALUES,
+        return_unknown_args=True,
+    )
 
 
 def _option_meant(name: str, flags: Sequence[str]) -> str:
@@ -215,6 +261,13 @@ def _why(error: BaseException, box: str, prog: str) -> str:
 def asks_for_help(argv: Sequence[str]) -> bool:
     """Whether a command line asks for help rather than for work."""
     return any(word in HELP for word in argv)
+
+
+def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line, in which every option takes a value, into its words and its options."""
+    places = _places_of_words(argv)
+    options = [word for place, word in enumerate(argv) if place not in places]
+    return [argv[place] for place in places], options
 
 
 def _places_of_words(argv: Sequence[str]) -> list[int]:

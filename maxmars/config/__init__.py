@@ -13,6 +13,7 @@ from maxmars.config.data import (
     Order,
     Packing,
     PythonSourcesConfig,
+    TokenDirectory,
     TokenShardsConfig,
 )
 from maxmars.config.load import load_config

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxmars.config.checks import CheckedConfig, NotNegative, Positive, require
+from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, require
 from maxmars.config.user_code import Source, with_tuples
 
 Order = Literal["shuffled", "sequential", "random_windows"]
@@ -58,12 +58,36 @@ class TokenOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShardsConfig(TokenOptions):
-    """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
-    directory of nanoGPT, llm.c or TFDS as it is, on a disk."""
+class TokenDirectory(CheckedConfig):
+    """A directory of tokens, and what the files of other programs do not say of their tokens.
+
+    `meta.json` of `maxmars data prepare` says it all: there, all but the path stay None."""
 
     path: str
     """Directory of tokens, on a disk or `gs://`; its format is recognised."""
+    tokenizer: str | None = None
+    """Of other programs' files: `byte`, `gpt2`, the path of a `tokenizer.json` or of its directory,
+    or `unknown`. None is what a header of llm.c says, `unknown` where `vocab_size` is set, else
+    GPT-2's."""
+    vocab_size: Count[int] | None = None
+    """Number of token ids of other programs' files. None is the tokenizer's."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of a token in nanoGPT's files, which have no header. None is uint16, or uint32 where the
+    vocabulary needs it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.tokenizer != "unknown" or self.vocab_size is not None,
+            "tokens of an unknown tokenizer need vocab_size, the number of its ids "
+            "(--data.vocab-size N).",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShardsConfig(TokenDirectory, TokenOptions):
+    """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
+    directory of nanoGPT, build-nanogpt, llm.c or TFDS as it is, on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +145,9 @@ class GrainConfig(DataOptions, GrainSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixturePart(CheckedConfig):
+class MixturePart(TokenDirectory):
     """A directory of tokens as a part of a mixture."""
 
-    path: str
-    """Directory of tokens, on a disk or `gs://`; its format is recognised."""
     weight: NotNegative[float]
     """Share of the examples, relative to the other parts."""
 
@@ -180,7 +202,10 @@ class MixtureConfig(TokenOptions):
                 "none negative and one above zero.",
             )
         for part, weights in zip(self.parts, zip(*stages, strict=True), strict=True):
-            require(any(weights), f"{part} never has a weight above 0; leave it out.")
+            name = part.path if isinstance(part, MixturePart) else part.source
+            require(
+                any(weights), f"the part {str(name)!r} never has a weight above 0; leave it out."
+            )
         require(
             self.order != "random_windows"
             or not any(isinstance(part, GrainPart) for part in self.parts),

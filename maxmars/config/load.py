@@ -140,10 +140,11 @@ def _in_config_file(path: Path) -> Generator[None]:
         raise UsageError(in_words(error)) from error
 
 
-def choices_of(spec: str) -> dict[str, str]:
-    """The values that each choice of a CONFIG takes, by name, as help says them."""
+def choices_of(spec: str) -> dict[str, list[str]]:
+    """The values that each choice of a CONFIG takes, by name, as a user writes them; none where any
+    text is allowed."""
     path, _ = find_config(spec)
-    return {name: choice.shown(", ") for name, choice in _choices(path, _get_config(path)).items()}
+    return {name: choice.shown for name, choice in _choices(path, _get_config(path)).items()}
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,13 @@ class _Choice:
         """Whether it may be any text."""
         return not (self.words or self.takes_source)
 
-    def shown(self, separator: str) -> str:
+    @property
+    def shown(self) -> list[str]:
         """The values as a user writes them."""
-        words = [*self.words, *(["FILE.py:NAME"] if self.takes_source else [])]
-        return separator.join(words) or "TEXT"
+        return [*self.words, *(["FILE.py:NAME"] if self.takes_source else [])]
+
+    def __str__(self) -> str:
+        return "|".join(self.shown) or "TEXT"
 
     def means(self, word: str, name: str) -> Any:
         """The value that a word is; None if it is none.
@@ -219,7 +223,7 @@ def _chosen(
         if value is None:
             known = [f"{n}={w}" for n, c in choices.items() for w in c.words or [""]]
             written = f"{name}={word}"
-            shown = ", ".join(f"{n}={c.shown('|')}" for n, c in choices.items())
+            shown = ", ".join(f"{n}={c}" for n, c in choices.items())
             raise UsageError(
                 f"CONFIG {path}:{text}: {written!r} is not a choice{did_you_mean(written, known)}; "
                 f"the choices are {shown or 'none'}, each at most once."
@@ -227,9 +231,7 @@ def _chosen(
         chosen[name] = value
     for name, parameter in inspect.signature(get_config).parameters.items():
         if name not in chosen and parameter.default is parameter.empty:
-            raise UsageError(
-                f"{path} needs the choice {name}={choices[name].shown('|')}: {path}:{name}=...."
-            )
+            raise UsageError(f"{path} needs the choice {name}={choices[name]}: {path}:{name}=....")
     return chosen
 
 

@@ -90,8 +90,9 @@ class EvalConfig(CheckedConfig):
     hellaswag_every: Positive[int] | None = None
     """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
     hellaswag_path: str | None = None
-    """File of HellaSwag's questions, hellaswag_val.jsonl; None downloads it once into the cache
-    directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+    """File of HellaSwag's questions, hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of
+    the hub; None downloads it once into the cache directory (MAXMARS_CACHE, default
+    ~/.cache/maxmars)."""
     hellaswag_questions: Positive[int] | None = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
     hellaswag_too_long: Literal["cut", "leave_out"] = "cut"

@@ -28,6 +28,7 @@ from maxmars.config import (
     MixtureConfig,
     ModelConfig,
     PythonSourcesConfig,
+    TokenDirectory,
     TrainConfig,
 )
 from maxmars.data.formats import examine, open_examined
@@ -180,12 +181,12 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
             streams.append(own := OwnData(part, split, model))
             _check_all_have(own)
             continue
-        is_python = isinstance(part, PythonSourcesConfig)
-        directory = prepare_python_sources() if is_python else part.path
+        if isinstance(part, PythonSourcesConfig):
+            part = TokenDirectory(path=str(prepare_python_sources()))
         checksums = config.verify and split == "train"  # of all splits: once is enough
-        look = functools.partial(examine, directory, checksums=checksums)
+        look = functools.partial(examine, part.path, checksums=checksums)
         meta = processes.text_from_primary(look)
-        stream = open_examined(directory, split, meta)
+        stream = open_examined(part, split, meta)
         _check_same_directory(stream, meta)
         streams.append(stream)
     for stream in streams:
@@ -241,6 +242,17 @@ def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfi
         end = tokenizer_of_tokens(stream).eot
     plan = read_plan(stream, model.max_seq_len) if config.packing == "best_fit" else None
     return PackedStream(stream, end, plan)
+
+
+def vocabulary_hint(tokens: SplitTokens, model: ModelConfig) -> str | None:
+    """A hint where a model has at least twice the rows that the tokens need; else None."""
+    needed = max(stream.vocab_size for stream in tokens.streams)
+    if 2 * needed > model.vocab_size:
+        return None
+    return (
+        f"hint: the tokens ({tokens.tokenizer}) have {needed:,} ids, and the model's table has "
+        f"{model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
+    )
 
 
 def _check_vocabulary(stream: TokenStream, model: ModelConfig) -> None:

@@ -2,56 +2,71 @@
 
 * Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `sources`.
 * TFDS in its own layout (`dataset_info.json`), see `tfds_stream`.
-* nanoGPT: `train.bin` and `val.bin`, uint16 without a header. No tokenizer is recorded; GPT-2's is
-  assumed. A `meta.pkl` is left alone: reading a pickle runs what is in it.
+* nanoGPT: `train.bin` and `val.bin`, without a header. GPT-2's uint16 are assumed, unless the
+  config names something else. They are refused where a file beside them says that they are not,
+  such as `meta.pkl`, which is left alone: reading a pickle runs what is in it.
 * llm.c: `NAME_train.bin` and `NAME_val.bin`, or `NAME_train_000001.bin` and so on, with a header.
+* build-nanogpt: `NAME_train_000001.npy` and so on, NumPy's arrays.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from maxmars.config import TokenDirectory
 from maxmars.config.checks import read_as
 from maxmars.config.errors import about
 from maxmars.data.bucket import list_objects
 from maxmars.data.sources import (
+    METADATA,
+    PLAN,
     PREPARE,
     TFDS_FORMAT,
     Metadata,
+    NoSuchSplitError,
     check_finished,
     parse_metadata,
+    read_metadata,
 )
 from maxmars.data.tfds_stream import TfdsTokens
 from maxmars.data.token_files import (
+    NAME_THEM,
     TokenFile,
     TokenFiles,
     TokenShards,
     TokenStream,
+    Vocabulary,
     check_size,
     shards_of,
 )
-from maxmars.data.tokenizer import GPT2Tokenizer
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 from maxmars.distributed.files import Workdir, is_remote, read_text, require_access, resolve
 
 _LOGGER = logging.getLogger(__name__)
 _HEADER = np.dtype("<i4"), 256  # llm.c's
 _HEADER_BYTES = _HEADER[0].itemsize * _HEADER[1]
-_LLM_C_NAME = re.compile(r"(.+)_(train|val)(?:_(\d+))?\.bin")
-# Magic number and version of llm.c's headers -> type of a token, tokenizer, its vocabulary.
-_LLM_C = {
-    (20240520, 1): ("uint16", GPT2Tokenizer.name, GPT2Tokenizer.vocab_size),
-    (20240801, 7): ("uint32", "llama-3", 128_256),
-}
+_NAME = re.compile(r"(?:(?P<name>.+)_)?(?P<split>train|val)(?:_(?P<number>\d+))?\.(?:bin|npy)")
+_GPT2 = Vocabulary(tokenizer=GPT2Tokenizer.name, size=GPT2Tokenizer.vocab_size)
+_LLAMA_3 = Vocabulary(tokenizer="llama-3", size=128_256)
+# Magic number and version of llm.c's headers -> type of a token, what the ids mean.
+_LLM_C = {(20240520, 1): ("uint16", _GPT2), (20240801, 7): ("uint32", _LLAMA_3)}
+_OF_OTHER_TOKENIZERS = ("meta.pkl", "tokenizer.json", "tokenizer.model", "vocab.json")
+_WINDOWS, _WINDOW = 16, 4096  # tokens that are looked at before anything is done with a directory
+_MANY, _FEW_HIGH_BYTES = 1024, 0.05
 
 
-def open_split(directory: str | os.PathLike[str], split: str) -> TokenStream:
+def open_split(directory: str | os.PathLike[str] | TokenDirectory, split: str) -> TokenStream:
     """The tokens of a split, `train` or `val`, of a directory in any format that can be read.
+
+    A `TokenDirectory` also says what its files do not.
 
     Raises:
       FileNotFoundError: there is no such directory, nothing in it that can be read, or a file of
@@ -59,7 +74,27 @@ def open_split(directory: str | os.PathLike[str], split: str) -> TokenStream:
       ValueError: the files are damaged; `NoSuchSplitError` where there is no such split.
       OSError, ImportError: a bucket cannot be read; see `require_access`.
     """
-    return open_examined(directory, split, examine(directory))
+    if not isinstance(directory, TokenDirectory):
+        directory = TokenDirectory(path=os.fspath(directory))
+    return open_examined(directory, split, examine(directory.path))
+
+
+def vocab_size_of(directory: str) -> int:
+    """Number of token ids of a directory in any format that can be read, without its tokens.
+
+    It is GPT-2's where another program's files do not say it.
+
+    Raises:
+      See `read_metadata`.
+    """
+    place = resolve(directory)
+    is_ours = any((place / name).exists() for name in (METADATA, PLAN))
+    if is_remote(place) or is_ours or not place.is_dir():
+        return read_metadata(directory, format=None).vocab_size
+    headers = (_read_header(Path(path)) for path in sorted(place.glob("*.bin")))
+    told = (_LLM_C[magic, version] for magic, version, _ in headers if (magic, version) in _LLM_C)
+    _, vocabulary = next(told, ("", _GPT2))
+    return vocabulary.size
 
 
 def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str | None:
@@ -96,33 +131,29 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
     return meta
 
 
-def open_examined(directory: str | os.PathLike[str], split: str, meta: str | None) -> TokenStream:
+def open_examined(tokens: TokenDirectory, split: str, meta: str | None) -> TokenStream:
     """The tokens of a split of a directory for which `examine`, in any process, gave `meta`.
 
     Raises:
       See `open_split`.
     """
-    directory = resolve(directory)
+    directory = resolve(tokens.path)
+    named = {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size, "dtype": tokens.dtype}
+    given = " and ".join(f"{name}={value}" for name, value in named.items() if value is not None)
+    if meta is not None and given:
+        raise ValueError(
+            f"{given} is set for {directory}, whose meta.json says what its tokens are; leave it "
+            "out."
+        )
     if meta is not None and not _is_tfds(meta, directory / "meta.json"):
         return TokenShards(directory, split, parse_metadata(meta, directory / "meta.json"))
     directory = Path(directory)
     if meta is not None or (directory / "dataset_info.json").is_file():
-        return TfdsTokens(directory, split)
+        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2))
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
-    llm_c = [path for path in sorted(directory.glob("*.bin")) if _LLM_C_NAME.fullmatch(path.name)]
-    if any(_read_header(path)[0] in {magic for magic, _ in _LLM_C} for path in llm_c):
-        return _open_llm_c(directory, split, llm_c)
-    if (directory / "train.bin").is_file() or (directory / "val.bin").is_file():
-        return _open_nanogpt(directory, split)
-    raise FileNotFoundError(
-        f"{directory} holds no tokens that can be read. What can be: a directory made by `maxmars "
-        "data prepare` (meta.json), a TFDS dataset with a feature `tokens` in ArrayRecord files "
-        "(its version's directory, with dataset_info.json), nanoGPT's train.bin and val.bin, and "
-        "llm.c's NAME_train_*.bin and NAME_val_*.bin. Run `maxmars data prepare SOURCE DIRECTORY` "
-        "to make tokens from text."
-    )
+    return _open_foreign(directory, split, tokens)
 
 
 def _is_tfds(meta: str, path: Workdir) -> bool:
@@ -163,67 +194,194 @@ def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> N
                     )
 
 
-def _open_nanogpt(directory: Path, split: str) -> TokenFiles:
-    """One split of a nanoGPT directory: `train.bin` or `val.bin`, taken to be GPT-2's tokens."""
-    splits = {}
-    for name in ("train", "val"):
-        path = directory / f"{name}.bin"
-        if not path.is_file():
-            continue
-        num_bytes = path.stat().st_size
-        if num_bytes == 0 or num_bytes % 2:
-            raise ValueError(
-                f"{path} has {num_bytes} bytes, but nanoGPT's tokens have 2 bytes each: it was cut "
-                "short; write it again."
-            )
-        splits[name] = [TokenFile(path=path, num_bytes=num_bytes, split=name)]
-    return TokenFiles(
-        directory,
-        split,
-        splits,
-        dtype="uint16",
-        tokenizer=GPT2Tokenizer.name,
-        tokenizer_digest=None,
-        vocab_size=GPT2Tokenizer.vocab_size,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What a file of tokens says of itself."""
+
+    dtype: np.dtype
+    header_bytes: int
+    count: int
+    """Tokens."""
+    vocabulary: Vocabulary = _GPT2
 
 
-def _open_llm_c(directory: Path, split: str, paths: list[Path]) -> TokenFiles:
-    """One split of a directory of llm.c's files: GPT-2's tokens (uint16) or Llama 3's (uint32)."""
-    matches = [(path, m) for path in paths if (m := _LLM_C_NAME.fullmatch(path.name))]
-    names = sorted({m[1] for _, m in matches})
+def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenFiles:
+    """One split of a directory of nanoGPT, llm.c or build-nanogpt."""
+    found = [(path, m) for path in sorted(directory.iterdir()) if (m := _NAME.fullmatch(path.name))]
+    bins = [(path, m) for path, m in found if path.suffix == ".bin"]
+    headless = False
+    if any(_read_header(path)[0] in {magic for magic, _ in _LLM_C} for path, _ in bins):
+        found, read = bins, _told_by_llm_c
+    elif plain := [(path, m) for path, m in bins if m["name"] is m["number"] is None]:
+        found, read, headless = plain, functools.partial(_told_by_nanogpt, tokens), True
+    else:
+        found, read = [(path, m) for path, m in found if path.suffix == ".npy"], _told_by_numpy
+    if not found:
+        raise FileNotFoundError(
+            f"{directory} holds no tokens that can be read. What can be: a directory made by "
+            "`maxmars data prepare` (meta.json), a TFDS dataset with a feature `tokens` in "
+            "ArrayRecord files (its version's directory, with dataset_info.json), nanoGPT's "
+            "train.bin and val.bin, llm.c's NAME_train_*.bin and NAME_val_*.bin, and build-"
+            "nanogpt's NAME_train_*.npy and NAME_val_*.npy. Run `maxmars data prepare SOURCE "
+            "DIRECTORY` to make tokens from text."
+        )
+    if not headless and tokens.dtype is not None:
+        raise ValueError(
+            f"dtype={tokens.dtype} is set for {directory}, whose files say the type of their "
+            "tokens; leave it out."
+        )
+    names = sorted({m["name"] or "" for _, m in found})
     if len(names) > 1:
         raise ValueError(
             f"{directory} holds the files of several data sets ({', '.join(names)}); move each to "
             "a directory of its own."
         )
     splits: dict[str, list[TokenFile]] = {}
-    kinds: dict[tuple[int, int], Path] = {}
-    for path, m in sorted(matches, key=lambda match: (match[1][2], int(match[1][3] or 0))):
-        magic, version, count = _read_header(path)
-        if (magic, version) not in _LLM_C:
-            known = " or ".join(f"{magic} version {version}" for magic, version in _LLM_C)
-            raise ValueError(
-                f"{path} is no token file of llm.c: its header begins with {magic} version "
-                f"{version}, not {known}."
-            )
-        kinds[magic, version] = path
-        num_bytes = _HEADER_BYTES + count * np.dtype(_LLM_C[magic, version][0]).itemsize
-        file = TokenFile(path=path, num_bytes=num_bytes, header_bytes=_HEADER_BYTES, split=m[2])
+    kinds: dict[tuple[str, Vocabulary], Path] = {}
+    for path, m in sorted(found, key=lambda item: (item[1]["split"], int(item[1]["number"] or 0))):
+        told = read(path)
+        kinds[told.dtype.name, told.vocabulary] = path
+        num_bytes = told.header_bytes + told.count * told.dtype.itemsize
+        name = m["split"]
+        file = TokenFile(path=path, num_bytes=num_bytes, header_bytes=told.header_bytes, split=name)
         check_size(file)
-        splits.setdefault(m[2], []).append(file)
+        splits.setdefault(name, []).append(file)
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(map(str, kinds.values()))} hold different tokenizers.")
-    dtype, tokenizer, vocab_size = _LLM_C[next(iter(kinds))]
-    return TokenFiles(
-        directory,
-        split,
-        splits,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        tokenizer_digest=None,
-        vocab_size=vocab_size,
+        paths = " and ".join(map(str, kinds.values()))
+        raise ValueError(
+            f"{paths} hold tokens of different tokenizers or types; keep those of one."
+        )
+    if split not in splits:
+        raise NoSuchSplitError(
+            f"{directory} has no file of the split {split!r}, only of {', '.join(splits)}; put one "
+            f"there whose name is like {found[0][0].name}'s"
+            + (", or train without validation: --eval.every None." if split == "val" else ".")
+        )
+    _warn_of_gaps([(path, m) for path, m in found if m["split"] == split])
+    (dtype, vocabulary), _ = kinds.popitem()
+    stream = TokenFiles(
+        directory, split, splits, dtype=dtype, vocabulary=_vocabulary(tokens, vocabulary)
     )
+    _check_samples(stream, guessed=headless and tokens.tokenizer is tokens.vocab_size is None)
+    return stream
+
+
+def _vocabulary(tokens: TokenDirectory, told: Vocabulary) -> Vocabulary:
+    """What the ids of another program's tokens mean: as the config says, or as the files do."""
+    name, size = tokens.tokenizer, tokens.vocab_size
+    match name:
+        case None if size is None:
+            return told
+        case None | "unknown":
+            assert size is not None  # see `TokenDirectory`
+            return Vocabulary(tokenizer="unknown", size=size)
+        case ByteTokenizer.name:
+            return Vocabulary(tokenizer=name, size=size or ByteTokenizer.vocab_size)
+        case GPT2Tokenizer.name:
+            return Vocabulary(tokenizer=name, size=size or GPT2Tokenizer.vocab_size)
+    found = load(name)
+    return Vocabulary(
+        tokenizer=found.name,
+        size=size or found.vocab_size,
+        digest=found.digest,
+        place=resolve(name),
+    )
+
+
+def _check_samples(stream: TokenFiles, *, guessed: bool) -> None:
+    """Look at tokens here and there, before a run: may they be what they are taken to be?
+
+    Args:
+      stream: of another program.
+      guessed: whether nothing says that the tokens are GPT-2's uint16.
+
+    Raises:
+      ValueError: they are not.
+    """
+    length = min(_WINDOW, stream.num_tokens)
+    starts = np.linspace(0, stream.num_tokens - length, _WINDOWS).astype(np.int64) // 2 * 2
+    found = stream.read_windows(np.unique(starts), length)
+    if not guessed or length < _MANY:
+        return
+    ids = found.astype("<u2")
+    if not ids[:, 1::2].any():
+        why = "every second one is 0, as in integers of 32 or 64 bits"
+    elif np.mean(ids.view(np.uint8) > 127) < _FEW_HIGH_BYTES:  # of GPT-2's, a third of the lower
+        why = "they are small, as of bytes or characters"
+    else:
+        return
+    raise ValueError(
+        f"the numbers in {stream.directory} do not look like GPT-2's tokens of 2 bytes: {why}; "
+        f"{NAME_THEM} (if they are GPT-2's, by --data.tokenizer gpt2)."
+    )
+
+
+def _warn_of_gaps(found: list[tuple[Path, re.Match[str]]]) -> None:
+    """Warn of numbers that are missing between those of the files of a split."""
+    paths = {int(m["number"]): path for path, m in found if m["number"]}
+    missing = sorted(set(range(min(paths, default=0), max(paths, default=0))) - paths.keys())
+    if missing:
+        first, width = found[0][0], len(found[0][1]["number"])
+        stem = first.stem[:-width]
+        names = [f"{stem}{number:0{width}d}{first.suffix}" for number in missing[:3]]
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        _LOGGER.warning(
+            "%s lacks %s%s between its other files: it is read without them; copy them there",
+            first.parent,
+            ", ".join(names),
+            more,
+        )
+
+
+def _told_by_nanogpt(tokens: TokenDirectory, path: Path) -> _Told:
+    """What is taken to be in a nanoGPT file, which says nothing of itself."""
+    other = next((n for n in _OF_OTHER_TOKENIZERS if (path.parent / n).exists()), None)
+    if other is not None and tokens.tokenizer is tokens.vocab_size is None:
+        raise ValueError(
+            f"{path.parent / other} says that the tokens beside it have a tokenizer of their own, "
+            f"and {path.name} is not GPT-2's without more; {NAME_THEM} (`maxmars` never opens a "
+            "pickle; nanoGPT's prints its vocab_size when it is prepared)."
+        )
+    size = _vocabulary(tokens, _GPT2).size
+    dtype = np.dtype(tokens.dtype or ("uint16" if size <= 1 << 16 else "uint32"))
+    num_bytes = path.stat().st_size
+    if num_bytes == 0 or num_bytes % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {num_bytes} bytes, but its tokens have {dtype.itemsize} bytes each, as "
+            f"{dtype}: it was cut short, so write it again; or they are of another type, so name "
+            "it by --data.dtype."
+        )
+    return _Told(dtype=dtype, header_bytes=0, count=num_bytes // dtype.itemsize)
+
+
+def _told_by_llm_c(path: Path) -> _Told:
+    magic, version, count = _read_header(path)
+    if (magic, version) not in _LLM_C:
+        known = " or ".join(f"{magic} version {version}" for magic, version in _LLM_C)
+        raise ValueError(
+            f"{path} is no token file of llm.c: its header begins with {magic} version {version}, "
+            f"not {known}."
+        )
+    name, vocabulary = _LLM_C[magic, version]
+    return _Told(
+        dtype=np.dtype(name), header_bytes=_HEADER_BYTES, count=count, vocabulary=vocabulary
+    )
+
+
+def _told_by_numpy(path: Path) -> _Told:
+    try:
+        array = np.load(path, mmap_mode="r")  # which refuses pickles
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is no array of NumPy that can be read ({error}); write it again with np.save."
+        ) from error
+    is_ours = array.dtype.kind in "iu" and array.dtype == array.dtype.newbyteorder("<")
+    if array.ndim != 1 or not is_ours:
+        raise ValueError(
+            f"{path} is an array of {array.dtype} and the shape {list(array.shape)}, not of "
+            "little-endian integers in one dimension; write it again, as uint16 for GPT-2's tokens."
+        )
+    return _Told(dtype=array.dtype, header_bytes=array.offset, count=array.size)
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:

@@ -63,7 +63,7 @@ class OwnData:
         """Open the dataset, and read its first element."""
         self.source = Source.of(config.source)
         self.split, self.tokenizer = split, config.tokenizer
-        self.directory = Path(self.source.written)
+        self.directory = self.tokenizer_place = Path(self.source.written)
         self.length, self.vocab_size = model.max_seq_len, model.vocab_size
         self._options = reveal(config.options, "data.options")
         self._dataset: Any = self._open()

@@ -370,6 +370,7 @@ class PackedStream:
         """Windows over `stream`, whose documents end with the token `end_of_text`."""
         self.directory, self.split = stream.directory, stream.split
         self.tokenizer, self.tokenizer_digest = stream.tokenizer, stream.tokenizer_digest
+        self.tokenizer_place = stream.tokenizer_place
         self.vocab_size, self.metadata = stream.vocab_size, stream.metadata
         self.num_tokens = len(plan) * plan.length + 1 if plan else stream.num_tokens
         self.files = [*stream.files, plan.file] if plan else stream.files

@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from maxmars.data.sources import TFDS_FORMAT, Metadata, NoSuchSplitError, read_metadata
-from maxmars.data.token_files import TokenFile, check_ids, check_range
-from maxmars.data.tokenizer import GPT2Tokenizer
+from maxmars.data.token_files import TokenFile, Vocabulary, check_ids, check_range
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.progress import Progress
 
@@ -35,19 +34,20 @@ class TfdsTokens:
       directory: TFDS's directory of one version, with `dataset_info.json`, on a disk.
       split: `train` or `val`; the latter is `validation` or `test` where there is no `val`, and the
         attribute `split` says which.
+      vocabulary: what the ids mean where no `meta.json` says it.
 
     Raises:
       ValueError: TFDS cannot read the directory, or it lacks the split or the feature.
     """
 
-    def __init__(self, directory: Path, split: str) -> None:
+    def __init__(self, directory: Path, split: str, vocabulary: Vocabulary) -> None:
         self.directory: Workdir = directory
         metadata: Metadata | None = None
         if (directory / "meta.json").is_file():  # of versions up to 0.2
             metadata = read_metadata(directory, format=TFDS_FORMAT)
-        self.tokenizer = GPT2Tokenizer.name
-        self.tokenizer_digest: str | None = None
-        self.vocab_size = GPT2Tokenizer.vocab_size
+        self.tokenizer, self.tokenizer_digest = vocabulary.tokenizer, vocabulary.digest
+        self.tokenizer_place: Workdir = vocabulary.place or directory
+        self.vocab_size = vocabulary.size
         if metadata is not None:
             self.tokenizer, self.tokenizer_digest = metadata.tokenizer, metadata.tokenizer_digest
             self.vocab_size = metadata.vocab_size
@@ -189,7 +189,8 @@ def _find_split(directory: Path, found: list[str], split: str) -> str:
             return name
     raise NoSuchSplitError(
         f"the TFDS dataset {directory} has no split {' or '.join(map(repr, wanted))}, only "
-        f"{', '.join(found) or 'none'}."
+        f"{', '.join(found) or 'none'}"
+        + ("; train without validation by --eval.every None." if split == "val" else ".")
     )
 
 

@@ -26,6 +26,10 @@ from maxmars.distributed.files import Workdir, is_remote, resolve
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
+NAME_THEM = (
+    "say what these tokens are: --data.tokenizer, or --data.vocab-size N alone, and --data.dtype "
+    "for their type"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,20 @@ class TokenFile:
     """Which split's tokens it holds, where that is known."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What the ids of tokens mean."""
+
+    tokenizer: str
+    """Name of the tokenizer."""
+    size: int
+    """Every token lies in [0, size)."""
+    digest: str | None = None
+    """SHA-256 over the tokenizer's vocabulary; None where no files of it are known."""
+    place: Workdir | None = None
+    """Where these files are; None is beside the tokens."""
+
+
 @runtime_checkable
 class TokenStream(Protocol):
     """The tokens of one split as one stream, which can be read anywhere at the same cost."""
@@ -54,7 +72,9 @@ class TokenStream(Protocol):
     tokenizer: str
     """Name of the tokenizer."""
     tokenizer_digest: str | None
-    """SHA-256 over its vocabulary; None where the format does not say."""
+    """SHA-256 over its vocabulary; None where no files of it are known."""
+    tokenizer_place: Workdir
+    """The directory of these files, or the one that is a `tokenizer.json`."""
     vocab_size: int
     """Every token lies in [0, vocab_size)."""
     files: Sequence[TokenFile]
@@ -147,8 +167,8 @@ def check_ids(stream: TokenStream, tokens: np.ndarray) -> None:
     if largest >= stream.vocab_size:
         raise ValueError(
             f"{stream.directory} holds the token id {largest}, but the vocabulary of "
-            f"{stream.tokenizer!r} has {stream.vocab_size} ids: it is damaged or of another "
-            "tokenizer (files without meta.json are taken to be GPT-2's); prepare the text again."
+            f"{stream.tokenizer!r} has {stream.vocab_size} ids: it is damaged, or of another "
+            f"tokenizer or type; {NAME_THEM if stream.metadata is None else AGAIN}."
         )
 
 
@@ -181,10 +201,8 @@ class TokenFiles:
       directory: where the files are.
       split: name of the split.
       splits: the files of every split, in order.
-      dtype: type of a token, `uint16` or `uint32`.
-      tokenizer: name of the tokenizer.
-      tokenizer_digest: SHA-256 over its vocabulary, if known.
-      vocab_size: number of its ids.
+      dtype: type of a token, an integer's.
+      vocabulary: what the ids mean.
 
     Raises:
       NoSuchSplitError: there is no such split.
@@ -197,9 +215,7 @@ class TokenFiles:
         splits: Mapping[str, Sequence[TokenFile]],
         *,
         dtype: str,
-        tokenizer: str,
-        tokenizer_digest: str | None,
-        vocab_size: int,
+        vocabulary: Vocabulary,
     ) -> None:
         if split not in splits:
             raise NoSuchSplitError(
@@ -209,8 +225,9 @@ class TokenFiles:
             )
         self.directory: Workdir = directory
         self.split = split
-        self.tokenizer, self.tokenizer_digest = tokenizer, tokenizer_digest
-        self.vocab_size = vocab_size
+        self.tokenizer, self.tokenizer_digest = vocabulary.tokenizer, vocabulary.digest
+        self.tokenizer_place: Workdir = vocabulary.place or directory
+        self.vocab_size = vocabulary.size
         self.files: Sequence[TokenFile] = [file for files in splits.values() for file in files]
         self._dtype = np.dtype(dtype).newbyteorder("<")
         counts = [(f.num_bytes - f.header_bytes) // self._dtype.itemsize for f in splits[split]]
@@ -256,7 +273,8 @@ class TokenFiles:
           OSError: a bucket does not answer; see `bucket.read_ranges`.
         """
         check_range(self, starts, lengths)
-        tokens = np.empty(lengths.sum(), np.int32)
+        # A number of 64 bits is compared with the vocabulary before it is cut to 32.
+        tokens = np.empty(lengths.sum(), np.int64 if self._dtype.itemsize == 8 else np.int32)
         parts = self._parts(starts, lengths)
         if is_remote(self.directory):
             self._fill_from_bucket(tokens, list(parts))
@@ -264,7 +282,7 @@ class TokenFiles:
             for at, index, first, count in parts:
                 tokens[at : at + count] = self._map(index)[first : first + count]
         check_ids(self, tokens)
-        return tokens
+        return tokens.astype(np.int32, copy=False)
 
     def _parts(
         self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
@@ -349,9 +367,9 @@ class TokenShards(TokenFiles):
             split,
             shards_of(directory, found),
             dtype=found.dtype,
-            tokenizer=found.tokenizer,
-            tokenizer_digest=found.tokenizer_digest,
-            vocab_size=found.vocab_size,
+            vocabulary=Vocabulary(
+                tokenizer=found.tokenizer, digest=found.tokenizer_digest, size=found.vocab_size
+            ),
         )
 
     @property

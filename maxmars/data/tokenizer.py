@@ -102,6 +102,12 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def num_text_ids(self) -> int:
+        """A model needs rows for the ids below this one: every token that a text becomes or that
+        ends one. Special tokens after them, such as a `[PAD]`, stand in no text."""
+        ...
+
+    @property
     def eot(self) -> int:
         """Id of the token that ends a document; `encode` never returns it."""
         ...
@@ -153,6 +159,12 @@ class Tokenizer(Protocol):
 
 class _BytesOfTokens:
     """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
+
+    vocab_size: int
+
+    @property
+    def num_text_ids(self) -> int:
+        return self.vocab_size
 
     def _bytes_of(self, token: int) -> bytes:
         raise NotImplementedError
@@ -304,6 +316,12 @@ class JsonTokenizer:
         self.ends: Sequence[int] = (self.eot,)
         self.vocab_size: int = max(vocabulary.values()) + 1
 
+    @property
+    def num_text_ids(self) -> int:
+        added = self._tokenizer.get_added_tokens_decoder()
+        own = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        return max(*own, *self.ends, *(i for i, token in added.items() if not token.special)) + 1
+
     def to_json(self) -> bytes:
         return self._content
 
@@ -410,15 +428,13 @@ def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
             return GPT2Tokenizer()
         case "unknown":  # of GrainConfig
             raise ValueError(
-                "the tokens are those of a source of your own that names no tokenizer; train with "
-                "GrainConfig(tokenizer='byte') or 'gpt2' to generate text and to score the model "
-                "later."
+                "nothing names the tokenizer of the tokens; train with --data.tokenizer, or with "
+                "GrainConfig(tokenizer='byte') or 'gpt2' for a source of your own, to generate "
+                "text and to score the model later."
             )
     path = Path(place).expanduser() if isinstance(place, str) else place
-    if path.suffix == ".json":
-        # Never as bytes or GPT-2's: where a text may be cut would change, and so the preparation.
-        return _open(_read(path.parent, path.name), eot_token, built_in=False)
-    return _open(_read(path), eot_token)
+    # A file never as bytes or GPT-2's: where a text may be cut would change, and the preparation.
+    return _open(_read(path), eot_token, built_in=path.suffix != ".json")
 
 
 def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = None) -> None:
@@ -441,14 +457,18 @@ class Tokenized(Protocol):
     """What tokens say of their tokenizer."""
 
     tokenizer: str
+    """Its name."""
     tokenizer_digest: str | None
+    """SHA-256 over its vocabulary; None where no files of it are known."""
 
     @property
-    def directory(self) -> Workdir: ...
+    def tokenizer_place(self) -> Workdir:
+        """The directory of its files, or its `tokenizer.json`, if they are known."""
+        ...
 
 
 def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
-    """The tokenizer of tokens: in their directory or, if they have no files of it, by its name.
+    """The tokenizer of tokens: of its files or, if none are known, by its name.
 
     Raises:
       ValueError: it is another one than made them, or they name none.
@@ -456,7 +476,7 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
     """
     if tokens.tokenizer_digest is None:  # of another program, or of a source of the user's
         return load(tokens.tokenizer)
-    found = _read(tokens.directory)
+    found = _read(tokens.tokenizer_place)
     tokenizer = _open(found, built_in=tokens.tokenizer != JsonTokenizer.name)
     _check_digest(tokens, tokenizer.digest)
     return tokenizer
@@ -465,7 +485,7 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
 def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if tokens.tokenizer_digest is not None:
-        found = _read(tokens.directory)
+        found = _read(tokens.tokenizer_place)
         end = found.end or END_OF_TEXT
         if tokens.tokenizer == JsonTokenizer.name:
             _check_digest(tokens, _digest([found.content or b"", end.encode()]))
@@ -479,8 +499,8 @@ def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
 def _check_digest(tokens: Tokenized, digest: str) -> None:
     if digest != tokens.tokenizer_digest:
         raise ValueError(
-            f"the tokenizer in {tokens.directory} is not the one that made the tokens beside it; "
-            "copy that one there."
+            f"the tokenizer in {tokens.tokenizer_place} is not the one that made the tokens; copy "
+            "that one there."
         )
 
 
@@ -511,7 +531,10 @@ def _write(
     write_json(directory / _SETTINGS, settings)
 
 
-def _read(directory: Workdir, file: str = _TOKENIZER) -> _Files:
+def _read(place: Workdir) -> _Files:
+    """What a directory says, or a file in it that is a `tokenizer.json` of any name."""
+    is_file = place.suffix == ".json"
+    directory, file = (place.parent, place.name) if is_file else (place, _TOKENIZER)
     with reporting(directory):
         names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
 

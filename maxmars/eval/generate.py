@@ -412,7 +412,7 @@ class _Batch:
                     np.array([num_drawn, limit - num_drawn, *self.stop], np.int32),
                     config=model.config,
                     sampling=self.sampling,
-                    num_tokens=model.tokenizer.vocab_size,
+                    num_tokens=min(model.tokenizer.vocab_size, model.config.vocab_size),
                 )
                 drawn = np.asarray(new)[:, : limit - start]
             if not model.mesh.is_multi_process:

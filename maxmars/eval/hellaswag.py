@@ -14,12 +14,16 @@ Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?",
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import http.client
+import io
 import json
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +35,7 @@ from jaxtyping import Bool, Float64, Int
 
 from maxmars.config import ModelConfig, TrainConfig
 from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as
-from maxmars.config.errors import about
+from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import SplitTokens
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
@@ -82,7 +86,8 @@ def load_questions(
     """Read questions from a file in HellaSwag's own format.
 
     Args:
-      path: the file, one JSON object a line. None takes the validation set (10,042 questions) from
+      path: the file, one JSON object a line (`.jsonl`, also `.gz` and `.zst`) or one question a row
+        (`.parquet`, as the hub has it). None takes the validation set (10,042 questions) from
         the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars), and downloads it there first
         where it is missing.
       num_questions: read the first so many questions; None reads all.
@@ -90,27 +95,61 @@ def load_questions(
 
     Raises:
       FileNotFoundError: there is no such file, or it cannot be downloaded.
-      ValueError: a line is no question, or the downloaded file has the wrong checksum.
+      ValueError: a line or row is no question, the file is damaged, or the downloaded one has the
+        wrong checksum.
+      ImportError: the library for `.parquet` and `.zst` (extra `hf`) is not installed.
     """
     if num_questions is not None and num_questions < 1:
         raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
     file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
     questions = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                with about(f"{file}, line {number}"):
-                    questions.append(_parse(line))
-            if len(questions) == num_questions:
-                break
+    for place, read in _rows(file):
+        with about(f"{file}, {place}"):
+            questions.append(_question(read(), len(questions)))
+        if len(questions) == num_questions:
+            break
     if not questions:
         raise ValueError(f"{file} has no questions; it must have one JSON object a line.")
     return questions
 
 
-def _parse(line: bytes) -> Question:
-    fields = read_as(dict[str, Any], json.loads(line))
-    if fields["label"] == "":
+def _rows(file: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Where each question of a file is, and a function that reads its fields."""
+    if file.suffix == ".parquet":
+        with about(file), needs_extra("hf"):
+            import pyarrow.parquet
+
+            table = pyarrow.parquet.read_table(file)
+        for number, fields in enumerate(table.to_pylist()):
+            yield f"row {number}", lambda fields=fields: fields
+        return
+    try:
+        with _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"line {number}", lambda line=line: json.loads(line)
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's
+        raise ValueError(f"{file} is damaged or cut short ({error}); copy it again.") from error
+
+
+def _open(file: Path) -> io.BufferedIOBase:
+    match file.suffix:
+        case ".gz":
+            return gzip.GzipFile(file)
+        case ".zst":
+            with about(file), needs_extra("hf"):
+                import pyarrow
+
+            return io.BufferedReader(pyarrow.input_stream(str(file)))  # type: ignore
+    return file.open("rb")
+
+
+def _question(row: Any, number: int) -> Question:
+    """The question of a row, the `number`-th of its file, which is its index if it has none."""
+    fields = read_as(dict[str, Any], row)
+    if fields["label"] in ("", None):
         raise ValueError("label is empty: the test set has none; use the validation set.")
     names = {
         "activity": "activity_label",
@@ -119,8 +158,20 @@ def _parse(line: bytes) -> Question:
         "context_b": "ctx_b",
         "endings": "endings",
     }
-    numbers = {"index": int(fields["ind"]), "label": int(fields["label"])}  # text in some copies
+    index = fields.get("ind")
+    numbers = {
+        "index": number if index is None else _whole("ind", index),
+        "label": _whole("label", fields["label"]),
+    }
     return read_as(Question, {ours: fields[theirs] for ours, theirs in names.items()} | numbers)
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number, which some copies of the data have as text or as 3.0."""
+    with contextlib.suppress(TypeError, ValueError):
+        if float(value).is_integer():
+            return int(float(value))
+    raise ValueError(f"{name} is {value!r}, not a whole number.")
 
 
 def _cached_validation_set(progress: Callable[[int, int], None] | None) -> Path:
@@ -302,10 +353,10 @@ class HellaSwag:
         protocols: Sequence[Protocol] = tuple(PROTOCOLS),
         batch_size: int | None = None,
     ) -> None:
-        if tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.num_text_ids > config.vocab_size:
             raise ValueError(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more than the "
-                f"model's vocab_size={config.vocab_size}; give the one that the model was trained "
+                f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than "
+                f"the vocab_size={config.vocab_size} of the model; give the one it was trained "
                 "with."
             )
         self._labels = np.array([question.label for question in questions])

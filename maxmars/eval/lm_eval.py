@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import math
+import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.config.errors import needs_extra
+from maxmars.config.errors import in_words, needs_extra
 from maxmars.distributed.progress import Progress
 from maxmars.eval.generate import GREEDY, Sampling, Tokens, generate_tokens
 from maxmars.eval.loglikelihood import (
@@ -40,9 +42,18 @@ PRESETS = {
 """Names that stand for several tasks: the MARS paper (arXiv 2411.10438) reports 0-shot scores of
 these nine."""
 
+_PACKAGE = Path(__file__).parents[1]
 _SEED = 1234  # the harness's default for few-shot examples
 _MAX_NEW_TOKENS = 256  # the harness's default as well
 _GENERATION_ROWS = 16
+# Arguments of transformers whose value here changes nothing.
+_NEUTRAL = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    "early_stopping": False,
+}
+_IGNORED = ("use_cache",)  # what a token costs
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -77,7 +88,8 @@ def run_lm_eval(
 
     Raises:
       ImportError: lm-eval is not installed.
-      ValueError: there is no such task, or an argument is out of range.
+      ValueError: there is no such task, an argument is out of range, or the harness cannot run a
+        task as its YAML file and data are; the message says which splits and fields there are.
       OSError: the data of a task cannot be had.
     """
     for name, value, least in [("limit", limit, 1), ("num_fewshot", num_fewshot, 0)]:
@@ -88,7 +100,7 @@ def run_lm_eval(
     language_model = _language_model(Answers(model, batch_size=batch_size, seed=seed))
     paths = None if include_path is None else str(include_path)
     manager = _harness("tasks").TaskManager(include_path=paths)
-    names = _task_names(tasks, manager)
+    names = _task_names(tasks, manager, include_path)
     try:
         found = _harness("evaluator").simple_evaluate(
             language_model,
@@ -105,6 +117,11 @@ def run_lm_eval(
             "local files, or datasets in the cache of Hugging Face)"
         )
         raise
+    except Exception as error:
+        why = _why_not_run(error, tasks)
+        if why is None:
+            raise
+        raise ValueError(why) from error
     if found is None:  # where a launcher sets LOCAL_RANK, the harness reports on rank 0 only
         return {}
     results = {}
@@ -219,7 +236,11 @@ class _GenerationOptions:
 
 
 def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name not in _IGNORED and _NEUTRAL.get(name, ...) != value
+    }
     until = given.pop("until", ())
     lengths = [int(given.pop(name)) for name in _LENGTH_NAMES if name in given]
     temperature = float(given.pop("temperature", given.get("do_sample", False)))
@@ -295,12 +316,48 @@ def _harness(module: str) -> Any:
         return importlib.import_module(f"lm_eval.{module}")
 
 
-def _task_names(tasks: Sequence[str], manager: Any) -> list[str]:
+def _why_not_run(error: Exception, tasks: Sequence[str]) -> str | None:
+    """What is wrong with a task, by an error of the harness; None where the error is of maxmars.
+
+    The harness raises anything at any depth. Which task it was at, and what data this has, only
+    the frames of the traceback know.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    if any(Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) for frame in frames):
+        return None
+    name, at, data = ", ".join(tasks), "", ""
+    task_type = _harness("api.task").Task
+    for frame in frames:
+        task = frame.f_locals.get("self")
+        if isinstance(task, task_type):
+            name = getattr(getattr(task, "config", None), "task", None) or name
+            at = frame.f_code.co_name
+            splits = getattr(task, "dataset", None)
+            if isinstance(splits, Mapping) and splits:
+                fields = getattr(next(iter(splits.values())), "column_names", None) or ()
+                data = f"; its data have the splits {', '.join(splits)} with the fields "
+                data += ", ".join(fields)
+    lines = [f.line for f in traceback.extract_tb(error.__traceback__) if "lm_eval" in f.filename]
+    code = f"`{lines[-1]}`" if lines and isinstance(error, KeyError | IndexError) else ""
+    place = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
+    words = " ".join([type(error).__name__, *([f"in {place}"] if place else [])])
+    return (
+        f"lm-evaluation-harness cannot run the task {name}: {words}: "
+        f"{' '.join(in_words(error).split())}{data}. Mend its YAML file."
+    )
+
+
+def _task_names(tasks: Sequence[str], manager: Any, include_path: str | Path | None) -> list[str]:
     """Names of the harness, and YAML files, for presets and patterns."""
+    # The harness leaves out files that it cannot read; given by their path, it says why.
+    files = [] if include_path is None else sorted(Path(include_path).rglob("*.yaml"))
     names = []
     for task in tasks:
         for name in PRESETS.get(task, (task,)):
             found = [name] if Path(name).is_file() else manager.match_tasks([name])
+            if not found:
+                line = re.compile(rf"^task: *['\"]?{re.escape(name)}['\"]? *$", re.MULTILINE)
+                found = [str(f) for f in files if line.search(f.read_text(errors="replace"))]
             if not found:
                 close = difflib.get_close_matches(name, manager.all_tasks, n=3)
                 hint = f" Did you mean {' or '.join(close)}?" if close else ""

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
-from maxmars.config import DataConfig, EvalConfig, ModelConfig, TokenShardsConfig, TrainConfig
+from maxmars.config import DataConfig, EvalConfig, ModelConfig, TrainConfig
 from maxmars.config.checks import require
 from maxmars.data.batches import ValidationBatches, open_data
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
@@ -131,7 +131,7 @@ def score_models(
     mesh: Mesh,
     *,
     tasks: Collection[str] | None = None,
-    data_path: str | None = None,
+    data: DataConfig | None = None,
     num_windows: int | None = None,
     hellaswag_path: Path | None = None,
     num_questions: int | None = None,
@@ -148,8 +148,7 @@ def score_models(
       mesh: the models are loaded here, one after the other; every process calls.
       tasks: `loss`, `hellaswag` or both; None scores HellaSwag and, if there is validation data,
         the loss.
-      data_path: directory of tokens, whose validation split is scored; None takes the data of the
-        first target's run.
+      data: its validation split is scored; None takes the data of the first target's run.
       num_windows: number of windows to score; None takes as many as the run does, or 512.
       hellaswag_path: see `load_questions`, as `num_questions`.
       num_questions: score the first so many questions.
@@ -171,7 +170,7 @@ def score_models(
             return lambda done, total: status.update(f"{task} {done:,}/{total:,}", done, total)
 
         if tasks is None or "loss" in tasks:
-            windows = _open_windows(found, data_path, num_windows, mesh, batch_size)
+            windows = _open_windows(found, data, num_windows, mesh, batch_size)
             if windows is None and tasks is not None:
                 raise ValueError(
                     f"{targets[0]} does not say on which data it was trained, as a run does; name "
@@ -247,7 +246,7 @@ class _Windows:
 
 def _open_windows(
     targets: Sequence[RunTarget | HFTarget],
-    data_path: str | None,
+    data: DataConfig | None,
     num_windows: int | None,
     mesh: Mesh,
     batch_size: int | None,
@@ -255,7 +254,6 @@ def _open_windows(
     """The windows that the loss is measured on; None where nothing says which."""
     first = targets[0]
     run = read(first.checkpoints, first.step).config if isinstance(first, RunTarget) else None
-    data: DataConfig | None = TokenShardsConfig(path=data_path) if data_path is not None else None
     if isinstance(run, TrainConfig):
         data, num_windows = data or run.data, num_windows or run.eval.num_windows
     if data is None:

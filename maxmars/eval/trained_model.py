@@ -53,8 +53,7 @@ from maxmars.model.language_model import (
     supports,
 )
 
-"""Where a working directory keeps the file of a `ModuleConfig`."""
-
+_MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 128 or 256
 _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
 
 
@@ -135,9 +134,9 @@ def load(
         (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
         config = target.model_config(stored)
         name, source, state_digest = target.name(stored.step), stored.path, stored.digest
-        if tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.num_text_ids > config.vocab_size:
             raise ValueError(
-                f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.vocab_size} "
+                f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.num_text_ids} "
                 f"tokens, but the model only {config.vocab_size}; it belongs to another run."
             )
     return TrainedModel(
@@ -264,8 +263,8 @@ class HFTarget:
     def tokenizer(self, config: GPT2Config, eot_token: str | None = None) -> Tokenizer:
         """The directory's own tokenizer.
 
-        Where there is none, and the vocabulary has the size of GPT-2's, it is GPT-2's; a note on
-        stderr says so.
+        Where there is none, and the vocabulary has the size of GPT-2's, or that rounded up as in
+        nanoGPT (50,304), it is GPT-2's; a note on stderr says so.
 
         Args:
           config: of the model.
@@ -279,18 +278,19 @@ class HFTarget:
         try:
             tokenizer = tokenizers.load(self.directory, eot_token=eot_token)
         except FileNotFoundError:
-            if config.vocab_size != GPT2Tokenizer.vocab_size or eot_token is not None:
+            padding = config.vocab_size - GPT2Tokenizer.vocab_size
+            if not 0 <= padding < _MOST_PADDING or eot_token is not None:
                 raise
             tokenizer = GPT2Tokenizer()
             if processes.is_primary():
                 print(
                     f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
-                    "vocabulary has its size.",
+                    f"vocabulary has its size{f' and {padding} rows of padding' * bool(padding)}.",
                     file=sys.stderr,
                 )
-        if tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.num_text_ids > config.vocab_size:
             raise ValueError(
-                f"the tokenizer in {self.directory} has {tokenizer.vocab_size} tokens, but the "
+                f"the tokenizer in {self.directory} has {tokenizer.num_text_ids} tokens, but the "
                 f"model only {config.vocab_size}; put the one that it was trained with there."
             )
         return tokenizer

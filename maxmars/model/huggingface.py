@@ -135,6 +135,7 @@ def config_fields(config: GPT2Config) -> dict[str, Any]:
         "model_type": "gpt2",
         "activation_function": _GELU_TANH[0],
         **{name: getattr(config, ours) for ours, name in _FIELDS.items()},
+        "n_ctx": config.max_seq_len,  # llama.cpp's converter reads no other name of the context
         "n_inner": None,
         "scale_attn_weights": True,
         "reorder_and_upcast_attn": False,

@@ -24,7 +24,13 @@ from maxmars.config import GPT2Config, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import sources_in
-from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
+from maxmars.data.batches import (
+    SplitTokens,
+    TrainBatches,
+    ValidationBatches,
+    open_data,
+    vocabulary_hint,
+)
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, programs, sharding
@@ -268,6 +274,8 @@ def check(
         changes = changes_since(saved.environment, environment(mesh))
         if changes:
             messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
+    elif hint := vocabulary_hint(tokens, config.model):
+        messages.append(hint)
     if not config.data.verify:
         messages.append("data.verify is off: files are not compared with their checksums")
     # Enough tokens, and readable? They are the same in any number of microbatches.

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from token_directories import write_shards
+from refusals import refused
+from token_directories import write_llm_c, write_nanogpt, write_shards
 
 from maxmars.config import (
     AdamWConfig,
@@ -87,6 +88,16 @@ def test_a_choice_annotated_with_str_takes_any_text(tmp_path):
     config = load_config(f"quickstart:data={tmp_path / 'tokens'}")
     assert config.data == TokenShardsConfig(path=str(tmp_path / "tokens"))
     assert config.model.vocab_size == 500
+
+
+@pytest.mark.parametrize(("magic", "size"), [((20240520, 1), 50257), ((20240801, 7), 128256)])
+def test_quickstart_takes_the_tokens_of_other_programs(tmp_path, magic, size):
+    write_nanogpt(tmp_path / "nanogpt", np.arange(100), np.arange(100))
+    assert load_config(f"quickstart:data={tmp_path / 'nanogpt'}").model.vocab_size == 50257
+    write_llm_c(tmp_path / "llm.c" / "a_train.bin", np.arange(100), *magic)
+    assert load_config(f"quickstart:data={tmp_path / 'llm.c'}").model.vocab_size == size
+    with refused(UsageError, tmp_path / "none"):
+        load_config(f"quickstart:data={tmp_path / 'none'}")
 
 
 def test_any_text_may_hold_colons_and_commas(write):

@@ -9,8 +9,16 @@ import tensorflow_datasets as tfds
 from refusals import refused
 from token_directories import write_llm_c, write_nanogpt, write_shards, write_tfds
 
+from maxmars.config import TokenDirectory
 from maxmars.data.formats import open_split
 from maxmars.data.token_files import TokenStream, digest_of, merge_ranges
+from maxmars.data.tokenizer import (
+    ByteTokenizer,
+    copy_tokenizer,
+    load,
+    save,
+    tokenizer_of_tokens,
+)
 
 STREAM = np.random.default_rng(0).integers(0, 50257, 1000)
 VAL = np.random.default_rng(1).integers(0, 50257, 300)
@@ -23,6 +31,13 @@ def write_llm_c_shards(directory, stream=STREAM, val=VAL):
     write_llm_c(directory / "fineweb_val_000000.bin", val)
 
 
+def write_numpy_shards(directory, stream=STREAM, val=VAL, dtype="uint16"):
+    directory.mkdir(exist_ok=True)
+    for i, part in enumerate(np.split(stream, [400, 401])):
+        np.save(directory / f"edufineweb_train_{i + 1:06d}.npy", part.astype(dtype))
+    np.save(directory / "edufineweb_val_000000.npy", val.astype(dtype))
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """A directory of each kind with the streams above."""
@@ -31,8 +46,8 @@ def directories(tmp_path_factory):
     one_each = {"sizes": (1,) * 1000, "dtype": "uint32"}
     write_shards(root / "tiny", STREAM, VAL, tokenizer="gpt2", vocab_size=50257, **one_each)
     write_nanogpt(root / "nanogpt", STREAM, VAL)
-    (root / "nanogpt" / "meta.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")  # is never loaded
     write_llm_c_shards(root / "llm.c")
+    write_numpy_shards(root / "numpy")
     write_llm_c(root / "llama" / "tiny_train.bin", STREAM, **LLAMA)
     write_llm_c(root / "llama" / "tiny_val.bin", VAL, **LLAMA)
     train, val = ([*np.split(s, range(64, len(s), 64))] for s in (STREAM, VAL))
@@ -41,7 +56,7 @@ def directories(tmp_path_factory):
     ragged = write_tfds(root / "ragged", {"train": train, "validation": val})
     train, val = np.split(STREAM, 10), np.split(VAL, 3)
     fixed = write_tfds(root / "fixed", {"train": train, "test": val}, shape=(100,))
-    names = ("shards", "tiny", "nanogpt", "llm.c", "llama")
+    names = ("shards", "tiny", "nanogpt", "llm.c", "numpy", "llama")
     records = {"tfds ours": ours, "tfds ragged": ragged, "tfds fixed": fixed}
     return {name: root / name for name in names} | records
 
@@ -51,6 +66,7 @@ CASES = {  # directory -> split that is `val`, tokenizer
     "tiny": ("val", "gpt2"),
     "nanogpt": ("val", "gpt2"),
     "llm.c": ("val", "gpt2"),
+    "numpy": ("val", "gpt2"),
     "llama": ("val", "llama-3"),
     "tfds ours": ("val", "gpt2"),
     "tfds ragged": ("validation", "gpt2"),
@@ -95,7 +111,7 @@ def test_every_token_is_found_on_disk(directories, name):
         assert found == STREAM[token]
 
 
-@pytest.mark.parametrize("name", ["shards", "nanogpt", "llm.c"])
+@pytest.mark.parametrize("name", ["shards", "nanogpt", "llm.c", "numpy"])
 def test_a_stream_travels_to_another_process_as_its_paths(directories, name):
     stream = open_split(directories[name], "train")
     size = len(pickle.dumps(stream))
@@ -133,13 +149,127 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
     stream = STREAM.copy()
     stream[777] = 60000
     write_nanogpt(tmp_path / "nanogpt", stream, VAL)
-    tokens = open_split(tmp_path / "nanogpt", "train")
-    tokens.read(0, 777)
-    with refused(ValueError, "id 60000", "'gpt2'"):
-        tokens.read(0, 778)
+    with refused(ValueError, "id 60000", "'gpt2'", "--data.vocab-size"):
+        open_split(tmp_path / "nanogpt", "train")
     write_shards(tmp_path / "tokens", np.array([1, 2**32 - 1]), sizes=(2,), dtype="uint32")
     with refused(ValueError, f"id {2**32 - 1}"):  # not taken for -1
         open_split(tmp_path / "tokens", "train").read(0, 2)
+
+
+# --- other programs' files that are not GPT-2's ---------------------------------------------------
+
+LETTERS = np.random.default_rng(2).integers(0, 65, 4000)
+TEXT = np.frombuffer(b"Many a byte of a text, and then \xc3\xa9 and so on. " * 80, np.uint8)
+SPREAD = np.random.default_rng(3).integers(0, 50257, 4000)
+
+
+def write_raw(directory, dtype, train, val=VAL):
+    directory.mkdir()
+    for name, stream in (("train", train), ("val", val)):
+        (directory / f"{name}.bin").write_bytes(stream.astype(dtype).tobytes())
+    return str(directory)
+
+
+@pytest.mark.parametrize("name", ["meta.pkl", "tokenizer.json", "tokenizer.model", "vocab.json"])
+def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_path, name):
+    path = write_raw(tmp_path / "tokens", "<u2", LETTERS, LETTERS)
+    loaded = b"cos\nsystem\n(S'exit 1'\ntR."  # is never loaded
+    (tmp_path / "tokens" / name).write_bytes(loaded)
+    with refused(ValueError, name, "--data.tokenizer", "--data.vocab-size"):
+        open_split(path, "train")
+    stream = open_split(TokenDirectory(path=path, vocab_size=65), "val")
+    assert (stream.tokenizer, stream.vocab_size) == ("unknown", 65)
+    assert np.array_equal(stream.read(0, 4000), LETTERS)
+    assert open_split(TokenDirectory(path=path, tokenizer="gpt2"), "train").vocab_size == 50257
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ids", "named"),
+    [
+        ("uint8", TEXT, {"tokenizer": "byte"}),
+        ("uint8", LETTERS, {"vocab_size": 65}),
+        ("uint32", SPREAD, {"tokenizer": "gpt2"}),
+        ("int32", LETTERS, {"vocab_size": 65}),
+        ("int64", SPREAD, {}),
+        ("uint32", SPREAD + 60_000, {"vocab_size": 128_256}),
+        (None, LETTERS, {"vocab_size": 65}),
+        (None, SPREAD + 10_000, {"vocab_size": 64_000}),
+    ],
+)
+def test_what_cannot_be_gpt2s_is_refused_until_it_is_named(tmp_path, dtype, ids, named):
+    path = write_raw(tmp_path / "tokens", dtype or "uint16", ids, ids)
+    with refused(ValueError, path, "--data.vocab-size", "--data.dtype"):
+        open_split(path, "train")
+    stream = open_split(TokenDirectory(path=path, dtype=dtype, **named), "train")
+    assert np.array_equal(stream.read(0, len(ids)), ids)
+
+
+def test_an_id_of_64_bits_is_not_cut_to_32(tmp_path):
+    path = write_raw(tmp_path / "tokens", "int64", np.array([1, 2**32 + 1]))
+    with refused(ValueError, f"id {2**32 + 1}"):
+        open_split(TokenDirectory(path=path, dtype="int64"), "train")
+
+
+def test_files_of_an_odd_size_are_of_another_type(tmp_path):
+    path = write_raw(tmp_path / "tokens", "uint8", TEXT[:-1])
+    with refused(ValueError, "--data.dtype"):
+        open_split(path, "train")
+
+
+def test_a_tokenizer_of_foreign_tokens_may_lie_anywhere(tmp_path):
+    save(ByteTokenizer(), tmp_path / "tokenizer")
+    path = write_raw(tmp_path / "tokens", "<u2", TEXT)
+    for place in (tmp_path / "tokenizer", tmp_path / "tokenizer" / "tokenizer.json"):
+        stream = open_split(TokenDirectory(path=path, tokenizer=str(place)), "train")
+        assert stream.vocab_size == 257
+        assert tokenizer_of_tokens(stream).decode(stream.read(0, 11)) == "Many a byte"
+        copy_tokenizer(stream, tmp_path / f"copy of {place.stem} {place.is_dir()}")
+        assert (
+            load(tmp_path / f"copy of {place.stem} {place.is_dir()}").decode(stream.read(0, 4))
+            == "Many"
+        )
+    with refused(FileNotFoundError, "no_such"):
+        open_split(TokenDirectory(path=path, tokenizer="no_such"), "train")
+
+
+def test_what_a_directory_says_itself_is_not_named_again(directories):
+    for name, field in (("shards", {"vocab_size": 50257}), ("llm.c", {"dtype": "uint16"})):
+        path = str(directories[name])
+        with refused(ValueError, path, next(iter(field))):
+            open_split(TokenDirectory(path=path, **field), "train")
+    path = str(directories["llama"])
+    assert open_split(TokenDirectory(path=path, vocab_size=200_000), "train").tokenizer == "unknown"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64"])
+def test_numpys_shards_say_their_type(tmp_path, dtype):
+    write_numpy_shards(tmp_path, dtype=dtype)
+    assert np.array_equal(open_split(tmp_path, "train").read(0, 1000), STREAM)
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(4), np.zeros((2, 2), int), np.zeros(4, ">u2"), np.array([None])]
+)
+def test_arrays_that_hold_no_tokens_are_named(tmp_path, array):
+    np.save(tmp_path / "books_train_000001.npy", array)
+    with refused(ValueError, "books_train_000001.npy"):
+        open_split(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("write", "missing"),
+    [
+        (write_llm_c_shards, "fineweb_train_000010.bin"),
+        (write_numpy_shards, "edufineweb_train_000002.npy"),
+    ],
+)
+def test_a_missing_shard_in_the_middle_is_named(tmp_path, caplog, write, missing):
+    write(tmp_path)
+    open_split(tmp_path, "train")
+    assert not caplog.records
+    (tmp_path / missing).unlink()
+    assert open_split(tmp_path, "train").num_tokens == 999
+    assert missing in caplog.text
 
 
 def shorten(path, by=1):
@@ -154,7 +284,7 @@ ERRORS = [  # format, what happens to the directory, split, what is named
     ("shards", lambda d: (d / "meta.json").write_bytes(b"\xff"), "train", "meta.json"),
     ("shards", lambda d: (d / "train_00001.bin").unlink(), "train", "train_00001.bin"),
     ("shards", lambda d: shorten(d / "train_00002.bin", 3), "train", "train_00002.bin", "897"),
-    ("nanogpt", lambda d: (d / "val.bin").unlink(), "val", "'val'"),
+    ("nanogpt", lambda d: (d / "val.bin").unlink(), "val", "'val'", "--eval.every None"),
     ("nanogpt", lambda d: shorten(d / "train.bin"), "train", "train.bin", "1999"),
     ("llm.c", lambda d: (d / "fineweb_val_000000.bin").unlink(), "val", "'val'"),
     ("llm.c", lambda d: shorten(d / TRAIN_10, 2), "train", TRAIN_10, "1024"),

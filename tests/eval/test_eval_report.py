@@ -148,15 +148,30 @@ def test_a_loss_on_other_tokens(run, tokens, tmp_path):
     write_shards(tmp_path / "other", np.arange(100), np.arange(100), vocab_size=257)
     mesh = make_mesh(MeshConfig())
     tasks = ("loss",)
-    one = score_models([run], mesh, tasks=tasks, data_path=str(tmp_path / "other"))
+    other = TokenShardsConfig(path=str(tmp_path / "other"))
+    one = score_models([run], mesh, tasks=tasks, data=other)
     assert one.fields["loss_tokens"] == 96
     assert "hellaswag" not in one.fields
     few = score_models([run], mesh, tasks=tasks, num_windows=2)
     assert few.fields["loss_tokens"] == 32
     own = score_models([run], mesh, tasks=tasks)
-    named = score_models([run], mesh, tasks=tasks, data_path=str(tokens))  # as many windows
+    same = TokenShardsConfig(path=str(tokens))
+    named = score_models([run], mesh, tasks=tasks, data=same)  # as many windows
     assert named.fields["loss"] == own.fields["loss"]
     assert named.fields["loss_tokens"] == own.fields["loss_tokens"]
+
+
+def test_tokens_of_another_program_are_named(run, tmp_path, capsys):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "val.bin").write_bytes(bytes(range(100)) * 40)
+    options = ["--tasks", "loss", "--data.num-windows", 4]
+    named = ["--data.tokenizer", "byte", "--data.dtype", "uint8"]
+    run_eval(run, *options, "--data.path", tmp_path / "raw", *named)
+    assert "loss" in capsys.readouterr().out
+    for wrong in (["--data.path", tmp_path / "raw"], named):
+        with pytest.raises(SystemExit):
+            run_eval(run, *options, *wrong)
+        assert "--data.tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", ["shards", "tfds"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import hashlib
 import http.server
 import json
@@ -10,6 +11,7 @@ import urllib.request
 
 import jax
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hellaswag_questions import (
     BRACKETS,
@@ -57,6 +59,43 @@ def test_the_original_format(tmp_path):
     assert load_questions(path, num_questions=1) == [first]
 
 
+KINDS = {
+    "validation-00000-of-00001.parquet": lambda rows, path: pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path
+    ),
+    "q.jsonl.gz": lambda rows, path: path.write_bytes(gzip.compress(as_lines(rows))),
+    "q.jsonl.zst": lambda rows, path: path.write_bytes(
+        pyarrow.compress(as_lines(rows), "zstd", asbytes=True)
+    ),
+    "q.jsonl": lambda rows, path: path.write_bytes(as_lines(rows)),
+}
+
+
+def as_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copies_of_the_data_in_other_formats(tmp_path, name):
+    rows = [fields_of(number, *question) for number, question in enumerate(SHORT)]
+    expected = load_questions(write_questions_file(tmp_path / "own.jsonl", rows))
+    for change in (lambda label: label, str, float, lambda label: f"{label}.0"):
+        copies = [row | {"label": change(row["label"])} for row in rows]
+        without = [{k: v for k, v in row.items() if k != "ind"} for row in copies]
+        for found in (copies, without, [row | {"ind": None} for row in copies]):
+            KINDS[name](found, tmp_path / name)
+            assert load_questions(tmp_path / name) == expected
+    assert load_questions(tmp_path / name, num_questions=2) == expected[:2]
+    KINDS[name]([row | {"label": ""} for row in rows], tmp_path / name)
+    with refused(ValueError, tmp_path / name, "validation set"):
+        load_questions(tmp_path / name)
+    if name != "q.jsonl":
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:-20])
+        with refused((ValueError, OSError), name):
+            load_questions(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -69,6 +108,8 @@ def test_the_original_format(tmp_path):
         (ROW | {"endings": ["a", "b", "c", 4]}, "4"),
         (ROW | {"label": 4}, "label=4"),
         (ROW | {"label": ""}, "validation set"),
+        (ROW | {"label": None}, "validation set"),
+        (ROW | {"label": 1.5}, "1.5"),
         (ROW | {"ind": "x"}, "'x'"),
     ],
 )

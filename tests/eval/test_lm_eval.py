@@ -116,6 +116,14 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     assert len({whole, *sampled}) == 3
 
 
+def test_arguments_that_change_nothing_are_no_reason_to_refuse(answers):
+    plain = {"max_gen_toks": 4, "until": []}
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1, "min_p": 0.0}
+    more = {"use_cache": True, "early_stopping": False, "num_return_sequences": 1}
+    first, second = answers.generate([(TEXT, plain), (TEXT, plain | neutral | more)])
+    assert first == second
+
+
 def test_requests_that_are_refused(answers):
     with refused(ValueError, "num_beams=4"):
         answers.generate([(TEXT, {"until": [], "num_beams": 4})])
@@ -170,6 +178,46 @@ generation_kwargs:
 metric_list:
   - metric: exact_match
 """
+
+
+SMALL = """
+task: small
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {path}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_target: label
+doc_to_choice: choices
+"""
+OWN_FUNCTION = "validation_split: validation\nprocess_docs: !function "
+WRONG_TASKS = {
+    "split": (("validation_split: validation", "validation_split: test"), "test", "validation"),
+    "variable": (("{question}", "{query}"), "'query'", "doc_to_text", "question, choices, label"),
+    "yaml": (("output_type: ", "output_type: [[ "), "small.yaml", "line"),
+    "function": (("validation_split: validation", f"{OWN_FUNCTION}own.none"), "'none'"),
+    "own error": (("validation_split: validation", f"{OWN_FUNCTION}own.texts"), "own.py:2", "boom"),
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", WRONG_TASKS)
+def test_a_task_that_the_harness_cannot_run_is_told_in_one_line(model, tmp_path, kind):
+    pytest.importorskip("lm_eval")
+    (change, *named), path = WRONG_TASKS[kind], tmp_path / "small.yaml"
+    rows = [{"question": f"{i}?", "choices": ["a", "b"], "label": i % 2} for i in range(3)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text("def texts(data):\n    raise RuntimeError('boom')\n")
+    text = SMALL.format(path=data)
+    path.write_text(text.replace(*change))
+    assert text != path.read_text()
+    # By its name, the harness does not find a file that it cannot read.
+    task, include_path = ("small", tmp_path) if kind == "yaml" else (str(path), None)
+    with refused(ValueError, "small", *named):
+        run_lm_eval(model, [task], include_path=include_path)
 
 
 @pytest.fixture(scope="module")

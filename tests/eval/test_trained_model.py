@@ -85,6 +85,12 @@ def test_parameters_are_laid_out_as_in_training(run):
 @pytest.mark.slow
 def test_a_hugging_face_directory_on_any_mesh(tmp_path, monkeypatch, reference_dir, capsys):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+    padded = dataclasses.replace(BASE, vocab_size=50304, num_layers=1)
+    write_hf(tmp_path / "padded", hf_fields(padded), hf_arrays(padded))
+    cli.main(["import", str(tmp_path / "padded"), str(tmp_path / "imported")])
+    assert "GPT-2's tokenizer is used" in capsys.readouterr().err
+    found = load(tmp_path / "imported")
+    assert (found.tokenizer.name, found.config.vocab_size) == ("gpt2", 50304)
     config = dataclasses.replace(BASE, vocab_size=50257, num_layers=1)
     write_hf(tmp_path / "theirs", hf_fields(config), hf_arrays(config))
     tokens = np.array([[5, 50256, 7]], np.int32)
@@ -316,6 +322,35 @@ def test_a_model_ends_where_its_files_say_in_every_command(kind, tmp_path, capsy
     assert "'to be or not to be " in capsys.readouterr().out
     stream = TokenShards(tmp_path / "tokens", "train")
     assert stream.read(stream.num_tokens - 1, 1).tolist() == [1]
+
+
+def test_a_special_token_after_the_models_rows_is_never_needed(tmp_path, capsys):
+    theirs, hf = made("unigram"), tmp_path / "hf"
+    config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size(), vocab_pad_multiple=64)
+    write_hf(hf, hf_fields(config), hf_arrays(config))
+    (hf / "tokenizer_config.json").write_text('{"eos_token": "</s>", "pad_token": "[PAD]"}')
+    theirs.add_special_tokens(["[PAD]"])
+    theirs.save(str(hf / "tokenizer.json"))
+    cli.main(["import", str(hf), str(tmp_path / "run")])
+    for target in (hf, tmp_path / "run"):
+        options = ["--prompt", "to be [PAD]", "--max-new-tokens", "30", "--temperature", "50"]
+        cli.main(["generate", str(target), *options])
+        assert "[PAD]" not in capsys.readouterr().out.partition("[PAD]")[2]
+    theirs.add_tokens(["question"])  # which texts become
+    theirs.save(str(hf / "tokenizer.json"))
+    with refused(ValueError, hf, config.vocab_size):
+        load(hf)
+
+
+@pytest.mark.parametrize("rows", [50304, 50264])
+def test_gpt2s_rows_may_be_padded_where_no_tokenizer_is(tmp_path, monkeypatch, capsys, rows):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there
+    config = dataclasses.replace(BASE, vocab_size=rows, num_layers=1)
+    write_hf(tmp_path / "hf", hf_fields(config), hf_arrays(config))
+    with pytest.raises(SystemExit):
+        cli.main(["import", str(tmp_path / "hf"), str(tmp_path / "run")])
+    assert "the vocabulary of gpt2 cannot be downloaded" in capsys.readouterr().err
 
 
 def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):

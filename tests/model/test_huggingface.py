@@ -296,6 +296,7 @@ def test_the_published_config(tmp_path):
 def test_ours_come_back(tmp_path, kind):
     config = VARIANTS[kind]
     fields = huggingface.config_fields(config)
+    assert fields["n_ctx"] == fields["n_positions"] == config.max_seq_len  # llama.cpp reads n_ctx
     assert read_config(tmp_path, fields) == config
 
 

@@ -14,7 +14,7 @@ import pytest
 import running
 import tiny
 from refusals import refused
-from token_directories import write_shards
+from token_directories import write_nanogpt, write_shards
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal
@@ -216,3 +216,30 @@ def test_two_processes_read_the_same_stream_from_a_bucket_that_fails_now_and_the
     assert sum(count for name, count in server.reads if name.endswith(".bin")) <= 1.2 * needed
     # Once for the shards, and once for the tokenizer, which no other file of this directory names.
     assert sum(name == "tokens/meta.json" for name, _ in server.reads) == 2
+
+
+@pytest.mark.parametrize("name", ["numpy", "letters"])
+def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys, name):
+    directory = tmp_path / name
+    options = ""
+    if name == "numpy":
+        directory.mkdir()
+        for shard in ("train_000001", "val_000000"):
+            np.save(directory / f"edufineweb_{shard}.npy", (STREAM * 200).astype(np.uint16))
+    else:
+        write_nanogpt(directory, STREAM % 65, STREAM % 65)
+        (directory / "meta.pkl").write_bytes(b"")
+        options = "--data.vocab-size 65 --model.vocab-size 70"
+    small = "--num-steps 1 --model.num-layers 1 --model.max-seq-len 16 --eval.every None"
+    words = f"train quickstart:data={directory} --num-processes 1 --workdir {tmp_path / 'run'}"
+    main([*words.split(), *small.split(), *options.split()])
+    printed = capsys.readouterr().out
+    assert "done: 1 steps" in printed
+    assert "--model.vocab-size" not in printed
+
+
+def test_a_vocabulary_far_smaller_than_the_models_is_hinted_at(finished, tmp_path, capsys):
+    config = tiny.short_config(finished / "tokens", eval=EvalConfig(every=None), num_steps=1)
+    model = dataclasses.replace(config.model, vocab_size=600)
+    train(dataclasses.replace(config, model=model), tmp_path / "run")
+    assert "--model.vocab-size 257" in capsys.readouterr().out
