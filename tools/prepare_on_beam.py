@@ -39,21 +39,26 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="byte", help="byte, gpt2 or a tokenizer.json")
     parser.add_argument("--validation-fraction", type=float)
     parser.add_argument("--text-field")
+    parser.add_argument("--document-separator", help="what stands between documents of a .txt")
     parser.add_argument("--task-bytes", type=int, help="text of a task, about")
     parser.add_argument("--allow-lossy", action="store_true", help="see `data prepare --help-all`")
+    parser.add_argument("--skip-bad", type=int, default=0, help="bad lines to leave out, at most")
     given, beam_options = parser.parse_known_args()
     fraction = given.validation_fraction
     if fraction is None:
         preset = PRESETS.get(given.source)
         fraction = 0.1 if preset is None else preset.validation_fraction
     preparation = Preparation(
-        corpus=open_corpus(given.source, text_field=given.text_field),
+        corpus=open_corpus(
+            given.source, text_field=given.text_field, separator=given.document_separator
+        ),
         out=resolve(given.out),
         tokenizer=load(given.tokenizer),
         source=given.source,
         validation_fraction=fraction,
         task_bytes=given.task_bytes,
         allow_lossy=given.allow_lossy,
+        skip_bad=given.skip_bad,
     )
     preparation.begin()
     with beam.Pipeline(options=PipelineOptions(beam_options)) as pipeline:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -44,8 +46,9 @@ class PrepareArguments(CheckedConfig):
     SOURCE is one of
 
       'books/*.txt'             files: .txt (each is one document), .jsonl,
-                                .jsonl.gz, .jsonl.zst, .parquet (each line or
-                                row is one), also of gs://BUCKET; quote globs
+                                .json, .csv, .tsv, .parquet, .arrow (each line,
+                                element or row is one); .gz, .bz2, .xz, .zst of
+                                them; also of gs://BUCKET; quote globs
       openwebtext, fineweb-edu, c4, wikitext-103
                                 these datasets of the Hugging Face hub (tested
                                 only against a local imitation of the hub)
@@ -63,6 +66,8 @@ class PrepareArguments(CheckedConfig):
     FIRST: ClassVar[tuple[str, ...]] = (
         "tokenizer",
         "text-field",
+        "document-separator",
+        "skip-bad",
         "validation-fraction",
         "workers",
         "tasks",
@@ -81,7 +86,14 @@ class PrepareArguments(CheckedConfig):
     name and its place in its file decides whether a document is held out. Of fewer than 100 text
     files and nothing else, the end of each is."""
     text_field: str | None = None
-    """Where the text is in a line or row; None is `text`, or what the dataset above has."""
+    """Where the text is in a line or row: a field, or one within a field as in `document.text`;
+    None is `text`, or what the dataset above has."""
+    document_separator: str | None = None
+    r"""What stands between the documents of a .txt, such as '<|endoftext|>', or '\n' for a line a
+    document; None takes the file as one. Line breaks beside it are no text."""
+    skip_bad: NotNegative[int] = 0
+    """Lines and rows to leave out, at most, of all the text, where they are cut or have no such
+    field; the first are named."""
     data_dir: str | None = None
     """Where TFDS keeps its datasets, for tfds:NAME."""
     eot_token: str | None = None
@@ -137,6 +149,8 @@ def _prepare(arguments: PrepareArguments) -> int:
         "--tokenizer": tokenizer,
         "--validation-fraction": validation_fraction,
         "--text-field": arguments.text_field,
+        "--document-separator": arguments.document_separator,
+        "--skip-bad": arguments.skip_bad or None,
         "--data-dir": arguments.data_dir,
         "--eot-token": arguments.eot_token,
     }
@@ -147,8 +161,15 @@ def _prepare(arguments: PrepareArguments) -> int:
     given += ["--allow-lossy"] * arguments.allow_lossy
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     out = resolve(arguments.out)
+    separator = arguments.document_separator
+    corpus = open_corpus(
+        source,
+        text_field=arguments.text_field,
+        data_dir=arguments.data_dir,
+        separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
+    )
     preparation = Preparation(
-        corpus=open_corpus(source, text_field=arguments.text_field, data_dir=arguments.data_dir),
+        corpus=corpus,
         out=out,
         tokenizer=load(tokenizer, eot_token=arguments.eot_token),
         source=hide(source),
@@ -156,6 +177,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
         allow_lossy=arguments.allow_lossy,
+        skip_bad=arguments.skip_bad,
         command=shlex.join(
             hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
         ),
@@ -165,6 +187,8 @@ def _prepare(arguments: PrepareArguments) -> int:
         workers = len(os.sched_getaffinity(0))
     was_complete = (share is not None or pack != "none") and preparation.is_finished()
     if not was_complete:
+        if hint := corpus.hint():
+            print(f"note: {hint}", file=sys.stderr)
         preparation.run(workers, share or (0, 1))
     metadata = preparation.finish()
     if metadata is None:
@@ -180,6 +204,8 @@ def _prepare(arguments: PrepareArguments) -> int:
     print(f"{out} was complete: {counts}" if was_complete else f"wrote {counts} to {out}")
     if metadata.loss is not None:
         print(f"of the first texts, {metadata.loss}")
+    if metadata.skipped is not None:
+        print(f"left out {metadata.skipped}")
     following = ["maxmars", "train", f"quickstart:data={arguments.out}"]
     if pack == "best_fit":
         for split, plan in write_plans(out, arguments.pack_length).items():
@@ -331,12 +357,13 @@ def _print_summary(
         "command": metadata and metadata.command,
         "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
         "digest": first.tokenizer_digest,
+        "left out": metadata and metadata.skipped,
         "lost": metadata and metadata.loss and f"of the first texts, {metadata.loss}",
     }
     console.print(str(directory), style="bold", markup=False)
     for name, value in facts.items():
         if value is not None:
-            console.print(f"  {name:<10}", value, markup=False)
+            console.print(f"  {name:<10}", str(value), markup=False)
     try:
         tokenizer = tokenizer_of_tokens(first)
     except (ImportError, OSError, ValueError) as error:
@@ -396,6 +423,12 @@ def run(argv: list[str]) -> int:
         print(_USAGE)
         return 0
     if name == "prepare":
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+        if len(words) > 2:  # which a shell makes of a pattern
+            raise UsageError(
+                f"maxmars data prepare takes SOURCE and OUT, not {len(words)} words ({words[0]}, "
+                f"{words[1]}, ...); quote a pattern of files: 'books/*.txt'."
+            )
         return _prepare(parse_options(PrepareArguments, rest, prog="maxmars data prepare"))
     if name == "inspect":
         return _inspect(parse_options(InspectArguments, rest, prog="maxmars data inspect"))

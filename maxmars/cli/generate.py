@@ -134,7 +134,9 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
             _check_is_text(prompt, "--prompt")
         return list(arguments.prompt)
     try:
-        prompts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        prompts = [
+            line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()
+        ]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text (byte {error.start}); --prompt-file takes a text file with "

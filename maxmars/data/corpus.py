@@ -11,33 +11,38 @@ import abc
 import codecs
 import contextlib
 import glob
-import gzip
 import hashlib
 import io
-import json
 import os
 import platform
 import re
 import sysconfig
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
-from maxmars.config.checks import read_as
-from maxmars.config.errors import about, needs_extra
+from maxmars.data.rows import (
+    BLOCK_BYTES,
+    KINDS,
+    LINES,
+    TEXT,
+    OnBad,
+    decompressed,
+    first_after,
+    kind_of,
+    reading,
+    refuse,
+    rows_of,
+    texts_of,
+)
 from maxmars.distributed.files import is_remote, reporting, require_access
 
-_BLOCK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 26
-"""Of a document in a .jsonl file; what is longer would not fit into the memory of some worker."""
 _COMPRESSION = 3
 """Bytes of text in a byte of a compressed file, about."""
-_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_ROWS = 32  # of Parquet that are in memory at once, beside the page that they are in
+_END_OF_TEXT = b"<|endoftext|>"
+_FILES_LOOKED_INTO = 8
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _LINE_BREAK = re.compile(rb"\n")
 
@@ -96,12 +101,20 @@ class Corpus(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run.
+
+        Args:
+          run: which.
+          on_bad: is told of each bad line or row, and raises or leaves it out.
 
         Raises:
           ValueError: the file is damaged, or lacks the field with the text.
         """
+
+    def hint(self) -> str | None:
+        """What the user may have overlooked; None where nothing."""
+        return None
 
 
 class Texts(Corpus):
@@ -116,20 +129,24 @@ class Texts(Corpus):
     def has_parts(self, file: int) -> bool:
         return True
 
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         documents = self._documents[slice(*run.of(len(self._documents)))]
         return (Document(name, (text,)) for name, text in documents)
 
 
 class TextFiles(Corpus):
-    """Files of text. A `.txt` is one document, each line of a `.jsonl` and row of a `.parquet` one.
+    """Files of text (`rows.KINDS`), compressed or not.
+
+    A `.txt` is one document unless a separator ends its documents. A line of `.jsonl` or `.ndjson`,
+    an element or a line of `.json`, and a row of `.csv`, `.tsv`, `.parquet` or `.arrow` is one.
 
     The name of a document is the path of its file relative to the directory that all files share
     and, where a file has several, its place there: the byte of its line or the number of its row.
 
     Args:
       patterns: paths or globs (`~` and `**` work), also of `gs://`.
-      text_field: where the text is in a line or row.
+      text_field: where the text is in a line or row; a dot leads into a field.
+      separator: what stands between the documents of a `.txt`.
 
     Raises:
       FileNotFoundError: a pattern matches no file.
@@ -138,97 +155,79 @@ class TextFiles(Corpus):
       OSError: a bucket does not answer.
     """
 
-    def __init__(self, patterns: Sequence[str], *, text_field: str = "text") -> None:
+    def __init__(
+        self, patterns: Sequence[str], *, text_field: str = "text", separator: str | None = None
+    ) -> None:
         found: dict[str, tuple[int, str]] = {}
         for pattern in patterns:
             found |= _matches(os.path.expanduser(pattern))
         self._paths = sorted(found)
         self._sizes = [found[path][0] for path in self._paths]
         self._text_field = text_field
-        for path in self._paths:
-            _check_kind(path)
+        self._separator = (separator or "").encode()
+        self._kinds = [kind_of(path) for path in self._paths]
         absolute = [path if is_remote(path) else os.path.abspath(path) for path in self._paths]
         root = os.path.commonpath([os.path.dirname(path) for path in absolute])
         self.files = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]
         self.num_bytes = [
-            size if path.endswith((".txt", ".jsonl")) else size * _COMPRESSION
-            for path, size in zip(self._paths, self._sizes, strict=True)
+            size * (_COMPRESSION if compression or kind == ".parquet" else 1)
+            for (kind, compression), size in zip(self._kinds, self._sizes, strict=True)
         ]
         versions = (" ".join(map(str, found[path])) for path in self._paths)
-        listing = zip(self.files, versions, strict=True)
-        self.fingerprint = _digest([text_field, *(" ".join(row) for row in listing)])
+        listing = [" ".join(row) for row in zip(self.files, versions, strict=True)]
+        how = [text_field, *([separator] if separator else [])]
+        self.fingerprint = _digest([*how, *listing])
+
+    def _is_one_text(self, file: int) -> bool:
+        return self._kinds[file][0] in TEXT and not self._separator
 
     def is_text(self, file: int) -> bool:
-        return self._paths[file].endswith(".txt")
+        return self._is_one_text(file) and not self._kinds[file][1]
 
     def has_parts(self, file: int) -> bool:
-        return self._paths[file].endswith((".jsonl", ".parquet"))
+        kind, compression = self._kinds[file]
+        if kind in TEXT:  # where the next separator is must not depend on where one looks from
+            mark = self._separator
+            overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+            return bool(mark) and not compression and not overlaps
+        return kind == ".parquet" or (kind in LINES and not compression)
 
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run; see `Corpus.read`."""
         path, name = self._paths[run.file], self.files[run.file]
-        with _reporting(path), _open(path) as file:
-            if path.endswith(".txt"):
-                start, end = _bounds_in_text(file, self._sizes[run.file], run)
-                blocks = _decoded(file, path, start, end)
-                yield Document(name, blocks, run.part == 0, run.part == run.parts - 1)
+        with _reporting(path):
+            if self._is_one_text(run.file):
+                with reading(path), _open(path) as raw:
+                    file, end = decompressed(raw, path), None
+                    if self.is_text(run.file):
+                        start, end = _bounds_in_text(raw, self._sizes[run.file], run)
+                        raw.seek(start)
+                    blocks = _decoded(file, path, end)
+                    yield Document(name, blocks, run.part == 0, run.part == run.parts - 1)
                 return
-            rows = self._rows(file, run) if path.endswith(".parquet") else self._lines(file, run)
-            for place, text in rows:
+            rows = rows_of(
+                lambda: _open(path),
+                path,
+                run.of if run.parts > 1 else None,
+                field=self._text_field,
+                separator=self._separator,
+            )
+            for place, text in texts_of(rows, path, on_bad):
                 yield Document(f"{name}:{place}", (text,))
 
-    def _lines(self, raw: io.BufferedReader, run: Run) -> Iterator[tuple[int, str]]:
-        """The texts of the lines whose first byte lies in the run, each with that byte's number.
-
-        Bytes of a compressed file are counted as they were before.
-        """
-        path, size = self._paths[run.file], self._sizes[run.file]
-        start, end = 0, None
-        if run.parts > 1:
-            start, end = run.of(size)
-            if start:
-                start = _place_after(raw, _LINE_BREAK, start - 1, size) or size
-        raw.seek(start)
-        place, number = start, 0
-        with _decompressed(raw, path) as file:
-            try:
-                while (end is None or place < end) and (line := file.readline(_MAX_LINE_BYTES + 1)):
-                    number += 1
-                    if not line.isspace():
-                        row = line if place else line.removeprefix(codecs.BOM_UTF8)
-                        try:
-                            text = _text_of_line(row, self._text_field)
-                        except ValueError as error:
-                            number += _count_lines(raw, start) if start else 0
-                            error.add_note(f"{path}, line {number:,}")
-                            raise
-                        yield place, text
-                    place += len(line)
-            except (EOFError, OSError, zlib.error) as error:
-                is_decompressors = not isinstance(error, OSError) or error.errno is None
-                if (is_remote(path) and type(error) is OSError) or not is_decompressors:
-                    raise  # the disk's or the bucket's
-                raise ValueError(
-                    f"{path} is damaged or cut short ({error}); copy or download it again."
-                ) from error
-
-    def _rows(self, file: io.BufferedReader, run: Run) -> Iterator[tuple[int, str]]:
-        """The texts in the row groups of the run, each with the number of its row in the file."""
-        import pyarrow.parquet
-
-        path, field = self._paths[run.file], self._text_field
-        with about(path), pyarrow.parquet.ParquetFile(file, buffer_size=_BLOCK_BYTES) as table:
-            if field not in table.schema_arrow.names:
-                raise ValueError(f"it {no_field(field, table.schema_arrow.names)}")
-            first, last = run.of(table.num_row_groups)
-            row = sum(table.metadata.row_group(group).num_rows for group in range(first))
-            groups = list(range(first, last))
-            for batch in table.iter_batches(_ROWS, row_groups=groups, columns=[field]):
-                for value in batch[0]:
-                    with about(f"row {row:,}"):
-                        text = text_of(value.as_py(), field)
-                    yield row, text
-                    row += 1
+    def hint(self) -> str | None:
+        """That a text spells the end of a document, which is ordinary text to a tokenizer."""
+        texts = filter(self._is_one_text, range(len(self._paths)))
+        for path in [self._paths[file] for file in texts][:_FILES_LOOKED_INTO]:
+            with _reporting(path), reading(path), _open(path) as raw:
+                file = decompressed(raw, path)
+                if _END_OF_TEXT in file.read(BLOCK_BYTES):
+                    mark = _END_OF_TEXT.decode()
+                    return (
+                        f"{path} spells {mark}, which becomes ordinary text of one long document; "
+                        f"--document-separator '{mark}' makes documents of what is between."
+                    )
+        return None
 
 
 class PythonSources(Corpus):
@@ -249,36 +248,11 @@ class PythonSources(Corpus):
         listing = [f"{name} {size}" for name, size in zip(self.files, sizes, strict=True)]
         self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The text of a file, if it is UTF-8."""
         name = self.files[run.file]
         with contextlib.suppress(UnicodeDecodeError, OSError):
             yield Document(name, ((self._root / name).read_bytes().decode(),))
-
-
-def text_of(value: Any, field: str) -> str:
-    """The text in a field's value; None is an empty text.
-
-    Raises:
-      ValueError: it is no text.
-    """
-    if value is None:
-        return ""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        raise ValueError(
-            f"it has a value of type {kind} in the field {field!r}, not text; name another by "
-            "--text-field."
-        )
-    return value
-
-
-def no_field(field: str, fields: Iterable[str]) -> str:
-    """What to say of a row without the field that has the text."""
-    names = ", ".join(fields) or "none"
-    return f"has no field {field!r}; name the one with the text by --text-field. It has {names}."
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
@@ -338,29 +312,23 @@ def _not_empty(files: dict[str, tuple[int, str]], pattern: str) -> dict[str, tup
 def _no_directory(pattern: str, inside: Sequence[str]) -> IsADirectoryError:
     """What to say where a directory is given, with files of these names inside."""
     top = [name for name in inside if "/" not in name]
-    kinds = [s for s in _SUFFIXES if any(name.endswith(s) for name in top or inside)]
+    kinds = []
+    for name in top or inside:
+        with contextlib.suppress(ValueError):
+            kinds.append("".join(kind_of(name)))
     if not kinds:
-        kinds = ", ".join(_SUFFIXES)
+        kinds = ", ".join(KINDS)
         return IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
-    files = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kinds[0]}"
+    kind = max(sorted(set(kinds)), key=kinds.count)
+    files = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kind}"
     return IsADirectoryError(f"{pattern} is a directory; name its files: '{files}'.")
-
-
-def _check_kind(path: str) -> None:
-    if not path.endswith(_SUFFIXES):
-        raise ValueError(
-            f"{path} is no text to prepare: its name must end in {', '.join(_SUFFIXES)}."
-        )
-    if path.endswith((".parquet", ".zst")):
-        with about(path), needs_extra("hf"):
-            import pyarrow  # noqa: F401
 
 
 def _open(path: str) -> io.BufferedReader:
     if not is_remote(path):
-        return io.BufferedReader(io.FileIO(path), _BLOCK_BYTES)
+        return io.BufferedReader(io.FileIO(path), BLOCK_BYTES)
     store, name = fsspec.core.url_to_fs(path)
-    return io.BufferedReader(store.open(name, "rb"), _BLOCK_BYTES)
+    return io.BufferedReader(store.open(name, "rb"), BLOCK_BYTES)
 
 
 @contextlib.contextmanager
@@ -375,36 +343,6 @@ def _reporting(path: str) -> Generator[None]:
             raise
 
 
-def _decompressed(raw: io.BufferedReader, path: str) -> io.BufferedReader:
-    match Path(path).suffix:
-        case ".gz":
-            return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK_BYTES)  # type: ignore
-        case ".zst":
-            import pyarrow
-
-            stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
-            return io.BufferedReader(stream, _BLOCK_BYTES)  # type: ignore
-    return raw
-
-
-def _place_after(
-    file: io.BufferedReader, pattern: re.Pattern[bytes], position: int, end: int
-) -> int | None:
-    """The end of the first match from `position` on; None if it does not lie before `end`.
-
-    A match and what it looks ahead at have two bytes together, at most.
-    """
-    file.seek(position)
-    before = b""
-    while position < end and (block := file.read(_BLOCK_BYTES)):
-        match = pattern.search(before + block)
-        if match is not None:
-            place = position - len(before) + match.end()
-            return place if place < end else None
-        before, position = block[-1:], position + len(block)
-    return None
-
-
 def _bounds_in_text(file: io.BufferedReader, size: int, run: Run) -> tuple[int, int]:
     """The bytes of a text that belong to a run."""
     low, high = (_border(file, size, share) for share in run.share)
@@ -414,7 +352,7 @@ def _bounds_in_text(file: io.BufferedReader, size: int, run: Run) -> tuple[int, 
             return high if part else low
         assert run.cut_after is not None
         pattern = re.compile(run.cut_after.pattern.encode())
-        return _place_after(file, pattern, low + (high - low) * part // run.parts, high) or high
+        return first_after(file, pattern, low + (high - low) * part // run.parts, high)
 
     return bound(run.part), bound(run.part + 1)
 
@@ -424,54 +362,35 @@ def _border(file: io.BufferedReader, size: int, share: float) -> int:
     if share in (0.0, 1.0) or size < 2:
         return int(size * share)
     position = min(max(int(size * share), 1), size - 1)
-    place = _place_after(file, _LINE_BREAK, position - 1, size)
-    if place is None:
+    place = first_after(file, _LINE_BREAK, position - 1, size)
+    if place == size:
         file.seek(position)
         start = file.read(4)
         place = position + next((i for i, byte in enumerate(start) if byte & 0xC0 != 0x80), 4)
     return min(place, size)
 
 
-def _decoded(file: io.BufferedReader, path: str, start: int, end: int) -> Iterator[str]:
-    """The text between two bytes, in blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    file.seek(start)
+def _decoded(file: io.BufferedReader, path: str, end: int | None) -> Iterator[str]:
+    """The text from where a file is to a byte, or its end, in blocks.
+
+    A byte-order mark at the start of the file is no text.
+    """
+    place = file.tell()
+    decoder = codecs.getincrementaldecoder("utf-8" if place else "utf-8-sig")()
     while True:
-        block = file.read(min(_BLOCK_BYTES, end - start))
-        start += len(block)
-        try:
-            yield decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            byte = start - len(error.object) + error.start
-            raise ValueError(
-                f"{path} is not UTF-8 (byte {byte}); convert it, for example with iconv."
-            ) from error
+        with reading(path):
+            block = file.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - place))
+            place += len(block)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                byte = place - len(error.object) + error.start
+                raise ValueError(
+                    f"it is not UTF-8 (byte {byte}); convert it, for example with iconv."
+                ) from error
+        yield text
         if not block:
             return
-
-
-def _text_of_line(line: bytes, field: str) -> str:
-    """The text in a line of JSON; an error says what the line is or has."""
-    if len(line) > _MAX_LINE_BYTES:
-        raise ValueError(
-            f"it is longer than {_MAX_LINE_BYTES / 1e6:.0f} MB; make it several documents, or a "
-            ".txt file, which may have any size."
-        )
-    try:
-        row = read_as(dict[str, Any], json.loads(line.decode()))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply to be read as JSON.") from error
-    if field not in row:
-        raise ValueError(f"it {no_field(field, row)}")
-    return text_of(row[field], field)
-
-
-def _count_lines(file: io.BufferedReader, end: int) -> int:
-    file.seek(0)
-    count = 0
-    while end > 0 and (block := file.read(min(_BLOCK_BYTES, end))):
-        count, end = count + block.count(b"\n"), end - len(block)
-    return count
 
 
 def _python_names(root: Path) -> list[str]:

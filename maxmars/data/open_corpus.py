@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from maxmars.config.errors import about, needs_extra
+from maxmars.config.errors import needs_extra
 from maxmars.data.corpus import (
     Corpus,
     Document,
     PythonSources,
     Run,
     TextFiles,
-    no_field,
-    text_of,
 )
+from maxmars.data.rows import OnBad, Row, no_field, refuse, text_in, texts_of
 
 # NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
 _TFDS_SOURCE = re.compile(r"([^:]+(?::(?:\d+|\*)(?:\.(?:\d+|\*)){2})?)(?::(.+))?")
@@ -65,7 +64,11 @@ PRESETS: Mapping[str, HubDataset] = {
 
 
 def open_corpus(
-    source: str, *, text_field: str | None = None, data_dir: str | None = None
+    source: str,
+    *,
+    text_field: str | None = None,
+    data_dir: str | None = None,
+    separator: str | None = None,
 ) -> Corpus:
     """The corpus that `maxmars data prepare SOURCE` means.
 
@@ -74,13 +77,21 @@ def open_corpus(
         path or glob of files, also of `gs://`.
       text_field: where the text is; by default `text`, or what the preset says.
       data_dir: where TFDS finds its datasets.
+      separator: what stands between the documents of a `.txt`; None takes the file as one.
 
     Raises:
-      ValueError: the source is no dataset that can be read, or lacks the field.
+      ValueError: the source is no dataset that can be read, lacks the field, or has no separator.
       FileNotFoundError: there are no such files, or no such dataset.
       ImportError: a library of the extra `hf` is missing.
     """
     kind, _, rest = source.partition(":")
+    if separator is not None and (
+        not separator or source in ("python", *PRESETS) or kind in ("hf", "tfds")
+    ):
+        raise ValueError(
+            f"the document separator {separator!r} must be what stands between the documents of "
+            f".txt files, but the source is {source}."
+        )
     if source == "python":
         return PythonSources()
     if kind == "tfds" and rest:
@@ -96,12 +107,14 @@ def open_corpus(
         dataset = _hub_dataset(rest)
         return HubCorpus(dataset, text_field=text_field or dataset.text_field)
     try:
-        return TextFiles([source], text_field=text_field or "text")
+        return TextFiles([source], text_field=text_field or "text", separator=separator)
     except FileNotFoundError as error:
-        similar = difflib.get_close_matches(source, [*PRESETS, "python"], 1, cutoff=0.75)
-        if not similar:
+        meant = difflib.get_close_matches(source, [*PRESETS, "python"], 1, cutoff=0.75)
+        if not meant and re.fullmatch(r"[\w-]+/[\w.-]+", source):
+            meant = [f"hf:{source}, a dataset of the Hugging Face hub"]
+        if not meant:
             raise
-        raise FileNotFoundError(f"{error} Did you mean the source {similar[0]}?") from error
+        raise FileNotFoundError(f"{error} Did you mean the source {meant[0]}?") from error
 
 
 def _hub_dataset(rest: str) -> HubDataset:
@@ -129,7 +142,7 @@ class TfdsCorpus(Corpus):
         self._data_dir = None if data_dir is None else os.path.expanduser(data_dir)
         builder, source = self._open()
         features = list(builder.info.features or {})
-        if text_field not in features:
+        if text_field.partition(".")[0] not in features and text_field not in features:
             raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
         info = builder.info.splits[split]
         lengths = list(info.shard_lengths) if "[" not in split else [len(source)]
@@ -159,7 +172,7 @@ class TfdsCorpus(Corpus):
                 "TensorFlow is, and name its directory by --data-dir."
             ) from error
 
-    @functools.cached_property
+    @cached_property
     def _source(self) -> Any:
         return self._open()[1]
 
@@ -170,15 +183,20 @@ class TfdsCorpus(Corpus):
     def has_parts(self, file: int) -> bool:
         return True
 
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run of a shard."""
+        name = self.files[run.file]
         start, end = self._starts[run.file], self._starts[run.file + 1]
         first, last = (start + number for number in run.of(end - start))
-        for begin in range(first, last, _TFDS_ROWS):
-            indices = range(begin, min(begin + _TFDS_ROWS, last))
-            for index, row in zip(indices, self._source.__getitems__(indices), strict=True):
-                name = f"{self.files[run.file]}:{index - start}"
-                yield Document(name, (_text_of_row(row, self._text_field, name),))
+
+        def rows() -> Iterator[Row]:
+            for begin in range(first, last, _TFDS_ROWS):
+                indices = range(begin, min(begin + _TFDS_ROWS, last))
+                found = self._source.__getitems__(indices)
+                yield from _rows(found, self._text_field, begin - start)
+
+        for place, text in texts_of(rows(), name, on_bad):
+            yield Document(f"{name}:{place}", (text,))
 
 
 _TFDS_ROWS = 256
@@ -203,21 +221,22 @@ class HubCorpus(Corpus):
         self.num_bytes = [None] * count
         self.fingerprint = f"{dataset} {text_field} {identity}"
 
-    def read(self, run: Run) -> Iterator[Document]:
+    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a file."""
-        rows = self._stream.shard(num_shards=len(self.files), index=run.file)
-        for number, text in enumerate(self._documents(rows, run.file)):
-            yield Document(f"{self.files[run.file]}:{number}", (text,))
+        name = self.files[run.file]
+        found = _read_rows(self._stream.shard(num_shards=len(self.files), index=run.file), name)
+        texts = texts_of(_rows(found, self._text_field), name, on_bad)
+        for number, text in enumerate(self._joined(text for _, text in texts)):
+            yield Document(f"{name}:{number}", (text,))
 
-    def _documents(self, rows: Any, file: int) -> Iterator[str]:
+    def _joined(self, rows: Iterable[str]) -> Iterator[str]:
         """The texts of the rows; those of one document joined."""
         first_row = self._dataset.first_row
+        if first_row is None:
+            yield from rows
+            return
         texts: list[str] = []
-        for row in _read_rows(rows, self.files[file]):
-            text = _text_of_row(row, self._text_field, self.files[file])
-            if first_row is None:
-                yield text
-                continue
+        for text in rows:
             if texts and re.match(first_row, text):
                 yield "".join(texts)
                 texts = []
@@ -226,11 +245,10 @@ class HubCorpus(Corpus):
             yield "".join(texts)
 
 
-def _text_of_row(row: Mapping[str, Any], field: str, name: str) -> str:
-    with about(name):
-        if field not in row:
-            raise ValueError(no_field(field, row))
-        return text_of(row[field], field)
+def _rows(rows: Iterable[Mapping[str, Any]], field: str, first: int = 0) -> Iterator[Row]:
+    """Rows that a library has read, numbered from the first."""
+    for number, row in enumerate(rows, first):
+        yield Row(number, partial("row {:,}".format, number), partial(text_in, row, field))
 
 
 @contextlib.contextmanager

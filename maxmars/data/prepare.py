@@ -35,11 +35,13 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from maxmars.config.checks import read_as
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
 from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
 from maxmars.data.formats import examine
+from maxmars.data.rows import Skipped
 from maxmars.data.sources import (
     METADATA,
     PLAN,
@@ -147,6 +149,8 @@ class Preparation:
     """Text of a task, about; None chooses by the size of the corpus."""
     allow_lossy: bool = False
     """Whether the tokenizer may lose more than 1 % of the first texts of a task."""
+    skip_bad: int = 0
+    """Lines and rows without a text that are left out, at most, of the whole corpus."""
     command: str | None = None
     """The command line, recorded."""
 
@@ -319,6 +323,7 @@ class Preparation:
                     shard_tokens=self.shard_tokens,
                     place=place or by_hash(self.validation_fraction),
                     allow_lossy=self.allow_lossy,
+                    skip_bad=self.skip_bad,
                     check=self._check_plan,
                     report=report,
                 )
@@ -340,7 +345,7 @@ class Preparation:
           What is in the directory now, or None: tasks are missing.
 
         Raises:
-          ValueError: a split has no text.
+          ValueError: a split has no text, or more was bad than may be skipped.
           OSError: a file cannot be written.
         """
         metadata = None
@@ -362,6 +367,9 @@ class Preparation:
         records = self._read_records(range(len(self.tasks)))
         if len(records) < len(self.tasks):
             return None
+        found = (read_as(Skipped, record.get("skipped", {})) for record in records.values())
+        skipped = sum(found, Skipped())
+        skipped.refuse_over(self.skip_bad)
         with self._on_full_disk():
             records = self._with_both_splits(records)
             if len(records) < len(self.tasks):  # another process has finished meanwhile
@@ -381,6 +389,7 @@ class Preparation:
                 source=self.source,
                 command=self.command,
                 loss=loss if loss.share else None,
+                skipped=skipped if skipped.count else None,
             )
             self._remove_unlisted(metadata)
             write_metadata(self.out, metadata)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from maxmars.config.checks import CheckedConfig, NotNegative, read_as
 from maxmars.config.errors import about
+from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss
 from maxmars.distributed.files import Workdir, read_text, reporting, resolve, write_text
 
@@ -83,6 +84,8 @@ class Metadata(CheckedConfig):
     """Read by nobody: earlier versions wrote here what `tokenizer_config.json` says now."""
     loss: Loss | None = None
     """What the tokenizer lost of the first texts; None where nothing."""
+    skipped: Skipped | None = None
+    """Lines and rows that were left out; None where none."""
     record_tokens: NotNegative[int] | None = None
     """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 

@@ -23,7 +23,9 @@ from typing import Any, Literal
 import fsspec
 import numpy as np
 
+from maxmars.config.errors import in_words
 from maxmars.data.corpus import Corpus, Document, Run
+from maxmars.data.rows import Skipped
 from maxmars.data.sources import Shard
 from maxmars.data.tokenizer import Loss, Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
@@ -144,6 +146,7 @@ def write_task(
     shard_tokens: int,
     place: Placing,
     allow_lossy: bool,
+    skip_bad: int,
     check: Callable[[], None],
     report: Callable[[int], None],
 ) -> dict[str, Any]:
@@ -158,12 +161,13 @@ def write_task(
       shard_tokens: tokens a file at most.
       place: decides the split of a document, unless the share of its file does.
       allow_lossy: whether a tokenizer may lose more than 1 % of the first texts.
+      skip_bad: lines and rows without a text that are left out, at most.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
 
     Returns:
       `num_documents` with tokens that began in the task, the `lowest` hash of those with the name
-      of its document, the `loss` of the first texts, and for each split `num_tokens`,
+      of its document, the `loss` of the first texts, `skipped`, and for each split `num_tokens`,
       `num_documents` that end there, `shards`, and the places in its tokens where documents start
       (`starts`, an array).
 
@@ -172,6 +176,14 @@ def write_task(
     """
     count, lowest, touched = 0, None, time.monotonic()
     loss, unchecked = Loss(), 0
+    skipped = Skipped()
+
+    def on_bad(error: ValueError) -> None:
+        nonlocal skipped
+        if not skip_bad:
+            raise error
+        skipped += Skipped(1, (in_words(error),))
+        skipped.refuse_over(skip_bad)
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; without tokens, it is left out."""
@@ -222,7 +234,7 @@ def write_task(
         }
         for run in task.runs:
             unchecked = max(_CHECKED_CHARACTERS // len(task.runs), _LEAST_CHECKED)
-            for document in corpus.read(run):
+            for document in corpus.read(run, on_bad):
                 if run.share != (0.0, 1.0):
                     add(document, writers[SPLITS[run.share[0] > 0]])
                     continue
@@ -233,7 +245,8 @@ def write_task(
             writer.complete()
         check()
         splits = {split: writer.name_shards(directory) for split, writer in writers.items()}
-    return {"num_documents": count, "lowest": lowest, "loss": asdict(loss), "splits": splits}
+    told = {"loss": asdict(loss), "skipped": asdict(skipped)}
+    return {"num_documents": count, "lowest": lowest, **told, "splits": splits}
 
 
 def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:

@@ -214,7 +214,7 @@ def test_fingerprints_follow_the_files(tmp_path):
         ("a.jsonl.gz", b"no gzip", "damaged"),
         ("a.jsonl.zst", b"no zstd", "damaged"),
         ("a.parquet", b"no parquet", "parquet"),
-        ("a.csv", b"a,b", ".jsonl"),
+        ("a.doc", b"a,b", ".jsonl"),
         ("a.jsonl", b"[" * 200_000, "line 1"),
         ("a.jsonl", b'{"text": ' + b'{"a":' * 200_000, "line 1"),
     ],

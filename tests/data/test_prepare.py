@@ -315,7 +315,7 @@ class Large(Corpus):
     def __init__(self, before):
         self.before = before
 
-    def read(self, run):
+    def read(self, run, on_bad=None):
         for number in range(6):
             self.before.get(number, lambda: None)()
             yield Document(str(number), ("word " * 200_000,))

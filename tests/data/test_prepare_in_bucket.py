@@ -104,7 +104,7 @@ def test_a_shard_that_is_uploaded_in_parts(tmp_path, server):
         ),
         slow("gs://bucket/none/*", "no file matches 'gs://bucket/none/*'"),
         ("gs://status-403/*", "gs://status-403 cannot be used"),
-        ("gs://bucket/bad/cut.jsonl.gz", "gs://bucket/bad/cut.jsonl.gz is damaged or cut short"),
+        ("gs://bucket/bad/cut.jsonl.gz", "gs://bucket/bad/cut.jsonl.gz: it is damaged"),
         slow("gs://bucket/bad/a.jsonl", "gs://bucket/bad/a.jsonl, line 2"),
     ],
 )

@@ -1,0 +1,331 @@
+"""Files of every kind that people have, whole, cut, compressed, huge and in other encodings."""
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import json
+import lzma
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+
+from maxmars.cli import main
+from maxmars.data.corpus import Run, TextFiles
+from maxmars.data.sources import read_metadata
+
+TEXTS = ["one", 'zwei ä\nlines, "quoted";\tand more', "", "𝄞 four"] * 3
+any_texts = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=6)
+settings = hypothesis.settings(max_examples=40, deadline=None, database=None, derandomize=True)
+
+
+def lines(texts):
+    return "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def nested_lines(texts):
+    return "".join(
+        json.dumps({"a": {"b": text}}, ensure_ascii=False) + "\n" for text in texts
+    ).encode()
+
+
+def array(texts):
+    return json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False).encode()
+
+
+def strings(texts):
+    return json.dumps(texts).encode()
+
+
+def objects(texts):
+    return "\n".join(json.dumps({"text": text}, indent=2) for text in texts).encode()
+
+
+def table(delimiter):
+    def write(texts):
+        out = io.StringIO(newline="")
+        writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+        writer.writerows([["n", "text"], *(["1", text] for text in texts)])
+        return codecs.BOM_UTF8 + out.getvalue().encode()
+
+    return write
+
+
+def parquet(texts, **options):
+    pyarrow, tables = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    out = io.BytesIO()
+    rows = pyarrow.table({"a": [{"b": text, "c": 1} for text in texts], "text": texts})
+    tables.write_table(rows, out, row_group_size=3, **options)
+    return out.getvalue()
+
+
+def arrow(kind):
+    def write(texts):
+        pyarrow = pytest.importorskip("pyarrow")
+        rows = pyarrow.table(
+            {"a": [{"b": text} for text in texts], "text": pyarrow.array(texts, "large_string")}
+        )
+        out = io.BytesIO()
+        with getattr(pyarrow.ipc, kind)(out, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=5)
+        return out.getvalue()
+
+    return write
+
+
+KINDS = {
+    "jsonl": (lines, "text"),
+    "ndjson": (nested_lines, "a.b"),
+    "array.json": (array, "text"),
+    "strings.json": (strings, "text"),
+    "lines.json": (lines, "text"),
+    "objects.json": (objects, "text"),
+    "csv": (table(","), "text"),
+    "semicolons.csv": (table(";"), "text"),
+    "tsv": (table("\t"), "text"),
+    "parquet": (parquet, "text"),
+    "nested.parquet": (parquet, "a.b"),
+    "file.arrow": (arrow("new_file"), "text"),
+    "stream.arrow": (arrow("new_stream"), "a.b"),
+}
+COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+def texts_of(path, parts=1, **options):
+    corpus = TextFiles([str(path)], **options)
+    runs = [Run(0, part, parts) for part in range(parts)]
+    return ["".join(d.blocks) for run in runs for d in corpus.read(run)]
+
+
+def read(kind, data, field="text", **options):
+    """The texts of bytes as a file of a kind; each example of a property has its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, f"rows.{kind}")
+        path.write_bytes(data)
+        return texts_of(path, text_field=field, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
+def test_every_kind(tmp_path, kind, compression):
+    write, field = KINDS[kind]
+    path, data = tmp_path / f"rows.{kind}", write(TEXTS)
+    if compression:
+        path = tmp_path / f"rows.{kind}.{compression}"
+        data = COMPRESSIONS[compression](data)
+    path.write_bytes(data)
+    if compression and kind.endswith(("parquet", "arrow")):
+        with refused(ValueError, path):
+            TextFiles([str(path)])
+        return
+    assert texts_of(path, text_field=field) == TEXTS
+    if kind != "strings.json":
+        for name in ("body", "text.b"):
+            with refused(ValueError, path, name):
+                texts_of(path, text_field=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_that_are_empty_or_cut(kind):
+    """Whatever remains of a file, its first texts come as they were, or it is refused."""
+    write, field = KINDS[kind]
+
+    @settings
+    @given(any_texts.map(lambda texts: [*texts, "a"]), st.floats(0, 1))
+    @hypothesis.example(["a"], 0.0)
+    @hypothesis.example(["a\r\nb", '"', ""], 1.0)
+    def check(texts, share):
+        data = write(texts)
+        assert read(kind, data, field) == texts
+        try:
+            found = read(kind, data[: int(len(data) * share)], field)
+        except ValueError:
+            return
+        if found[-1:] == [""] and kind.endswith(("csv", "tsv")):
+            found.pop()  # a row that is cut where its last field begins is one with an empty field
+        assert found == texts[: len(found)]
+
+    check()
+
+
+@settings
+@given(any_texts, st.sampled_from(["\n", "<|endoftext|>", "aab", "%%"]), st.integers(1, 9))
+def test_documents_between_separators(texts, separator, parts):
+    """However a text is cut into parts, the documents are those between its separators."""
+    text = separator.join(texts)
+    documents = [document.strip("\r\n") for document in text.split(separator)]
+    mark = codecs.BOM_UTF8 if text else b""
+    found = read("txt", mark + text.encode(), separator=separator)
+    assert [t for t in found if t] == [t for t in documents if t]
+    if len(set(separator)) > 1 or len(separator) == 1:
+        assert found == read("txt", mark + text.encode(), separator=separator, parts=parts)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "array.json", "csv", "txt"])
+def test_a_row_of_70_mb(tmp_path, kind):
+    path, large = tmp_path / f"rows.{kind}", "abcdefg" * 10_000_000
+    texts = ["one", large, "three"]
+    path.write_bytes("|".join(texts).encode() if kind == "txt" else KINDS[kind][0](texts))
+    separator = "|" if kind == "txt" else None
+    with refused(ValueError, path):
+        texts_of(path, separator=separator)
+    if kind in ("jsonl", "txt"):
+        bad = []
+        corpus = TextFiles([str(path)], separator=separator)
+        found = [(d.name, *d.blocks) for d in corpus.read(Run(0), bad.append)]
+        first, last = [text for _, text in found]
+        assert (first, last, len(bad)) == ("one", "three", 1)
+        place = path.read_bytes().rindex(b"three") - (
+            0 if kind == "txt" else len('{"n": 1, "text": "')
+        )
+        assert found[1][0] == f"rows.{kind}:{place}"
+
+
+@pytest.mark.parametrize("compression", ["", "gz"])
+def test_the_mark_and_the_encoding_of_a_text(tmp_path, compression):
+    def written(data):
+        path = tmp_path / f"a.txt{compression and '.gz'}"
+        path.write_bytes(gzip.compress(data) if compression else data)
+        return path
+
+    assert texts_of(written(codecs.BOM_UTF8 + b"one\ntwo")) == ["one\ntwo"]
+    for encoding in ("utf-16", "utf-32"):
+        path = written("one\ntwo".encode(encoding))
+        with refused(ValueError, path, encoding.upper()):
+            texts_of(path)
+
+
+def test_a_page_whose_checksum_is_wrong(tmp_path):
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    data = parquet(["a made up text"] * 9, write_statistics=False, **options)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(data)
+    assert texts_of(path, text_field="a.b") == ["a made up text"] * 9
+    place = data.index(b"made up")
+    path.write_bytes(data[:place] + b"M" + data[place + 1 :])
+    with refused(ValueError, path):
+        texts_of(path, text_field="a.b")
+
+
+def test_zstd_of_a_long_window_is_not_called_damaged(tmp_path):
+    """A frame with a window of 2^28 bytes, as `zstd --long=28` makes, and one block as it is."""
+    pytest.importorskip("pyarrow")
+    line = b'{"text": "a"}\n'
+    for exponent, is_read in ((27, True), (28, False)):
+        frame = bytes.fromhex("28b52ffd00") + bytes([exponent - 10 << 3])
+        path = tmp_path / "a.jsonl.zst"
+        path.write_bytes(frame + (len(line) << 3 | 1).to_bytes(3, "little") + line)
+        if is_read:
+            assert texts_of(path) == ["a"]
+            continue
+        with refused(ValueError, path, "--long") as raised:
+            texts_of(path)
+        assert "damaged" not in str(raised.value)
+
+
+# --- Through the command line --------------------------------------------------------------------
+
+
+def prepare(*words):
+    main(["data", "prepare", *map(str, words), "--workers", "0"])
+
+
+def refusal(capsys, *words):
+    with pytest.raises(SystemExit) as raised:
+        prepare(*words)
+    assert raised.value.code
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+GOOD = [f'{{"text": "document {i}"}}\n'.encode() for i in range(60)]
+BAD = [
+    b"null\n",
+    b'{"t": "no text"}\n',
+    b'{"text": 3}\n',
+    b'{"text": "cut\n',
+    b'{"text": "\xff"}\n',
+]
+
+
+def test_bad_rows_of_all_tasks_are_counted_together(tmp_path, capsys):
+    rows = GOOD.copy()
+    for number, row in enumerate(BAD):
+        rows.insert(12 * number + 5, row)
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    path.write_bytes(b"".join(rows))
+    error = refusal(capsys, path, out)
+    assert f"{path}, line 6" in error
+    assert not out.exists()
+    tasks = "--task-bytes", 400
+    for task in range(4):
+        job = (path, out, *tasks, "--skip-bad", 4, "--tasks", f"{task}/4")
+        if task < 3:
+            prepare(*job)
+        else:
+            error = refusal(capsys, *job)
+    assert "line 6" in error
+    assert "5" in error
+    assert "--skip-bad" in error
+    prepare(path, out, *tasks, "--skip-bad", 5)
+    told = capsys.readouterr().out
+    assert "line 6" in told
+    metadata = read_metadata(out)
+    assert metadata.skipped.count == len(BAD)
+    assert sum(split.num_documents for split in metadata.splits.values()) == len(GOOD)
+    main(["data", "inspect", str(out)])
+    assert "line 6" in capsys.readouterr().out
+    (tmp_path / "good.jsonl").write_bytes(b"".join(GOOD))
+    prepare(tmp_path / "good.jsonl", tmp_path / "good")
+    assert read_metadata(tmp_path / "good").skipped is None
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json"])
+def test_bad_rows_of_other_kinds(tmp_path, capsys, kind):
+    path, out = tmp_path / f"rows.{kind}", tmp_path / "out"
+    if kind == "json":
+        path.write_text(json.dumps([{"text": "a"}, {}, None, {"text": "b"}, {"text": "c"}]))
+    else:
+        mark = {"csv": ",", "tsv": "\t"}[kind]
+        rows = [["n", "text"], ["1", "a"], ["1"], ["1", '"b" b'], ["1", "b"], ["1", "c"]]
+        path.write_text("".join(mark.join(row) + "\n" for row in rows))
+    assert str(path) in refusal(capsys, path, out, "--skip-bad", 1)
+    prepare(path, out, "--skip-bad", 2)
+    found = read_metadata(out)
+    assert found.skipped.count == 2
+    assert sum(split.num_documents for split in found.splits.values()) == 3
+
+
+@pytest.mark.parametrize(("mark", "written"), [("<|endoftext|>", "<|endoftext|>"), ("\n", r"\n")])
+def test_a_text_of_many_documents(tmp_path, capsys, mark, written):
+    text = f"\n{mark}\n".join(f"Story {i}, made up." for i in range(40))
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "*.txt", tmp_path / "one")
+    assert ("--document-separator" in capsys.readouterr().err) == (mark != "\n")
+    separated = tmp_path / "*.txt", tmp_path / "many", "--document-separator", written
+    prepare(*separated, "--task-bytes", 100)
+    assert "--document-separator" not in capsys.readouterr().err
+    metadata = read_metadata(tmp_path / "many")
+    assert sum(split.num_documents for split in metadata.splits.values()) == 40
+    assert written in metadata.command
+    rows = [json.dumps({"text": f"Story {i}, made up."}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    prepare(tmp_path / "rows.jsonl", tmp_path / "lines", "--validation-fraction", 0)
+    prepare(*separated[:1], tmp_path / "again", *separated[2:], "--validation-fraction", 0)
+    main(["data", "inspect", str(tmp_path / "lines"), "--compare", str(tmp_path / "again")])
+
+
+def test_hints(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        Path(f"{name}.txt").write_text(name)
+    assert "quote" in refusal(capsys, "a.txt", "b.txt", "c.txt", "out")
+    assert "hf:roneneldan/TinyStories" in refusal(capsys, "roneneldan/TinyStories", "out")
+    for source in ("python", "openwebtext"):
+        assert "'|'" in refusal(capsys, source, "out", "--document-separator", "|")
+    assert not Path("out").exists()
