@@ -49,13 +49,13 @@ from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.train import train
-from maxmars.train.auto import choose_microbatches, choose_precision, memory_bytes_of
+from maxmars.train.auto import choose_precision, prepare
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import make_initializer, make_train_step
+from maxmars.train.step import make_initializer
 
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
@@ -220,12 +220,15 @@ def find_start(config: TrainConfig) -> Digests:
         for _, array in sorted(next(batches).items()):
             sha.update(np.asarray(array).tobytes())
         batches.close()
-    weights = make_initializer(config, mesh)(np.uint32(config.seed))["params"]
+    weights = make_initializer(config, Parameters(config.model, mesh))(np.uint32(config.seed))[
+        "params"
+    ]
     return combine(digest(weights)), sha.hexdigest()
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    check_optimizer(config.optimizer, config.model, sharding.training_mesh(config))
+    mesh = sharding.training_mesh(config)
+    check_optimizer(config.optimizer, Parameters(config.model, mesh))
 
 
 def _refusal(cell: Cell, contender: Contender) -> str | None:
@@ -343,15 +346,14 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    config = choose_microbatches(config, mesh, memory_bytes_of(mesh), lambda _: None)
-    step = make_train_step(config, mesh)
+    config, step = prepare(config, Parameters(config.model, mesh))
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:
         compiled: jax.stages.Compiled = step.lower().compile()
         moved = sum(c.bytes for c in collectives(compiled, mesh))
     return {
-        "num_parameters": num_parameters(config.model),
+        "num_parameters": step.parameters.count,
         "num_devices": mesh.size,
         "parameter_bytes": sharding.bytes_on_chip(state.params),
         "optimizer_state_bytes": sharding.bytes_on_chip((state.opt_state, state.prev_params)),

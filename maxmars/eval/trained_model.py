@@ -43,12 +43,8 @@ from maxmars.distributed.files import (
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
 from maxmars.model import hub, huggingface
-from maxmars.model.language_model import (
-    LanguageModel,
-    graph_and_abstract_params,
-    make_model,
-    param_shardings,
-)
+from maxmars.model.language_model import LanguageModel, make_model
+from maxmars.model.parameters import Parameters
 
 """Where a working directory keeps the file of a `ModuleConfig`."""
 
@@ -109,8 +105,7 @@ def load(
 
     def abstract_params(config: ModelConfig) -> Any:
         check_mesh_divides_model(config, mesh.shape)
-        shardings = param_shardings(config, mesh)
-        return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
+        return Parameters(config, mesh).on_mesh
 
     if isinstance(path, RunTarget | HFTarget):
         target = path
@@ -463,7 +458,7 @@ def export_model(
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
     """One parameter of a checkpoint, as Hugging Face's arrays."""
-    leaf: Any = graph_and_abstract_params(stored.model)[1]
+    leaf: Any = Parameters(stored.model).abstract
     for key in layout.path:
         leaf = leaf[key]
     for key in ("params", *layout.path)[::-1]:

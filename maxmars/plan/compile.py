@@ -27,6 +27,7 @@ from maxmars.distributed.collectives import SCOPES, Collective, collectives
 from maxmars.distributed.cycles import StepClock, step_clock
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
+from maxmars.model.parameters import Parameters
 from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
@@ -82,6 +83,7 @@ class Compiled:
 class CompiledTrainStep(Compiled):
     """The compiled train step."""
 
+    parameters: Parameters
     state: TrainState
     """Abstract."""
     flops: Counter[str]
@@ -95,21 +97,25 @@ class CompiledTrainStep(Compiled):
         return Needs(self.peak_bytes, None if self.clock is None else self.clock.cycles)
 
 
-def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> CompiledTrainStep:
-    """Compile the step that `train` runs for this config and mesh.
+def compile_train_step(
+    config: TrainConfig, parameters: Parameters, topology: Topology
+) -> CompiledTrainStep:
+    """Compile the step that `train` runs for this config, and its parameters on a mesh.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
     start = time.perf_counter()
-    step = make_train_step(config, mesh, batch_types(config.data, config.model))
+    mesh = parameters.mesh
+    step = make_train_step(config, parameters, batch_types(config.data, config.model))
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
     compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
     chip = topology.chip if mesh.devices.flat[0].platform == "tpu" else None
     return CompiledTrainStep(
+        parameters=step.parameters,
         state=step.abstract_state,
         flops=matmul_flops(traced.jaxpr),
         clock=None if chip is None else step_clock(compiled["executable"], chip),
@@ -179,13 +185,14 @@ def compile_prepared(
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses even the last policy.
     """
-    mesh, steps = topology.mesh(config), list(known)
+    parameters = Parameters(config.model, topology.mesh(config))
+    steps = list(known)
 
     def compiled(config: TrainConfig) -> CompiledTrainStep:
         for other, step in steps:
             if other == config:
                 return step
-        steps.append((config, compile_train_step(config, mesh, topology)))
+        steps.append((config, compile_train_step(config, parameters, topology)))
         return steps[-1][1]
 
     def measure(config: TrainConfig) -> Needs:
@@ -200,7 +207,9 @@ def compile_prepared(
         return needs
 
     types, memory = batch_types(config.data, config.model), topology.memory_bytes
-    config, _ = prepare(config, mesh, types, log=choices, memory_bytes=memory, measure=measure)
+    config, _ = prepare(
+        config, parameters, types, log=choices, memory_bytes=memory, measure=measure
+    )
     return config, compiled(config)
 
 
@@ -225,6 +234,7 @@ def find_fit(
       ValueError: nothing fits, or no number of microbatches divides the batch over the mesh.
     """
     mesh = topology.mesh(config)
+    parameters = Parameters(config.model, mesh)
     config = choose_precision(config, mesh)
     shards, batch = sharding.batch_shards(mesh), config.global_batch_size
     counts = possible_microbatches(batch, shards)
@@ -242,7 +252,7 @@ def find_fit(
     def fits(remat: Remat, count: int) -> bool:
         tried = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
         try:
-            step = compile_train_step(tried, mesh, topology)
+            step = compile_train_step(tried, parameters, topology)
         except DoesNotFitError:
             log(f"remat {remat}, {count} microbatches: no fit, too much")
             return False

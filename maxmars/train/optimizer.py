@@ -1,8 +1,7 @@
-"""Config to optimizer: the matrix of each parameter, and the optax optimizer of them all.
+"""Config to optimizer: the rule of each parameter, and the optax optimizer of them all.
 
-The matrix of a parameter, its kind and its part of the model follow from the names of its axes
-(`model.logical_axes`), never from its number of dimensions or its path; its rule, rate and weight
-decay from its kind (`rule_of` of the optimizer's config).
+The rule of a parameter, its rate and weight decay follow from its kind (`Parameters.kinds`) by
+`rule_of` of the optimizer's config.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import Mesh
 from jaxtyping import Num
 
 from maxmars.checkpoint.digest import leaf_types
@@ -26,7 +24,6 @@ from maxmars.config import (
     AdoptConfig,
     LionConfig,
     MarsConfig,
-    ModelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,
@@ -38,15 +35,9 @@ from maxmars.config import (
 from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
-from maxmars.distributed.sharding import RULES, like_params
-from maxmars.model.gpt2 import LAYERS
-from maxmars.model.language_model import (
-    given_matrix_specs,
-    graph_and_abstract_params,
-    logical_axes,
-)
+from maxmars.distributed.sharding import like_params
+from maxmars.model.parameters import PARTS, Parameters
 from maxmars.optim import (
-    MatrixSpec,
     describe,
     mars,
     muon,
@@ -54,96 +45,16 @@ from maxmars.optim import (
     soap_shardings,
     sophia,
 )
-from maxmars.optim.nnx import stacked
 
 
-def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
-    """The `MatrixSpec` of each parameter, as a nested dict.
-
-    It follows from the names of the axes, `layers` aside:
-
-    * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
-    * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
-    * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
-
-    A parameter of the user's own may say it by its metadata `matrix_spec`, as for
-    `maxmars.optim.nnx.matrix_specs_of`; there and here a convolution in groups is a matrix for each
-    group, and a depthwise one a vector.
-
-    Args:
-      config: the model.
-      qkv: the attention's input projection is one matrix ("fused"), three for queries, keys and
-        values ("qkv"), or three for each head ("heads").
-      mesh: if given, the specs say how `sharding.RULES` partitions each parameter over it.
-
-    Raises:
-      ValueError: the names do not say it, and neither does `matrix_spec`.
-    """
-    split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
-    given = given_matrix_specs(config)
-    _, shapes = graph_and_abstract_params(config)
-
-    def spec(path: tuple[Any, ...], shape: Any, axes: tuple[str | None, ...]) -> MatrixSpec:
-        keys = tuple(key.key for key in path)
-        partition = None if mesh is None else RULES.spec(*axes)
-        if given.get(keys) is not None:
-            return dataclasses.replace(stacked(given[keys], len(axes)), partition=partition)
-        batch, rows, cols = _vector(axes) if keys in given else _matrix(axes, keys)
-        embedding = bool(rows) and axes[cols[0]] in _TABLES
-        padding = shape.shape[cols[0]] - config.vocab_size if embedding and "vocab" in axes else 0
-        split = [i for i, name in enumerate(axes) if name in split_names]
-        return MatrixSpec(
-            batch=batch,
-            rows=rows,
-            cols=cols,
-            partition=partition,
-            split=tuple(split) if rows and "qkv" in axes else (),
-            embedding=embedding,
-            padding=padding,
-        )
-
-    return jax.tree.map_with_path(spec, shapes, logical_axes(config))
-
-
-_TABLES = ("vocab", "positions")
-_Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _vector(axes: tuple[str | None, ...]) -> _Axes:
-    """Axes that stack layers, no rows, and all others."""
-    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
-    return tuple(range(layers)), (), tuple(range(layers, max(len(axes), 1)))
-
-
-def _matrix(axes: tuple[str | None, ...], keys: tuple[Any, ...]) -> _Axes:
-    """Axes that stack layers, input axes and output axes, by the rules of `matrix_specs`."""
-    layers, _, others = _vector(axes)
-    names = axes[len(layers) :]
-    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
-        return layers, (), others
-    for i, name in zip(others, names, strict=True):
-        if name in _TABLES:
-            return layers, tuple(axis for axis in others if axis != i), (i,)
-    if names[0] == "embed":
-        return layers, others[:1], others[1:]
-    if names[-1] == "embed":
-        return layers, others[:-1], others[-1:]
-    raise ValueError(
-        f"the axes {list(axes)} of {'.'.join(map(str, keys))} do not say whether it is a matrix: "
-        "neither the first nor the last one is embed; say so in the parameter's metadata, "
-        "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
-    )
-
-
-def update_rules(optimizer: OptimizerConfig, model: ModelConfig) -> Any:
+def update_rules(optimizer: OptimizerConfig, parameters: Parameters) -> Any:
     """The `UpdateRule` of each parameter, as a nested dict."""
-    return jax.tree.map(lambda spec: optimizer.rule_of(spec.kind), matrix_specs(model))
+    return jax.tree.map(optimizer.rule_of, parameters.kinds)
 
 
-def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> str:
     """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay."""
-    _, params = graph_and_abstract_params(model)
-    rules = update_rules(optimizer, model)
+    rules = update_rules(optimizer, parameters)
 
     def column(field: str) -> Any:
         def cell(rule: UpdateRule) -> Any:
@@ -153,42 +64,40 @@ def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
         return jax.tree.map(cell, rules)
 
     return describe(
-        params,
-        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
+        parameters.abstract,
+        parameters.split_specs(getattr(optimizer, "qkv", "fused")),
         rule=column("name"),
         rate=column("learning_rate_scale"),
         decay=column("weight_decay"),
     )
 
 
-def summarize_rules(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+def summarize_rules(optimizer: OptimizerConfig, parameters: Parameters) -> str:
     """The size of each rule, such as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
-    _, params = graph_and_abstract_params(model)
     sizes: dict[str, int] = {}
-    rules = jax.tree.leaves(update_rules(optimizer, model))
-    for leaf, rule in zip(jax.tree.leaves(params), rules, strict=True):
+    rules = jax.tree.leaves(update_rules(optimizer, parameters))
+    for leaf, rule in zip(jax.tree.leaves(parameters.abstract), rules, strict=True):
         sizes[rule.name] = sizes.get(rule.name, 0) + leaf.size
     return ", ".join(f"{rule} for {size:,}" for rule, size in sizes.items()) + " parameters"
 
 
 def make_optimizer(
     optimizer: OptimizerConfig,
-    model: ModelConfig,
+    parameters: Parameters,
     learning_rate: optax.ScalarOrSchedule,
     *,
     batch_tokens: int = 1,
-    mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optax optimizer of a model's parameters (a nested dict).
 
     Args:
       optimizer: which optimizer, with its hyperparameters.
-      model: the model, whose axis names say which parameters are matrices and which decay.
+      parameters: which of them are matrices and which decay, and how they lie on their mesh.
       learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
       batch_tokens: tokens a step, by which Sophia scales its estimate of the Hessian.
-      mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
     """
-    decays = jax.tree.map(lambda rule: bool(rule.weight_decay), update_rules(optimizer, model))
+    rules, mesh = update_rules(optimizer, parameters), parameters.mesh
+    decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
     match optimizer:
         case AdamWConfig():
             tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
@@ -217,7 +126,7 @@ def make_optimizer(
             tx = soap(
                 learning_rate,
                 mask=decays,
-                matrix_specs=_soap_specs(model, mesh),
+                matrix_specs=_soap_specs(parameters),
                 mesh=mesh if mesh is not None and mesh.size > 1 else None,
                 **_options(optimizer),
             )
@@ -226,13 +135,13 @@ def make_optimizer(
             tx = make(
                 learning_rate,
                 mask=decays,
-                matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+                matrix_specs=parameters.split_specs(optimizer.qkv),
                 mesh=mesh,
                 ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
                 **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
             )
         case OptaxConfig():
-            tx = _own_optimizer(optimizer, learning_rate, matrix_specs(model, mesh=mesh), mesh)
+            tx = _own_optimizer(optimizer, parameters, learning_rate)
     return optax.with_extra_args_support(tx)
 
 
@@ -254,7 +163,7 @@ def _mixing_schedules(
 
 
 def _own_optimizer(
-    optimizer: OptaxConfig, learning_rate: optax.ScalarOrSchedule, specs: Any, mesh: Mesh | None
+    optimizer: OptaxConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
     """What the user's function makes.
 
@@ -264,7 +173,7 @@ def _own_optimizer(
     """
     make = load_function(optimizer.make, field="optimizer.make")
     options = reveal(optimizer.options, "optimizer.options")
-    arguments = {"matrix_specs": specs, "mesh": mesh, **options}
+    arguments = {"matrix_specs": parameters.specs, "mesh": parameters.mesh, **options}
     try:
         inspect.signature(make).bind(learning_rate, **arguments)
     except TypeError as error:
@@ -282,7 +191,7 @@ def _own_optimizer(
     return tx
 
 
-def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) -> None:
+def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
     """Check that a user's own optimizer makes updates like the parameters from gradients, state and
     parameters alone, and that its state can be saved and keeps its types.
 
@@ -292,14 +201,13 @@ def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) 
     if not isinstance(optimizer, OptaxConfig):
         return
     whose = f"the optimizer of optimizer.make={optimizer.make!r}"
-    _, params = graph_and_abstract_params(model)
+    params = parameters.abstract
 
     def init(params: Any) -> Any:
-        rate = optimizer.learning_rate
-        return make_optimizer(optimizer, model, rate, mesh=mesh).init(params)
+        return make_optimizer(optimizer, parameters, optimizer.learning_rate).init(params)
 
     def update(learning_rate: jax.Array, state: Any, params: Any) -> Any:
-        tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
+        tx = make_optimizer(optimizer, parameters, learning_rate)
         return tx.update(params, state, params)
 
     before = jax.eval_shape(init, params)
@@ -360,24 +268,21 @@ def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _soap_specs(model: ModelConfig, mesh: Mesh | None) -> Any:
+def _soap_specs(parameters: Parameters) -> Any:
     """SOAP leaves embeddings to AdamW, as it does vectors: they have no spec."""
-    specs = matrix_specs(model, mesh=mesh)
-    return jax.tree.map(lambda spec: None if spec.embedding else spec, specs)
+    return jax.tree.map(lambda spec: None if spec.embedding else spec, parameters.specs)
 
 
-def opt_state_shardings(
-    optimizer: OptimizerConfig, model: ModelConfig, opt_state: Any, params: Any, mesh: Mesh
-) -> Any:
-    """NamedShardings of an (abstract) optimizer state, given parameters that carry theirs.
+def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_state: Any) -> Any:
+    """NamedShardings of an (abstract) optimizer state.
 
     An array of the state takes its parameter's sharding; only SOAP's bases lie with the devices
     that own their matrices.
     """
-    like = like_params(opt_state, params)
+    like, mesh = like_params(opt_state, parameters.on_mesh), parameters.mesh
     if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
         return like
-    own = soap_shardings(opt_state, mesh, _soap_specs(model, mesh))
+    own = soap_shardings(opt_state, mesh, _soap_specs(parameters))
     return jax.tree.map(lambda a, b: a if b is None else b, like, own)
 
 
@@ -414,26 +319,10 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
 
 
 # --- the parts of the model that metrics tell apart ----------------------------------------------
-
-PARTS = ("embedding", "attention", "mlp", "vector")
-"""Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
-
-
-def parameter_parts(config: ModelConfig) -> Any:
-    """The part of each parameter, one of `PARTS`, as a nested dict."""
-
-    def part(spec: MatrixSpec, axes: tuple[str | None, ...]) -> str:
-        if spec.kind != "matrix":
-            return spec.kind
-        return "attention" if "heads" in axes else "mlp"
-
-    return jax.tree.map(part, matrix_specs(config), logical_axes(config))
-
-
-def learning_rate_scales(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, float]:
+def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
-    parts = jax.tree.leaves(parameter_parts(model))
-    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, model)), strict=True))
+    parts = jax.tree.leaves(parameters.parts)
+    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
     scales = {part: rules[part].learning_rate_scale or 1.0 for part in PARTS if part in rules}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 

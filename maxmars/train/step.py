@@ -24,23 +24,11 @@ from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, Tr
 from maxmars.config.mesh import check_mesh
 from maxmars.data.own_data import TYPES, Types
 from maxmars.distributed import sharding
-from maxmars.model.language_model import (
-    check_model,
-    graph_and_abstract_params,
-    init_params,
-    make_model,
-    mean_loss,
-    param_shardings,
-)
+from maxmars.model.language_model import check_model, make_model, mean_loss
+from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import check_compiler_options, compiler_options
-from maxmars.train.optimizer import (
-    PARTS,
-    make_optimizer,
-    make_schedule,
-    opt_state_shardings,
-    parameter_parts,
-)
+from maxmars.train.optimizer import make_optimizer, make_schedule, opt_state_shardings
 
 Metrics = dict[str, jax.Array]
 
@@ -81,32 +69,34 @@ class TrainState:
 # --- making a state ------------------------------------------------------------------------------
 
 
-def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+def abstract_train_state(config: TrainConfig, parameters: Parameters) -> TrainState:
     """The state's shapes, dtypes and shardings; nothing is allocated.
+
+    Args:
+      config: what to train.
+      parameters: of its model, on a mesh.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    check_mesh(config, mesh.shape)
-    check_model(config.model, mesh)
-    _, params = graph_and_abstract_params(config.model)
-    abstract = jax.eval_shape(lambda params: _initial_state(config, mesh, params), params)
-    params = sharding.with_shardings(abstract.params, param_shardings(config.model, mesh))
-    opt_state = opt_state_shardings(
-        config.optimizer, config.model, abstract.opt_state, params, mesh
+    check_mesh(config, parameters.mesh.shape)
+    check_model(parameters)
+    abstract = jax.eval_shape(
+        lambda params: _initial_state(config, parameters, params), parameters.abstract
     )
-    shardings = sharding.like_params(abstract, params)
+    opt_state = opt_state_shardings(config.optimizer, parameters, abstract.opt_state)
+    shardings = sharding.like_params(abstract, parameters.on_mesh)
     return sharding.with_shardings(abstract, dataclasses.replace(shardings, opt_state=opt_state))
 
 
 def init_train_state(
-    config: TrainConfig, mesh: Mesh, given: Mapping[str, Any] | None = None
+    config: TrainConfig, parameters: Parameters, given: Mapping[str, Any] | None = None
 ) -> TrainState:
     """A new state, created in place on its devices; its values do not depend on the mesh.
 
     Args:
       config: what to train.
-      mesh: where the state goes.
+      parameters: of its model, on the mesh where the state goes.
       given: fields of the state that exist already, in the mesh's shardings, by name, `params`
         among them; only the others are created, for these parameters.
 
@@ -114,21 +104,21 @@ def init_train_state(
       ValueError: the mesh does not divide the model or the batch.
     """
     if given is None:
-        return TrainState(**make_initializer(config, mesh)(np.uint32(config.seed)))
-    abstract = vars(abstract_train_state(config, mesh))
+        return TrainState(**make_initializer(config, parameters)(np.uint32(config.seed)))
+    abstract = vars(abstract_train_state(config, parameters))
     missing = {name: field for name, field in abstract.items() if name not in given}
 
     def create(params: Any) -> dict[str, Any]:
         # Copied, as a jitted function returns an unchanged argument itself: the state is donated,
         # so no two of its fields may share an array.
-        state = _initial_state(config, mesh, jax.tree.map(jnp.copy, params))
+        state = _initial_state(config, parameters, jax.tree.map(jnp.copy, params))
         return {name: getattr(state, name) for name in missing}
 
     created = jax.jit(create, out_shardings=_shardings(missing))(given["params"])
     return TrainState(**given, **created)
 
 
-def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
+def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:
     """A `jax.jit` function from a seed (uint32) to the fields of a new state, by name.
 
     It compiles once for all seeds; the learning rate is the config's (see `make_hyperparams`).
@@ -137,46 +127,42 @@ def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
       ValueError: the mesh does not divide the model or the batch.
     """
     return jax.jit(
-        lambda seed: vars(_initial_state(config, mesh, init_params(config.model, seed))),
-        out_shardings=_shardings(vars(abstract_train_state(config, mesh))),
+        lambda seed: vars(_initial_state(config, parameters, init_params(config.model, seed))),
+        out_shardings=_shardings(vars(abstract_train_state(config, parameters))),
     )
 
 
-def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
+def make_hyperparams(config: TrainConfig, parameters: Parameters) -> dict[str, jax.Array]:
     """`TrainState.hyperparams` as the config says."""
-    return jax.jit(lambda: _hyperparams(config), out_shardings=sharding.replicated(mesh))()
+    replicated = sharding.replicated(parameters.mesh)
+    return jax.jit(lambda: _hyperparams(config, parameters), out_shardings=replicated)()
 
 
-def _initial_state(config: TrainConfig, mesh: Mesh, params: Any) -> TrainState:
+def _initial_state(config: TrainConfig, parameters: Parameters, params: Any) -> TrainState:
     zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
     return TrainState(
         step=zero,
         params=params,
-        opt_state=_optimizer(config, config.optimizer.learning_rate, mesh).init(params),
+        opt_state=_optimizer(config, parameters, config.optimizer.learning_rate).init(params),
         # The first step also takes a gradient here, and the guard checks it, but the correction
         # does not use it. At zeros a model's gradient may not be finite.
         prev_params=params if _is_exact(config) else None,
-        hyperparams=_hyperparams(config),
+        hyperparams=_hyperparams(config, parameters),
         guard=Guard(zero, zero, zero, zero_loss, zero_loss),
     )
 
 
-def _hyperparams(config: TrainConfig) -> dict[str, jax.Array]:
-    _, params = graph_and_abstract_params(config.model)
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+def _hyperparams(config: TrainConfig, parameters: Parameters) -> dict[str, jax.Array]:
+    leaves = jax.tree.leaves(parameters.abstract)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
     return {"learning_rate": jnp.asarray(config.optimizer.learning_rate, dtype)}
 
 
 def _optimizer(
-    config: TrainConfig, learning_rate: optax.ScalarOrSchedule, mesh: Mesh
+    config: TrainConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(
-        config.optimizer,
-        config.model,
-        learning_rate,
-        batch_tokens=config.tokens_per_step,
-        mesh=mesh,
-    )
+    tokens = config.tokens_per_step
+    return make_optimizer(config.optimizer, parameters, learning_rate, batch_tokens=tokens)
 
 
 def _is_exact(config: TrainConfig) -> bool:
@@ -194,11 +180,16 @@ def _shardings(abstract: Any) -> Any:
 class TrainStep:
     """The jitted step on its mesh. Calling it donates (uses up) the state."""
 
-    mesh: Mesh
+    parameters: Parameters
+    """Of the model, on the mesh."""
     jitted: Any
     """`jax.jit` function of (TrainState, batch)."""
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.parameters.mesh
 
     def __call__(
         self, state: TrainState, batch: Mapping[str, jax.Array]
@@ -246,12 +237,14 @@ class TrainStep:
         return text
 
 
-def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None) -> TrainStep:
+def make_train_step(
+    config: TrainConfig, parameters: Parameters, types: Types | None = None
+) -> TrainStep:
     """Build the step for a config and a mesh.
 
     Args:
       config: what to train.
-      mesh: its devices.
+      parameters: of its model, on a mesh.
       types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default those
         that the config says: of own data, `tokens` alone.
 
@@ -259,13 +252,13 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
       ValueError: the mesh does not divide the model or the batch, or the compiler does not know
         the config's options for it.
     """
-    abstract_state = abstract_train_state(config, mesh)
+    mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
     check_compiler_options(config, mesh)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
-        lambda state, batch: _step(config, mesh, shardings.params, state, batch),
+        lambda state, batch: _step(config, parameters, state, batch),
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
@@ -276,7 +269,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(mesh, jitted, abstract_state, batch)
+    return TrainStep(parameters, jitted, abstract_state, batch)
 
 
 class _Written(NamedTuple):
@@ -289,14 +282,13 @@ class _Written(NamedTuple):
 
 def _step(
     config: TrainConfig,
-    mesh: Mesh,
-    param_shardings: Any,
+    parameters: Parameters,
     state: TrainState,
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    parts = parameter_parts(config.model)
+    parts = parameters.parts
 
     def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
@@ -304,7 +296,7 @@ def _step(
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
         with jax.named_scope("model"):
             loss, grads = mean_loss_and_grads(
-                loss_of, params, batch, param_shardings, rows_apart=_has_rows_apart(config)
+                loss_of, params, batch, parameters.shardings, rows_apart=_has_rows_apart(config)
             )
         with jax.named_scope("clip"):
             norm = config.gradient_multiplier * global_norm(grads)
@@ -318,7 +310,7 @@ def _step(
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
         sampled["sampled_grads"], norm = _sampled_gradients(
-            config, config.optimizer, param_shardings, state, batch
+            config, config.optimizer, parameters.shardings, state, batch
         )
         norms.append(norm)
     finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
@@ -328,7 +320,7 @@ def _step(
     }
 
     def update() -> tuple[_Written, Metrics]:
-        tx = _optimizer(config, learning_rate, mesh)
+        tx = _optimizer(config, parameters, learning_rate)
         clipped = {name: found.clipped() for name, found in given.items()}
         updates, opt_state = tx.update(
             clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
@@ -345,7 +337,7 @@ def _step(
         return old, jax.tree.map(jnp.zeros_like, of_gradients)
 
     with jax.named_scope("optimizer"):
-        if mesh.devices.flat[0].platform == "cpu":
+        if parameters.mesh.devices.flat[0].platform == "cpu":
             # XLA's CPU backend copies the arrays of a select, which halves the speed or worse.
             written, of_updates = jax.lax.cond(apply, update, skip)
         else:
@@ -574,7 +566,7 @@ def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each part of the model.
 
     Args:
-      parts: the part of each parameter; see `optimizer.parameter_parts`.
+      parts: the part of each parameter; see `Parameters.parts`.
       tree: a tree of the parameters' structure.
     """
     sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
