@@ -227,15 +227,7 @@ def make_plan(
         estimate=None
         if chip is None
         else estimate(
-            config,
-            parameters.count,
-            flops,
-            memory,
-            rows,
-            chip,
-            mesh.size,
-            price,
-            calibrations.get(chip.name),
+            config, flops, memory, rows, chip, mesh.size, price, calibrations.get(chip.name)
         ),
         train_step=step,
         eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,

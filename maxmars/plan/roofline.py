@@ -17,6 +17,7 @@ from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip, Network
 from maxmars.distributed.collectives import Collective, Phase, wire_bytes
 from maxmars.distributed.cycles import StepClock
+from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import ChipMemory
 from maxmars.plan.topology import Topology
 
@@ -151,7 +152,6 @@ def assumptions(found: Calibration | None, *, clock: StepClock | None = None) ->
 
 def estimate(
     config: TrainConfig,
-    num_parameters: int,
     flops: Flops,
     memory: ChipMemory,
     rows: Iterable[Traffic],
@@ -164,7 +164,6 @@ def estimate(
 
     Args:
       config: what is trained.
-      num_parameters: of its model.
       flops: of a step.
       memory: on one chip.
       rows: traffic of a step.
@@ -176,7 +175,7 @@ def estimate(
     rate = num_chips * chip.peak_flops
     arithmetic = memory_share = 1.0
     if calibration is not None:
-        arithmetic = calibration.share(num_parameters)
+        arithmetic = calibration.share(Parameters(config.model).count)
         memory_share = calibration.memory
     state = sum(memory.optimizer_state_bytes.values()) + memory.previous_parameters_bytes
     moved = 2 * (memory.parameters_bytes + state) + memory.parameters_bytes

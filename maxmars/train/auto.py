@@ -17,10 +17,12 @@ to keep, nor ends out of memory. On TPUs their compiler says as well how many cy
 and the fewest are taken: to keep an array and read it again may take longer than to compute it.
 
 A run that continues on the same mesh and kind of device keeps the last two, while they fit.
+`maxmars plan --max-memory` finds both by compiling: see `search`.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -81,6 +83,7 @@ def prepare(
     log: Callable[[str], None] = lambda _: None,
     kept: TrainConfig | None = None,
     memory_bytes: int | None = None,
+    max_bytes: int | None = None,
     measure: Callable[[TrainConfig], Needs] | None = None,
 ) -> Prepared:
     """Choose precision, microbatches and rematerialisation, and make the train step.
@@ -92,6 +95,8 @@ def prepare(
       log: gets each choice and its reason, in one line.
       kept: what the run had before on this mesh, which stays where it still fits.
       memory_bytes: memory of a device that programs may use; None asks the devices.
+      max_bytes: of a device; given, policy and number of microbatches are both searched by
+        compiling, whatever the config says of them; see `search`.
       measure: compiles the step of a config and says what it needs; None compiles for the devices.
 
     Raises:
@@ -101,8 +106,6 @@ def prepare(
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
     check_optimizer(config.optimizer, parameters)
     config = choose_precision(config, mesh, log)
-    memory = memory_bytes or memory_bytes_of(mesh)
-    config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
 
     def measure_here(config: TrainConfig) -> Needs:
         try:
@@ -113,9 +116,15 @@ def prepare(
             return Needs(None)  # the compiler itself refuses the program
         return needs_of(compiled, mesh)
 
-    config = choose_remat(
-        config, mesh, state, measure or measure_here, log, kept=kept, memory_bytes=memory_bytes
-    )
+    measure = measure or measure_here
+    if max_bytes is not None:
+        config = search(config, mesh, measure, max_bytes)
+    else:
+        memory = memory_bytes or memory_bytes_of(mesh)
+        config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
+        config = choose_remat(
+            config, mesh, state, measure, log, kept=kept, memory_bytes=memory_bytes
+        )
     return Prepared(config, make_train_step(config, parameters, types))
 
 
@@ -250,19 +259,62 @@ def choose_microbatches(
     counts = [count for count in counts if count >= before]
     if memory_bytes is None or isinstance(config.model, ModuleConfig):
         return dataclasses.replace(config, num_microbatches=counts[0])
-    usable, needed, chosen = USABLE * memory_bytes, 0, config
-    for count in counts:
-        chosen = dataclasses.replace(config, num_microbatches=count)
-        needed = estimated_bytes(chosen, mesh, state)
-        if needed <= usable:
-            break
+    usable = int(USABLE * memory_bytes)
+    chosen, needs = fewest_that_fit(
+        config, counts, lambda tried: Needs(estimated_bytes(tried, mesh, state)), usable
+    )
     if chosen.microbatches > before:
-        verdict = "the fewest that fit" if needed <= usable else "of which not even the last fits"
+        verdict = "the fewest that fit" if needs.fit(usable) else "of which not even the last fits"
         log(
             f"num_microbatches={chosen.microbatches}, {verdict}: a step needs about "
-            f"{needed / 1e9:.1f} of {usable / 1e9:.1f} GB a device"
+            f"{needs} of {usable / 1e9:.3f} GB a device"
         )
     return chosen
+
+
+def search(
+    config: TrainConfig, mesh: Mesh, measure: Callable[[TrainConfig], Needs], usable_bytes: int
+) -> TrainConfig:
+    """The config with the `best_policy`, each with the fewest microbatches that fit; where nothing
+    fits, with the last policy and the most microbatches.
+
+    A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
+    costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
+    often.
+    """
+    counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+    found: dict[Remat, TrainConfig] = {}
+
+    def fewest(remat: Remat) -> Needs:
+        tried = with_remat(config, remat)
+        found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
+        return needs
+
+    remat, _ = best_policy(fewest, usable_bytes, policies_of(config.model))
+    return found[remat]
+
+
+def fewest_that_fit(
+    config: TrainConfig,
+    counts: Sequence[int],
+    measure: Callable[[TrainConfig], Needs],
+    usable_bytes: int,
+) -> tuple[TrainConfig, Needs]:
+    """The config with the first of ascending numbers of microbatches that fits, or the last one,
+    and what it needs. By bisection; none is measured twice."""
+    found: dict[int, tuple[TrainConfig, Needs]] = {}
+
+    def fits(i: int) -> bool:
+        tried = dataclasses.replace(config, num_microbatches=counts[i])
+        found[i] = tried, measure(tried)
+        return found[i][1].fit(usable_bytes)
+
+    last = len(counts) - 1
+    if fits(0):
+        return found[0]
+    if last == 0 or not fits(last):
+        return found[last]
+    return found[1 + bisect.bisect_left(range(1, last), True, key=fits)]
 
 
 def estimated_bytes(config: TrainConfig, mesh: Mesh, state: TrainState) -> int:

@@ -17,7 +17,6 @@ from maxmars.plan import get_topology
 from maxmars.plan.compile import (
     compile_prepared,
     compile_train_step,
-    fewest_that_fit,
     find_fit,
     matmul_flops,
     optimizer_state_bytes,
@@ -83,21 +82,6 @@ def test_flops_of_the_model(plan_of, config_of):
     assert plan.flops.model / tokens == 6 * plan.num_parameters + 12 * layers * d * length
     exact = make_train_step(config_of("exact"), Parameters(config_of("exact").model, plan.mesh))
     assert matmul_flops(exact.trace().jaxpr).total() == 2 * of_model
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
-)
-def test_the_fewest_microbatches_that_fit(limit, expected):
-    tried = []
-
-    def fits(count):
-        tried.append(count)
-        return 50 + 800 // count <= limit
-
-    assert fewest_that_fit([1, 2, 4, 8], fits) == expected
-    assert len(set(tried)) == len(tried)  # no program is compiled twice
-    assert expected is None or expected in tried
 
 
 @pytest.mark.slow

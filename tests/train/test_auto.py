@@ -28,8 +28,10 @@ from maxmars.train.auto import (
     choose_precision,
     estimated_bytes,
     fastest_dtype,
+    fewest_that_fit,
     peak_bytes,
     prepare,
+    search,
     slow_network_warning,
     with_remat,
 )
@@ -297,6 +299,41 @@ def test_the_fewest_microbatches_that_fit():
     ]
     assert choose_microbatches(UNSET, mesh, state, 1000, logged.append).num_microbatches == 60
     assert "not even the last fits" in logged[-1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
+)
+def test_the_fewest_microbatches_that_fit_by_measuring(limit, expected):
+    tried = []
+
+    def measure(config):
+        tried.append(config.microbatches)
+        return Needs(50 + 800 // config.microbatches)
+
+    chosen, needs = fewest_that_fit(UNSET, [1, 2, 4, 8], measure, limit)
+    assert needs.fit(limit) == (expected is not None)
+    assert chosen.microbatches == (expected or 8)
+    assert needs == Needs(50 + 800 // chosen.microbatches)
+    assert len(set(tried)) == len(tried)  # no program is compiled twice
+
+
+def test_a_policy_that_recomputes_less_is_preferred_whatever_its_microbatch():
+    """And where nothing fits, the one of the least memory is left."""
+    config = dataclasses.replace(UNSET, global_batch_size=32)
+    vectors = {None: 80, "dots": 40, "attention": 20, "full": 10}
+
+    def chosen(usable):
+        def measure(config):
+            return Needs(100 + vectors[config.model.remat] // config.microbatches)
+
+        found = search(config, make_mesh(UNSET.mesh), measure, usable)
+        return found.model.remat, found.microbatches
+
+    assert chosen(180) == (None, 1)
+    assert chosen(120) == (None, 4)
+    assert chosen(110) == ("dots", 4)
+    assert chosen(101) == ("full", 4)
 
 
 def test_where_no_estimate_can_be_made_the_fewest_that_divide():
