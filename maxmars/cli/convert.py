@@ -18,7 +18,8 @@ from maxmars.config.errors import about
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments(CheckedConfig):
-    """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads.
+    """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads, or the
+    class that the `export` of a module of your own names.
 
     Its README.md is a model card: what the run says about architecture, data, optimizer, losses,
     scores, hardware and digests; loss_curve.png is drawn with the extra `report`. Read the card
@@ -92,13 +93,13 @@ def run_export(argv: list[str]) -> int:
     # Nobody shall wait for an export that cannot be pushed.
     if arguments.push is not None:
         _check_push(arguments)
-    directory = arguments.target
+    directory, architecture = arguments.target, ""
     if arguments.out is not None:
         directory = arguments.out
-        _export(arguments, directory)
+        architecture = _export(arguments, directory)
     if arguments.push is not None:
         return _push(directory, arguments.push, private=arguments.private)
-    print(f'load it by transformers.GPT2LMHeadModel.from_pretrained("{directory}")')
+    print(f'load it by transformers.{architecture}.from_pretrained("{directory}")')
     return 0
 
 
@@ -127,7 +128,8 @@ def _check_push(arguments: ExportArguments) -> None:
     hub.check_push(repository, private=arguments.private)
 
 
-def _export(arguments: ExportArguments, out: str) -> None:
+def _export(arguments: ExportArguments, out: str) -> str:
+    """Returns the class of `transformers` that loads it."""
     from maxmars.eval.trained_model import Exported, export_model  # loads JAX
     from maxmars.train.card import CARD, read_report, write_card
 
@@ -147,6 +149,7 @@ def _export(arguments: ExportArguments, out: str) -> None:
     for note in [*exported.notes, *card_notes]:
         print(note)
     print(f"{CARD} in it is the model card; read it, and choose a license there")
+    return exported.architecture
 
 
 def _push(directory: str, repository: str, *, private: bool) -> int:

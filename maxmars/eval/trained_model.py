@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig
+from maxmars.config import GPT2Config, MeshConfig, ModelConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import Source
@@ -43,7 +44,7 @@ from maxmars.distributed.files import (
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
 from maxmars.model import hub, huggingface
-from maxmars.model.language_model import LanguageModel, make_model
+from maxmars.model.language_model import LanguageModel, make_model, supports
 from maxmars.model.parameters import Parameters
 
 """Where a working directory keeps the file of a `ModuleConfig`."""
@@ -103,10 +104,6 @@ def load(
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
 
-    def abstract_params(config: ModelConfig) -> Any:
-        check_mesh_divides_model(config, mesh.shape)
-        return Parameters(config, mesh).on_mesh
-
     if isinstance(path, RunTarget | HFTarget):
         target = path
     else:
@@ -121,12 +118,12 @@ def load(
         tokenizer = target.tokenizer(config, eot_token)
         name, source = target.name, target.source
         state_digest = None
-        params = huggingface.load_params(directory, config, abstract_params(config))
+        params = huggingface.load_params(directory, config, _abstract_params(config, mesh))
     else:
         tokenizer = target.tokenizer()
 
         def read(stored: Checkpoint) -> tuple[Any, Checkpoint]:
-            wanted = {"params": abstract_params(target.model_config(stored))}
+            wanted = {"params": _abstract_params(target.model_config(stored), mesh)}
             return load_arrays(stored, wanted)["params"], stored
 
         (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
@@ -146,6 +143,11 @@ def load(
         source=str(source),
         digest=state_digest,
     )
+
+
+def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
+    check_mesh_divides_model(config, mesh.shape)
+    return Parameters(config, mesh).on_mesh
 
 
 # --- what a path means ----------------------------------------------------------------------------
@@ -339,13 +341,17 @@ class Exported:
 
     name: str
     """Name of the model."""
+    architecture: str
+    """The class of `transformers` that loads it."""
+    num_parameters: int
+    """Number of parameters, vocabulary padding left out."""
     num_bytes: int
     """Size of the weights."""
     num_files: int
     """Number of files of weights."""
     notes: list[str]
     """Differences from the model, in sentences."""
-    config: GPT2Config
+    config: ModelConfig
     """Of the model."""
     dtype: huggingface.Dtype
     """Type of the weights."""
@@ -361,10 +367,11 @@ def export_model(
     max_file_bytes: int = huggingface.MAX_FILE_BYTES,
     add_files: Callable[[Path, Exported], None] = lambda directory, exported: None,
 ) -> Exported:
-    """Write a model as a Hugging Face directory, with the weights of one file in memory at once.
+    """Write a model as a Hugging Face directory.
 
-    `out` appears complete or not at all. Vocabulary padding is left out, and the biases of a model
-    without biases are written as zeros.
+    `out` appears complete or not at all. Of a GPT-2 the weights of one file are in memory at once,
+    vocabulary padding is left out, and biases that it lacks are written as zeros. A module of the
+    user's own says by its `export` what it is in Hugging Face's terms.
 
     Args:
       source: see `load`.
@@ -382,18 +389,19 @@ def export_model(
     target = find_target(source)
 
     def write(
-        config: GPT2Config,
+        config: ModelConfig,
         name: str,
         open_tokenizer: Callable[[], Tokenizer],
-        read: Callable[[huggingface.HFLayout], Iterable[np.ndarray]],
+        model: huggingface.HFModel,
         source: Checkpoint | HFTarget,
     ) -> Exported:
-        num_bytes, notes, tokenizer = huggingface.model_bytes(config, dtype), [], None
+        num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
         _check_space(out, directory, num_bytes)
 
-        def read_and_show(layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
-            status.update(f"writing {'.'.join(layout.path)} ({num_bytes / 1e9:.1f} GB in all)")
-            return read(layout)
+        def arrays_and_progress() -> Iterator[np.ndarray]:
+            for array_name, array in zip(model.shapes, model.arrays, strict=True):
+                status.update(f"writing {array_name} ({num_bytes / 1e9:.1f} GB in all)")
+                yield array
 
         try:
             tokenizer = open_tokenizer()
@@ -401,8 +409,7 @@ def export_model(
             notes.append(f"Tokenizer files were not written: {in_words(error)}")
         files = huggingface.write_model(
             directory,
-            config,
-            read_and_show,
+            dataclasses.replace(model, arrays=arrays_and_progress()),
             dtype=dtype,
             end_of_text=None if tokenizer is None else tokenizer.eot,
             max_file_bytes=max_file_bytes,
@@ -417,6 +424,8 @@ def export_model(
             )
         return Exported(
             name=name,
+            architecture=model.architecture,
+            num_parameters=_num_parameters(config, model),
             num_bytes=num_bytes,
             num_files=len(files),
             notes=notes,
@@ -429,16 +438,14 @@ def export_model(
         if isinstance(target, RunTarget):
 
             def use(stored: Checkpoint) -> Exported:
-                def read(layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
-                    return _read_layout(stored, layout)
-
-                if isinstance(stored.model, ModuleConfig):
-                    raise ValueError(
-                        f"{stored.path} holds the model of {stored.model.make}, and export writes "
-                        "Hugging Face's GPT-2, which cannot say it; `load(...).params` in Python "
-                        "gives its arrays to write in another format."
-                    )
-                return write(stored.model, target.name(stored.step), target.tokenizer, read, stored)
+                config: Any = stored.model
+                if config.make is None:
+                    read = functools.partial(_read_layout, stored)
+                    model = huggingface.gpt2_model(config, read)
+                else:
+                    config = target.model_config(stored)
+                    model = _exported_by_itself(config, stored)
+                return write(config, target.name(stored.step), target.tokenizer, model, stored)
 
             exported = newest_sound(target.checkpoints, use, target.step)[0]
         else:
@@ -448,12 +455,47 @@ def export_model(
                 config,
                 target.name,
                 lambda: target.tokenizer(config),
-                lambda layout: (weights[name].read() for name in layout.names),
+                huggingface.gpt2_model(
+                    config, lambda layout: (weights[name].read() for name in layout.names)
+                ),
                 target,
             )
         status.update("adding files")
         add_files(directory, exported)
         return exported
+
+
+def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.HFModel:
+    """What the `export` of a module of the user's own returns for the parameters in a checkpoint.
+
+    Raises:
+      ValueError: it has none, or returns something else.
+    """
+    what = f"{stored.path} holds the model of {stored.model.make}"
+    if not supports(config, "export"):
+        raise ValueError(
+            f"{what}, which has no method export, and is no GPT-2: export cannot know which model "
+            "of Hugging Face's it is; add the method, or take the arrays of `load(...).params` in "
+            "Python to another format."
+        )
+    mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
+    params = load_arrays(stored, {"params": _abstract_params(config, mesh)})["params"]
+    match make_model(config, params).module.export():
+        case {"architectures": [str(), *_]} as fields, {**arrays} if arrays:
+            shapes = {name: np.shape(array) for name, array in arrays.items()}
+            return huggingface.HFModel(
+                fields=fields, shapes=shapes, arrays=map(np.asarray, arrays.values())
+            )
+    raise ValueError(
+        f"{what}, whose export must return the fields of config.json, a dict with architectures, "
+        "and a dict of arrays by name."
+    )
+
+
+def _num_parameters(config: Any, model: huggingface.HFModel) -> int:
+    if config.make is None:  # biases of zeros are none
+        return Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
+    return sum(map(math.prod, model.shapes.values()))
 
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:

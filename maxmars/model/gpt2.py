@@ -32,6 +32,7 @@ from maxmars.model.attention import (
     takes_flat,
 )
 from maxmars.model.kv_cache import KVCache, at_slots, attend_in_parts, by_heads
+from maxmars.optim import MatrixSpec
 
 LAYERS = "layers"
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -46,6 +47,7 @@ class FlatAttend:
 
 
 _INIT_STD = 0.02
+_VECTOR = MatrixSpec(rows=(), cols=(0,))
 
 
 def _at_least_float32(dtype: Any) -> Any:
@@ -59,9 +61,10 @@ class LayerNorm(nnx.Module):
         """Scale of ones and, with `use_bias`, bias of zeros, both [D]."""
         self.config = config
         shape = (config.embed_dim,)
-        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), axes=("norm",))
+        kind: Any = {"axes": ("norm",), "matrix_spec": _VECTOR}
+        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), **kind)
         if config.use_bias:
-            self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), axes=("norm",))
+            self.bias = nnx.Param(jnp.zeros(shape, config.param_dtype), **kind)
 
     def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """Normalise x; the result has the type of matrix products."""
@@ -100,10 +103,13 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = std * jax.random.normal(rngs.params(), shape, config.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=self.axes)
+        places = range(len(shape))
+        spec = MatrixSpec(rows=(*places[: len(inputs)],), cols=(*places[len(inputs) :],))
+        self.kernel = nnx.Param(kernel, axes=self.axes, matrix_spec=spec)
         if config.use_bias:
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
-            self.bias = nnx.Param(zeros, axes=tuple(outputs))
+            spec = MatrixSpec(rows=(), cols=(*range(zeros.ndim),))
+            self.bias = nnx.Param(zeros, axes=tuple(outputs), matrix_spec=spec)
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
@@ -212,11 +218,15 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
     """A vector for each token or position."""
 
-    def __init__(self, config: GPT2Config, rows: int, axis: str, *, rngs: nnx.Rngs):
-        """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis."""
+    def __init__(
+        self, config: GPT2Config, rows: int, axis: str, *, padding: int = 0, rngs: nnx.Rngs
+    ):
+        """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis, and
+        the last `padding` rows are never used."""
         shape = (rows, config.embed_dim)
         vectors = _INIT_STD * jax.random.normal(rngs.params(), shape, config.param_dtype)
-        self.embedding = nnx.Param(vectors, axes=(axis, "embed"))
+        spec = MatrixSpec(rows=(1,), cols=(0,), embedding=True, padding=padding)  # as of a head
+        self.embedding = nnx.Param(vectors, axes=(axis, "embed"), matrix_spec=spec)
 
 
 class GPT2(nnx.Module):
@@ -236,7 +246,9 @@ class GPT2(nnx.Module):
                 "set the environment variable JAX_ENABLE_X64=1."
             )
         self.config = config
-        self.wte = Embedding(config, config.padded_vocab_size, "vocab", rngs=rngs)
+        rows = config.padded_vocab_size
+        padding = rows - config.vocab_size
+        self.wte = Embedding(config, rows, "vocab", padding=padding, rngs=rngs)
         self.wpe = Embedding(config, config.max_seq_len, "positions", rngs=rngs)
 
         stacked = {nnx.PARTITION_NAME: None, "axes": LAYERS}  # the name of the new axis

@@ -128,14 +128,8 @@ def _config_of(fields: dict[str, Any]) -> GPT2Config:
     return read_as(GPT2Config, {**values, **ours, "compute_dtype": "float32"})
 
 
-def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """The fields of `config.json` for a model of ours, which `read_config` reads back.
-
-    Args:
-      config: the model.
-      dtype: type of the weights in the files, such as float32.
-      end_of_text: id of the token that ends a document.
-    """
+def config_fields(config: GPT2Config) -> dict[str, Any]:
+    """The fields of `config.json` for a model of ours, which `read_config` reads back."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -146,9 +140,6 @@ def config_fields(config: GPT2Config, *, dtype: str, end_of_text: int | None) ->
         "reorder_and_upcast_attn": False,
         "tie_word_embeddings": True,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": dtype,
         _OURS: {name: getattr(config, name) for name in _OUR_FIELDS},
     }
 
@@ -431,24 +422,66 @@ def _stack_functions(
 # --- writing -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class HFModel:
+    """A model as it is written for Hugging Face's libraries."""
+
+    fields: dict[str, Any]
+    """Of `config.json`, without the type of the weights; `bos_token_id` and `eos_token_id` may be
+    left out."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of every array, by name."""
+    arrays: Iterable[np.ndarray]
+    """In the order of `shapes`, of any type."""
+
+    @property
+    def architecture(self) -> str:
+        """The class in `transformers`."""
+        return self.fields["architectures"][0]
+
+    def num_bytes(self, dtype: Dtype) -> int:
+        """Size of the weights in the files."""
+        return sum(map(math.prod, self.shapes.values())) * np.dtype(dtype).itemsize
+
+
+def gpt2_model(config: GPT2Config, read: Callable[[HFLayout], Iterable[np.ndarray]]) -> HFModel:
+    """GPT-2 as Hugging Face has it.
+
+    Args:
+      config: the model.
+      read: gives the arrays of a parameter, one a layer if it is stacked, in our shapes or Hugging
+        Face's. It is not called for the biases of a model without, which are written as zeros.
+    """
+
+    def arrays() -> Iterator[np.ndarray]:
+        for layout in hf_layouts(config):
+            if layout.is_bias and not config.use_bias:
+                yield from (np.zeros(layout.shape, np.float32) for _ in layout.names)
+                continue
+            for values in read(layout):
+                yield values.reshape(-1, *layout.shape[1:])[: layout.shape[0]]
+
+    shapes = {
+        f"{_PREFIX}{name}": layout.shape for layout in hf_layouts(config) for name in layout.names
+    }
+    return HFModel(fields=config_fields(config), shapes=shapes, arrays=arrays())
+
+
 def write_model(
     directory: Path,
-    config: GPT2Config,
-    read: Callable[[HFLayout], Iterable[np.ndarray]],
+    model: HFModel,
     *,
     dtype: Dtype,
     end_of_text: int | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` loads.
+    """Write a directory that the model's class in `transformers` loads by `from_pretrained`.
 
     It gets weights and `config.json`. The host holds the arrays of one file at a time.
 
     Args:
       directory: to write into.
-      config: the model.
-      read: gives the arrays of a parameter, one a layer if it is stacked, in our shapes or Hugging
-        Face's. It is not called for the biases of a model without, which are written as zeros.
+      model: what to write.
       dtype: type of the weights in the files.
       end_of_text: id of the token that ends a document.
       max_file_bytes: where the weights take more, they are split into files of this size at most
@@ -463,63 +496,49 @@ def write_model(
     """
     kind = np.dtype(dtype)
     files: list[dict[str, int]] = [{}]  # of each file, the size of each array
-    for layout in hf_layouts(config):
-        size = math.prod(layout.shape) * kind.itemsize
-        for name in layout.names:
-            if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
-                files.append({})
-            files[-1][f"{_PREFIX}{name}"] = size
+    for name, shape in model.shapes.items():
+        size = math.prod(shape) * kind.itemsize
+        if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
+            files.append({})
+        files[-1][name] = size
     paths = [directory / _WEIGHTS]
     if len(files) > 1:
         count = len(files)
         paths = [directory / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         index = {
-            "metadata": {"total_size": model_bytes(config, dtype)},
+            "metadata": {"total_size": model.num_bytes(dtype)},
             "weight_map": {
                 name: path.name for path, file in zip(paths, files, strict=True) for name in file
             },
         }
         write_json(directory / _INDEX, index)
-    arrays = _arrays(config, read, kind)
+    arrays = iter(model.arrays)
     for path, file in zip(paths, files, strict=True):
         path.touch()
         mode = stat.S_IMODE(path.stat().st_mode)
         try:
             # transformers refuses a file without this format.
             safetensors.numpy.save_file(
-                {name: next(arrays) for name in file}, path, metadata={"format": "pt"}
+                {name: _in_type(name, next(arrays), kind) for name in file},
+                path,
+                metadata={"format": "pt"},
             )
         except safetensors.SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
         path.chmod(mode)  # safetensors lets none but the owner read it, whatever the umask says
-    write_json(directory / _CONFIG, config_fields(config, dtype=dtype, end_of_text=end_of_text))
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    write_json(directory / _CONFIG, {**ends, **model.fields, "dtype": dtype})
     return paths
 
 
-def model_bytes(config: GPT2Config, dtype: Dtype) -> int:
-    """Size of the weights in the files."""
-    layouts = hf_layouts(config)
-    numbers = sum(len(layout.names) * math.prod(layout.shape) for layout in layouts)
-    return numbers * np.dtype(dtype).itemsize
-
-
-def _arrays(
-    config: GPT2Config, read: Callable[[HFLayout], Iterable[np.ndarray]], dtype: np.dtype
-) -> Iterator[np.ndarray]:
-    """Every array as Hugging Face has it, in the order of `hf_layouts`."""
-    for layout in hf_layouts(config):
-        if layout.is_bias and not config.use_bias:
-            yield from (np.zeros(layout.shape, dtype) for _ in layout.names)
-            continue
-        for name, values in zip(layout.names, read(layout), strict=True):
-            array = values.reshape(-1, *layout.shape[1:])[: layout.shape[0]]
-            with np.errstate(over="ignore"):  # reported below, by name
-                stored = np.ascontiguousarray(array.astype(dtype, copy=False))
-            if dtype.itemsize < array.dtype.itemsize:
-                lost = ~np.isfinite(stored) & np.isfinite(array)
-                if lost.any():
-                    raise ValueError(
-                        f"{_PREFIX}{name} holds {array[lost].flat[0]:.4g}, which is beyond the "
-                        f"range of {dtype.name}; use another dtype."
-                    )
-            yield stored
+def _in_type(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # reported below, by name
+        stored = np.ascontiguousarray(array.astype(dtype, copy=False))
+    if dtype.itemsize < array.dtype.itemsize:
+        lost = ~np.isfinite(stored) & np.isfinite(array)
+        if lost.any():
+            raise ValueError(
+                f"{name} holds {array[lost].flat[0]:.4g}, which is beyond the range of "
+                f"{dtype.name}; use another dtype."
+            )
+    return stored

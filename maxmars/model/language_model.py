@@ -28,7 +28,7 @@ from maxmars.model import cross_entropy
 from maxmars.model.own_model import described, shape_of_floats, wrong
 from maxmars.model.parameters import Parameters, abstract_module
 
-Ability = Literal["cap_logits", "decode", "continuation_ids", "tables"]
+Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"]
 """What a module may have.
 
 Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
@@ -41,6 +41,8 @@ continuation_ids: an argument of `__call__`, for rows that hold a context and se
 tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_embedding` that the
   loss uses, in the type `table_dtype` of the module. A module that reads the same table for its
   input takes them, so that one gradient of the table crosses devices.
+export: the model in Hugging Face's terms; the fields of `config.json`, and the arrays by name. Of
+  GPT-2 `huggingface.gpt2_model` knows them.
 """
 Window = Int[Array, "B window"]
 """Rows of T + 1 numbers: T inputs, and each but the first a target."""

@@ -18,6 +18,9 @@ from maxmars.config import ModelConfig, ModuleConfig
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, ShardingRules
+from maxmars.model.gpt2 import LAYERS
+from maxmars.optim import MatrixSpec
+from maxmars.optim.nnx import given_specs, stacked
 
 _NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
 
@@ -28,8 +31,8 @@ def wrong(config: ModelConfig, problem: str) -> ValueError:
 
 
 def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """The module that the user's function makes. The metadata `axes` of each of its parameters
-    holds the names of the axes.
+    """The module that the user's function makes. The metadata of each of its parameters
+    holds the names of its axes, `axes`, and its `matrix_spec`.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
@@ -69,6 +72,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
                     " and a checkpoint holds parameters alone; make it where it is used, or a "
                     "numpy array",
                 )
+    _put_matrix_specs(config, module)
     return module
 
 
@@ -86,6 +90,14 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
             config,
             f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
             "parameter of this name with the rows [vocab_size, width] of the output head",
+        )
+    if "tables" in inspect.signature(module.__call__).parameters and not hasattr(
+        module, "table_dtype"
+    ):
+        raise wrong(
+            config,
+            f"the {type(module).__name__} takes tables, and has no table_dtype; it must say in "
+            "which type",
         )
     if hasattr(module, "prefill") != hasattr(module, "decode"):
         raise wrong(
@@ -152,6 +164,58 @@ def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
         )
     # Without Flax's name, which it takes for axes of the mesh wherever there is one.
     variable.set_metadata(axes=axes, out_sharding=None)
+
+
+def _put_matrix_specs(config: ModuleConfig, module: nnx.Module) -> None:
+    """Put a `MatrixSpec` on every parameter: what it says itself, or else what its names say."""
+    given = given_specs(module)
+    for path, variable in nnx.iter_graph(module):
+        if not isinstance(variable, nnx.Param):
+            continue
+        axes = variable.get_metadata("axes")
+        spec = given.get(path)
+        if path in given:
+            spec = _vector(axes) if spec is None else stacked(spec, len(axes))
+        else:
+            spec = _spec_of_names(config, ".".join(map(str, path)), axes, variable.shape)
+        variable.set_metadata(matrix_spec=spec)
+
+
+def _vector(axes: tuple[str | None, ...]) -> MatrixSpec:
+    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
+    cols = range(layers, max(len(axes), 1))
+    return MatrixSpec(batch=(*range(layers),), rows=(), cols=(*cols,))
+
+
+def _spec_of_names(
+    config: ModuleConfig, name: str, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> MatrixSpec:
+    """What the names of a parameter's axes say, `layers` aside:
+
+    * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
+    * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
+    * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
+    """
+    vector = _vector(axes)
+    batch, places = vector.batch, vector.cols
+    names = axes[len(batch) :]
+    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
+        return vector
+    for i, axis in zip(places, names, strict=True):
+        if axis in ("vocab", "positions"):
+            rows = tuple(place for place in places if place != i)
+            padding = shape[i] - config.vocab_size if axis == "vocab" else 0
+            return MatrixSpec(batch=batch, rows=rows, cols=(i,), embedding=True, padding=padding)
+    if names[0] == "embed":
+        return MatrixSpec(batch=batch, rows=places[:1], cols=places[1:])
+    if names[-1] == "embed":
+        return MatrixSpec(batch=batch, rows=places[:-1], cols=places[-1:])
+    raise wrong(
+        config,
+        f"the axes {list(axes)} of {name} do not say whether it is a matrix: neither the first nor "
+        "the last one is embed; say so in the parameter's metadata, matrix_spec=MatrixSpec(...), "
+        "or matrix_spec=None for a vector",
+    )
 
 
 def shape_of_floats(found: Any) -> Sequence[int] | None:

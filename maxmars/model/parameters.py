@@ -1,8 +1,8 @@
 """What the parameters of a model are: shapes, named axes, shardings, matrices, kinds and count.
 
 `Parameters` derives each of them once, from shapes alone. Whoever opens a run, a plan or a model
-makes one and hands it on. The matrix of a parameter, its kind and its part of the model follow from
-the names of its axes, never from its number of dimensions or its path.
+makes one and hands it on. What matrix a parameter is, its layer says; its kind and its part of the
+model follow from that and from the names of its axes, never from its path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding
 from maxmars.config import GPT2Config, ModelConfig
 from maxmars.distributed.sharding import RULES, with_shardings
 from maxmars.model import own_model
-from maxmars.model.gpt2 import GPT2, LAYERS
+from maxmars.model.gpt2 import GPT2
 from maxmars.optim import MatrixSpec
-from maxmars.optim.nnx import given_specs, stacked
+from maxmars.optim.nnx import stacked
 
 PARTS = ("embedding", "attention", "mlp", "vector")
 """Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
@@ -113,50 +113,32 @@ class Parameters:
 
     @functools.cached_property
     def specs(self) -> dict[str, Any]:
-        """The `MatrixSpec` of each, with its partition by `sharding.RULES` if there is a mesh.
+        """The `MatrixSpec` of each, as its layer says it; on a mesh with its partition by
+        `sharding.RULES`."""
+        flat = nnx.to_flat_state(nnx.state(abstract_module(self.model), nnx.Param))
+        said = nnx.traversals.unflatten_mapping(
+            {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
+        )
+        if self.mesh is None:
+            return said
 
-        It follows from the names of the axes, `layers` aside:
+        def on_mesh(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+            return dataclasses.replace(spec, partition=RULES.spec(*axes))
 
-        * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a
-          head;
-        * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
-        * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
-
-        A parameter of the user's own may say it by its metadata `matrix_spec`, as for
-        `maxmars.optim.nnx.matrix_specs_of`; there and here a convolution in groups is a matrix for
-        each group, and a depthwise one a vector.
-
-        Raises:
-          ValueError: the names do not say it, and neither does `matrix_spec`.
-        """
-        return self.split_specs("fused")
+        return jax.tree.map(on_mesh, said, self.axes)
 
     def split_specs(self, qkv: Literal["fused", "qkv", "heads"]) -> dict[str, Any]:
         """`specs` where the attention's input projection is one matrix ("fused"), three for
         queries, keys and values ("qkv"), or three for each head ("heads")."""
-        split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
-        given = given_specs(abstract_module(self.model))
+        names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
 
-        def spec(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: _Names) -> MatrixSpec:
-            keys = tuple(key.key for key in path)
-            partition = None if self.mesh is None else RULES.spec(*axes)
-            if (found := given.get(keys)) is not None:
-                return dataclasses.replace(stacked(found, len(axes)), partition=partition)
-            batch, rows, cols = _vector(axes) if keys in given else _matrix(axes, keys)
-            embedding = bool(rows) and axes[cols[0]] in _TABLES
-            width = shape.shape[cols[0]]
-            split = [i for i, name in enumerate(axes) if name in split_names]
-            return MatrixSpec(
-                batch=batch,
-                rows=rows,
-                cols=cols,
-                partition=partition,
-                split=tuple(split) if rows and "qkv" in axes else (),
-                embedding=embedding,
-                padding=width - self.model.vocab_size if embedding and "vocab" in axes else 0,
-            )
+        def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+            if not spec.is_matrix or "qkv" not in axes or spec.split or spec.unfold:
+                return spec
+            found = tuple(axis for axis in spec.inner if axes[axis] in names)
+            return dataclasses.replace(spec, split=found)
 
-        return jax.tree.map_with_path(spec, self.abstract, self.axes)
+        return jax.tree.map(split, self.specs, self.axes)
 
     @functools.cached_property
     def kinds(self) -> dict[str, Any]:
@@ -198,33 +180,3 @@ class Parameters:
                 width += math.prod(leaf.shape[:-1])
         counted = self.count - sum(tables) + max(tables)
         return 6 * counted + 12 * width * self.model.max_seq_len
-
-
-_TABLES = ("vocab", "positions")
-_Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _vector(axes: _Names) -> _Axes:
-    """Axes that stack layers, no rows, and all others."""
-    layers = int(axes[:1] == (LAYERS,) and len(axes) > 1)
-    return tuple(range(layers)), (), tuple(range(layers, max(len(axes), 1)))
-
-
-def _matrix(axes: _Names, keys: tuple[Any, ...]) -> _Axes:
-    """Axes that stack layers, input axes and output axes, by the rules of `Parameters.specs`."""
-    layers, _, others = _vector(axes)
-    names = axes[len(layers) :]
-    if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
-        return layers, (), others
-    for i, name in zip(others, names, strict=True):
-        if name in _TABLES:
-            return layers, tuple(axis for axis in others if axis != i), (i,)
-    if names[0] == "embed":
-        return layers, others[:1], others[1:]
-    if names[-1] == "embed":
-        return layers, others[:-1], others[-1:]
-    raise ValueError(
-        f"the axes {list(axes)} of {'.'.join(map(str, keys))} do not say whether it is a matrix: "
-        "neither the first nor the last one is embed; say so in the parameter's metadata, "
-        "matrix_spec=MatrixSpec(...), or matrix_spec=None for a vector."
-    )

@@ -7,7 +7,6 @@ last name, so that the card tells nothing of the directories and users of the ma
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import re
@@ -100,9 +99,10 @@ def write_card(
     stored = exported.source if isinstance(exported.source, Checkpoint) else None
     run = _Run(stored) if stored and isinstance(stored.config, TrainConfig) else None
     measured = _measured(exported, run, reports)
+    has_tokenizer = (directory / "tokenizer.json").is_file()
     notes, title, target = [], (hub or name).rpartition("/")[2], f"hf:{hub}" if hub else name
     sections = {
-        "Use": _use(hub or name, target, has_tokenizer=(directory / "tokenizer.json").is_file()),
+        "Use": _use(exported, hub or name, target, has_tokenizer=has_tokenizer),
         "Architecture": _architecture(exported),
     }
     if run is not None:
@@ -287,7 +287,8 @@ def _front_matter(
 ) -> dict[str, Any]:
     """The fields at the top. A license is the user's choice, and left out."""
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    tags, results = ["gpt2", "maxmars", "jax"], []
+    kind = ["gpt2"] if exported.config.make is None else []
+    tags, results = [*kind, "maxmars", "jax"], []
     if isinstance(exported.source, HFTarget):
         found |= _source_license(exported.source.directory)
     if run is not None:
@@ -335,7 +336,8 @@ def _hub_dataset(source: str | None) -> str | None:
 
 
 def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | None) -> str:
-    what = f"A GPT-2 of {short(_num_parameters(exported))} parameters"
+    kind = "GPT-2" if exported.config.make is None else exported.architecture
+    what = f"A {kind} of {short(exported.num_parameters)} parameters"
     if run is None:
         source = f"the Hugging Face model `{exported.name}`"
         if stored is not None:
@@ -356,22 +358,27 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
     )
 
 
-def _use(address: str, target: str, *, has_tokenizer: bool) -> str:
-    """How to load the model: by its address in transformers, and as a target of maxmars."""
-    load = f'model = GPT2LMHeadModel.from_pretrained("{address}")'
+def _use(exported: Exported, address: str, target: str, *, has_tokenizer: bool) -> str:
+    """How to load the model: by its address in transformers, and a GPT-2 as a target of maxmars."""
+    kind = exported.architecture
+    load = f'model = {kind}.from_pretrained("{address}")'
     if not has_tokenizer:
-        return f"```python\nfrom transformers import GPT2LMHeadModel\n\n{load}\n```"
-    generate = shlex.join(["maxmars", "generate", target, "--prompt", "Once"])
-    run = shlex.join(["maxmars", "import", target, f"runs/{address.rpartition('/')[2]}"])
-    return f"""\
+        return f"```python\nfrom transformers import {kind}\n\n{load}\n```"
+    in_python = f"""\
 ```python
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoTokenizer, {kind}
 
 {load}
 tokenizer = AutoTokenizer.from_pretrained("{address}")
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
+```"""
+    if exported.config.make is not None:
+        return in_python
+    generate = shlex.join(["maxmars", "generate", target, "--prompt", "Once"])
+    run = shlex.join(["maxmars", "import", target, f"runs/{address.rpartition('/')[2]}"])
+    return f"""\
+{in_python}
 
 ```sh
 {generate}
@@ -380,25 +387,27 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 
 def _architecture(exported: Exported) -> str:
-    config = exported.config
-    by_layer = "of layer i divided by i + 1, too"
-    return _pairs(
-        {
+    config: Any = exported.config
+    of_gpt2 = {}
+    if config.make is None:
+        by_layer = "of layer i divided by i + 1, too"
+        of_gpt2 = {
             "layers": config.num_layers,
             "width": config.embed_dim,
             "attention heads": config.num_heads,
             "attention logits": by_layer if config.scale_attn_by_inverse_layer_idx else None,
+            "biases": "yes" if config.use_bias else "none (written as zeros)",
+        }
+    return _pairs(
+        {
+            "class": exported.architecture,
+            **of_gpt2,
             "context": f"{config.max_seq_len:,} tokens",
             "vocabulary": f"{config.vocab_size:,} tokens",
-            "parameters": f"{_num_parameters(exported):,}",
-            "biases": "yes" if config.use_bias else "none (written as zeros)",
+            "parameters": f"{exported.num_parameters:,}",
             "weights": f"{exported.dtype}, {short(exported.num_bytes)}B",
         }
     )
-
-
-def _num_parameters(exported: Exported) -> int:
-    return Parameters(dataclasses.replace(exported.config, vocab_pad_multiple=1)).count
 
 
 def _data(run: _Run) -> str:

@@ -295,7 +295,7 @@ def test_the_published_config(tmp_path):
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_ours_come_back(tmp_path, kind):
     config = VARIANTS[kind]
-    fields = huggingface.config_fields(config, dtype="float32", end_of_text=60)
+    fields = huggingface.config_fields(config)
     assert read_config(tmp_path, fields) == config
 
 

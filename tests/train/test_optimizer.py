@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
@@ -20,9 +21,11 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
+from maxmars.model import GPT2
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixSpec
+from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.optimizer import (
     PARTS,
     learning_rate_scales,
@@ -34,8 +37,8 @@ from maxmars.train.optimizer import (
 from maxmars.train.step import init_train_state, make_train_step
 
 
-def test_kinds_follow_the_names_of_the_axes():
-    kinds = jax.tree.map(lambda spec: spec.kind, Parameters(MODEL).specs)
+def test_kinds_are_those_that_the_layers_say():
+    kinds = Parameters(MODEL).kinds
     block = kinds["h"]
     assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
     assert block["attn"]["c_proj"] == {"kernel": "matrix", "bias": "vector"}
@@ -50,6 +53,11 @@ def test_specs_of_stacked_parameters():
     assert block["attn"]["c_proj"]["kernel"] == MatrixSpec(batch=(0,), rows=(1, 2), cols=(3,))
     assert block["attn"]["c_attn"]["bias"] == MatrixSpec(batch=(0,), rows=(), cols=(1, 2, 3))
     assert block["ln_1"]["scale"] == MatrixSpec(batch=(0,), rows=(), cols=(1,))
+
+
+def test_layers_tell_any_optimizer_what_their_parameters_are():
+    model = GPT2(MODEL, rngs=nnx.Rngs(0))
+    assert nnx.to_pure_dict(matrix_specs_of(model)) == Parameters(MODEL).specs
 
 
 def first_step(optimizer, params, grads):

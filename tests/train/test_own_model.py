@@ -15,6 +15,7 @@ from hellaswag_questions import write_questions_file
 from markdown_pages import blocks_of
 from plain_scores import plain_scorer
 from refusals import refused
+from safetensors.numpy import load_file
 from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config
 
 from maxmars.cli import main
@@ -41,7 +42,7 @@ from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import HellaSwag, load_questions
 from maxmars.eval.loglikelihood import LogLikelihoods, encode_choices, pack_choices
 from maxmars.eval.trained_model import export_model
-from maxmars.model.language_model import check_model, make_model, token_losses
+from maxmars.model.language_model import check_model, make_model, mean_loss, token_losses
 from maxmars.model.parameters import Parameters, init_params
 from maxmars.optim import MatrixSpec
 from maxmars.plan import get_topology, make_plan
@@ -155,14 +156,53 @@ def test_generated_text_is_that_of_whole_forward_passes(trained):
     assert [tokens.tolist() for tokens in found] == [plain(prompt) for prompt in prompts]
 
 
-def test_the_run_keeps_its_model_and_export_refuses_it(run, trained, tmp_path, capsys):
+def test_the_run_keeps_its_model(run, trained, capsys):
     assert trained.config.make.file.startswith(str(run))
-    with refused(ValueError, run / "checkpoints" / "4", "own_model.py:make", "GPT-2") as found:
-        export_model(run, tmp_path / "out")
-    assert "\n" not in str(found.value)
-    assert not (tmp_path / "out").exists()
     main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
     assert capsys.readouterr().out.startswith("the ")
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    main(["export", str(run), str(run.parent / "hf")])
+    return run.parent / "hf"
+
+
+def test_a_module_says_itself_what_its_export_is(exported, trained):
+    fields = json.loads((exported / "config.json").read_text())
+    assert fields["architectures"] == ["Qwen3ForCausalLM"]
+    assert (fields["vocab_size"], fields["eos_token_id"], fields["dtype"]) == (257, 256, "float32")
+    arrays = load_file(exported / "model.safetensors")
+    assert len(arrays) == 3 + 2 * 11
+    np.testing.assert_array_equal(arrays["lm_head.weight"], trained.params["lm_head"][:257])
+    kernel = np.asarray(trained.params["blocks"]["qkv"][1])  # [embed, qkv, heads, head_dim]
+    np.testing.assert_array_equal(
+        arrays["model.layers.1.self_attn.k_proj.weight"], kernel[:, 1].reshape(32, 32).T
+    )
+    card = (exported / "README.md").read_text()
+    assert "Qwen3ForCausalLM.from_pretrained" in card
+    assert "GPT2" not in card
+
+
+@pytest.mark.peers
+def test_transformers_computes_the_same_logits(exported, trained):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 100))
+    with torch.no_grad():
+        found = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(found, trained.model(tokens)[..., :257], atol=1e-4)
+
+
+def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path):
+    where = run_of_the_page / "checkpoints" / "40"
+    with refused(ValueError, where, "my_model.py:make", "GPT-2") as found:
+        export_model(run_of_the_page, tmp_path / "out")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp_path, capsys):
@@ -427,6 +467,7 @@ def test_options_change_on_the_command_line():
 PLAIN = """
 import jax, jax.numpy as jnp
 from flax import nnx
+from maxmars.distributed.sharding import copies, look_up
 from maxmars.optim import MatrixSpec
 
 def param(rngs, *shape, names, **metadata):
@@ -460,6 +501,25 @@ class Plain(nnx.Module):
 
 def make(*, rngs, vocab_size, max_seq_len):
     return Plain(rngs, vocab_size)
+
+class Tied(Plain):
+    '''Its input reads the copies of the table that the head uses.'''
+    table_dtype = "float32"
+
+    def __call__(self, tokens, segment_ids=None, positions=None, tables=None):
+        x = look_up(copies(self.table[...]) if tables is None else tables, tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def tied(*, rngs, vocab_size, max_seq_len):
+    return Tied(rngs, vocab_size)
+
+class Untyped(Tied):
+    table_dtype = property()
+
+def untyped(*, rngs, vocab_size, max_seq_len):
+    return Untyped(rngs, vocab_size)
 
 class Joined(Plain):
     '''What it computes of a row depends on the other rows of the microbatch.'''
@@ -639,6 +699,19 @@ def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
     assert losses[1] == pytest.approx(losses[0], rel=2e-6)
 
 
+def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(plain):
+    params = init_params(plain("make"), 0)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))
+
+    def loss_and_gradient(config):
+        return jax.value_and_grad(lambda p: mean_loss(make_model(config, p), tokens))(params)
+
+    found, expected = loss_and_gradient(plain("tied")), loss_and_gradient(plain("make"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), found, expected
+    )
+
+
 def test_a_parameter_may_say_itself_what_it_is(plain):
     spec = MatrixSpec(rows=(0,), cols=(1,))
     assert Parameters(plain("given_matrix")).specs["extra"] == spec
@@ -677,6 +750,7 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("logits", ["257 columns", "output_embedding 8"]),
         ("sums", ["Sums", "[1, 16]", "float32", "[1, 8]"]),
         ("pair", ["Pair", "[1, 16]", "tuple"]),
+        ("untyped", ["Untyped", "tables", "table_dtype"]),
         ("only_prefill", ["OnlyPrefill", "decode("]),
         ("growing_cache", ["GrowingCache", "[1, 16]", "[1, 17]"]),
         ("no_pair", ["NoPair", "decode", "float32", "[1, 16, 8]"]),

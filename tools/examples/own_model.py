@@ -6,9 +6,9 @@
 
 The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
 attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
-how it is split over a mesh, and which matrix an optimizer sees. Two abilities are optional: with
+how it is split over a mesh, and which matrix an optimizer sees. Three abilities are optional: with
 `prefill` and `decode`, `generate` caches keys and values; with `continuation_ids`, HellaSwag has a
-context and all its endings in one row.
+context and all its endings in one row; with `export`, `maxmars export` writes Hugging Face's Qwen3.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Decoder(nnx.Module):
         self,
         rngs: nnx.Rngs,
         vocab_size: int,
+        max_seq_len: int,
         num_layers: int,
         num_heads: int,
         embed_dim: int,
@@ -108,6 +109,7 @@ class Decoder(nnx.Module):
     ):
         """`dtype` is that of the matrix products; `remat` keeps only the inputs of the blocks."""
         self.dtype, self.remat = dtype, remat
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         rows = -(-vocab_size // 128) * 128  # so that a mesh divides them; the loss masks the rest
 
         def table() -> Parameter:
@@ -196,6 +198,48 @@ class Decoder(nnx.Module):
         x, cache = self._run(tokens[:, None], positions[:, None], attend, cache)
         return x[:, 0], cache
 
+    def export(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """The model as Hugging Face's Qwen3: the fields of `config.json`, and the arrays."""
+        blocks = self.blocks
+        _, width, _, num_heads, head_dim = blocks.qkv.shape
+        fields = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_seq_len,
+            "hidden_size": width,
+            "intermediate_size": blocks.gate.shape[-1],
+            "num_hidden_layers": len(blocks.qkv),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": head_dim,
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+        arrays = {
+            "model.embed_tokens.weight": self.embedding[: self.vocab_size],
+            "model.norm.weight": self.norm[...],
+            "lm_head.weight": self.lm_head[: self.vocab_size],
+        }
+        for i in range(len(blocks.qkv)):
+            qkv = jnp.unstack(blocks.qkv[i].reshape(width, 3, -1), axis=1)  # PyTorch has [out, in]
+            layer = {
+                "input_layernorm": blocks.attention_norm[i],
+                **{f"self_attn.{name}_proj": w.T for name, w in zip("qkv", qkv, strict=True)},
+                "self_attn.q_norm": blocks.query_norm[i],
+                "self_attn.k_norm": blocks.key_norm[i],
+                "self_attn.o_proj": blocks.out[i].reshape(-1, width).T,
+                "post_attention_layernorm": blocks.mlp_norm[i],
+                "mlp.gate_proj": blocks.gate[i].T,
+                "mlp.up_proj": blocks.up[i].T,
+                "mlp.down_proj": blocks.down[i].T,
+            }
+            arrays |= {f"model.layers.{i}.{name}.weight": array for name, array in layer.items()}
+        return fields, arrays
+
 
 def make(
     *,
@@ -208,9 +252,8 @@ def make(
     dtype: str = "bfloat16",
     remat: bool = False,
 ) -> Decoder:
-    """The model of `ModuleConfig`; rotary positions need no `max_seq_len`."""
-    del max_seq_len
-    return Decoder(rngs, vocab_size, num_layers, num_heads, embed_dim, dtype, remat)
+    """The model of `ModuleConfig`; rotary positions need no `max_seq_len`, which `export` tells."""
+    return Decoder(rngs, vocab_size, max_seq_len, num_layers, num_heads, embed_dim, dtype, remat)
 
 
 def get_config(
