@@ -14,7 +14,8 @@ from maxmars.checkpoint import Checkpointer
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.data.tokenizer import save
 from maxmars.distributed import sharding
-from maxmars.model.language_model import graph_and_abstract_params, make_model
+from maxmars.model.language_model import make_model
+from maxmars.model.parameters import Parameters
 
 BASE = GPT2Config(
     num_layers=3,
@@ -43,7 +44,7 @@ def random_params(config, seed=0):
         values = noise.standard_normal(abstract.shape).astype(np.float32)
         return 1 + 0.2 * values if path[-1].key == "scale" else 0.3 * values
 
-    return jax.tree_util.tree_map_with_path(leaf, graph_and_abstract_params(config)[1])
+    return jax.tree_util.tree_map_with_path(leaf, Parameters(config).abstract)
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from maxmars.config import load_config, to_dict
 from maxmars.distributed.sharding import AXES, RULES
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes, num_parameters
-from maxmars.train.optimizer import make_schedule, matrix_specs
+from maxmars.model.parameters import Parameters
+from maxmars.train.optimizer import make_schedule
 
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
@@ -103,7 +103,7 @@ def recipe(config):
 
 def groups(config):
     """What an optimizer does with each parameter."""
-    specs = leaves(matrix_specs(config.model))
+    specs = leaves(Parameters(config.model).specs)
     return {
         path: "  ".join(columns_of(spec, config.optimizer.rule_of(spec.kind)))
         for path, spec in specs
@@ -139,14 +139,14 @@ def test_parameters(check_golden):
     text, small = "", by_optimizer(groups, "small")
     for size in SIZES:
         model = load(size, "mars").model
-        _, abstract = graph_and_abstract_params(model)
-        axes, meshes = dict(leaves(logical_axes(model))), MESHES[size]
+        abstract = Parameters(model).abstract
+        axes, meshes = dict(leaves(Parameters(model).axes)), MESHES[size]
         header = ["parameter", "shape", "logical axes"]
         rows = [header + [f"on data,fsdp,tensor = {','.join(map(str, mesh))}" for mesh in meshes]]
         for path, leaf in leaves(abstract):
             row = [path, "x".join(map(str, leaf.shape)), " ".join(axes[path])]
             rows.append(row + [spec_on(mesh, axes[path], leaf.shape) for mesh in meshes])
-        text += f"size={size}: {num_parameters(model):,} parameters\n{table(rows)}"
+        text += f"size={size}: {Parameters(model).count:,} parameters\n{table(rows)}"
         text += changes(small, by_optimizer(groups, size)) + "\n"
     for optimizer, found in small.items():
         rows = [["parameter", "kind  batch/rows/cols  rule  rate  decay"], *found.items()]

@@ -12,13 +12,8 @@ from token_directories import write_llm_c
 from maxmars import cli
 from maxmars.config import load_config
 from maxmars.model import cross_entropy
-from maxmars.model.language_model import (
-    flops_per_token,
-    init_params,
-    make_model,
-    mean_loss,
-    num_parameters,
-)
+from maxmars.model.language_model import make_model, mean_loss
+from maxmars.model.parameters import Parameters, init_params
 from maxmars.train.optimizer import make_optimizer, make_schedule
 
 TRACK3 = Path(__file__).parents[1] / "tools" / "examples" / "track3" / "track3.py"
@@ -41,7 +36,7 @@ def random_params(model):
 
 def test_it_is_the_published_benchmark():
     config = load_config(str(TRACK3))
-    assert num_parameters(config.model) == 162_354_816  # of the published program's model
+    assert Parameters(config.model).count == 162_354_816  # of the published program's model
     assert config.tokens_per_step == 524_288
     assert config.num_steps == 3250
     assert config.eval.num_windows * config.model.max_seq_len == 10_485_760
@@ -50,7 +45,7 @@ def test_it_is_the_published_benchmark():
     np.testing.assert_allclose([shape(s) for s in step], published, rtol=1e-5)
     tables = 50304 * 768
     expected = 6 * (162_354_816 - tables) + 12 * 12 * 768 * 1024
-    assert flops_per_token(config.model) == expected
+    assert Parameters(config.model).flops_per_token == expected
 
 
 def plain_logits(params, tokens):
@@ -105,7 +100,7 @@ def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
     config = load_config(f"{TRACK3}:optimizer={optimizer}")
     model, rate = tiny(config.model), config.optimizer.learning_rate
     params = random_params(model)
-    tx = make_optimizer(config.optimizer, model, jnp.float32(rate))
+    tx = make_optimizer(config.optimizer, Parameters(model), jnp.float32(rate))
 
     @jax.jit
     def two_updates(params):

@@ -22,7 +22,7 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.data.batches import ValidationBatches
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes
+from maxmars.model.parameters import Parameters
 from maxmars.train.clock import Clock
 from maxmars.train.journal import Journal
 from maxmars.train.metrics import read_metrics
@@ -40,14 +40,14 @@ MODEL = GPT2Config(
 
 def random_params(config: GPT2Config, seed: int = 0):
     """Weights larger than initial ones, so that predictions are far from uniform."""
-    rng, (_, abstract) = np.random.default_rng(seed), graph_and_abstract_params(config)
+    rng, abstract = np.random.default_rng(seed), Parameters(config).abstract
 
     def draw(axes, leaf):
         mean, std = (1.0, 0.1) if axes[-1] == "norm" else (0.0, 0.2)
         return rng.normal(mean, std, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map(
-        draw, logical_axes(config), abstract, is_leaf=lambda x: isinstance(x, tuple)
+        draw, Parameters(config).axes, abstract, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 

@@ -299,7 +299,7 @@ def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     from maxmars.checkpoint import Checkpointer
     from maxmars.config import CheckpointConfig, GPT2Config, MeshConfig, load_config
     from maxmars.distributed.sharding import make_mesh
-    from maxmars.model.language_model import graph_and_abstract_params
+    from maxmars.model.parameters import Parameters
 
     config = load_config(f"{ROOT / 'configs' / 'gpt2.py'}:size={args.size},optimizer=adamw")
     assert isinstance(config.model, GPT2Config)
@@ -310,7 +310,7 @@ def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     sharding = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
-        graph_and_abstract_params(config.model)[1],
+        Parameters(config.model).abstract,
     )
     moments = {f"moment_{i}": params for i in range(args.moments)}
     abstract = {"params": params, "opt_state": moments}
@@ -479,7 +479,7 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
     from maxmars.distributed import sharding
     from maxmars.eval.generate import GREEDY, generate_tokens, stream_tokens
     from maxmars.eval.trained_model import TrainedModel, load
-    from maxmars.model.language_model import init_params
+    from maxmars.model.parameters import init_params
 
     class AnyTokens(ByteTokenizer):
         """Stands for GPT-2's: nothing is decoded, only the size counts."""

@@ -32,6 +32,7 @@ class MaxmarsSteps:
 
         from maxmars.data.batches import TrainBatches, open_data
         from maxmars.distributed import sharding
+        from maxmars.model.parameters import Parameters
         from maxmars.train.auto import prepare
         from maxmars.train.step import init_train_state
 
@@ -43,9 +44,11 @@ class MaxmarsSteps:
         self.mesh = sharding.training_mesh(config)
         tokens = open_data(config.data, "train", model=config.model)
         self.config, self.train_step = prepare(
-            config, self.mesh, log=lambda text: print(text, file=sys.stderr)
+            config,
+            Parameters(config.model, self.mesh),
+            log=lambda text: print(text, file=sys.stderr),
         )
-        self.state = init_train_state(self.config, self.mesh)
+        self.state = init_train_state(self.config, self.train_step.parameters)
         self.batches = TrainBatches(tokens, self.config, self.mesh)
         self.num_compiles, self.compile_seconds = 0, 0.0  # from here on of the step alone
 
@@ -84,7 +87,6 @@ class MaxmarsSteps:
 
         from maxmars.checkpoint.environment import environment
         from maxmars.config.chips import peak_flops
-        from maxmars.model.language_model import flops_per_token, num_parameters
         from maxmars.plan.compile import compiler_memory
         from maxmars.train.tracer import start_trace
 
@@ -96,12 +98,11 @@ class MaxmarsSteps:
         self.run(TRACED_STEPS)
         jax.profiler.stop_trace()
         self.batches.close()
-        model = self.config.model
         peak = peak_flops(device.device_kind)
-        parameters = num_parameters(model)
+        parameters = self.train_step.parameters
         return {
-            "parameters": parameters,
-            "flops_per_token": flops_per_token(model),
+            "parameters": parameters.count,
+            "flops_per_token": parameters.flops_per_token,
             "peak_flops": None if peak is None else peak * self.mesh.size,
             "peak_bytes": peak_bytes,
             "program_bytes": program.peak_bytes,

@@ -463,6 +463,7 @@ def leg(run: Path, num_processes: int, number: int, address: str) -> None:
     from maxmars.data.batches import TrainBatches, open_data
     from maxmars.distributed import processes
     from maxmars.distributed.sharding import make_mesh
+    from maxmars.model.parameters import Parameters
     from maxmars.train import train
     from maxmars.train.step import abstract_train_state
 
@@ -472,7 +473,9 @@ def leg(run: Path, num_processes: int, number: int, address: str) -> None:
     config = from_dict(json.loads((run / "leg.json").read_text()))
     mesh, position = make_mesh(config.mesh), 0
     if newest(run):
-        restored = load(run / "checkpoints", abstract_train_state(config, mesh))
+        restored = load(
+            run / "checkpoints", abstract_train_state(config, Parameters(config.model, mesh))
+        )
         position = restored.checkpoint.data_position
         found["restored"][restored.checkpoint.step] = digest(restored.state)
     tokens = open_data(config.data, "train", model=config.model)

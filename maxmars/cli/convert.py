@@ -183,10 +183,10 @@ def run_import(argv: list[str]) -> int:
     """Run `maxmars import`."""
     arguments = parse_options(ImportArguments, argv, prog="maxmars import")
     from maxmars.eval.trained_model import import_model  # loads JAX
-    from maxmars.model.language_model import num_parameters
+    from maxmars.model.parameters import Parameters
 
     model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
-    count = num_parameters(model.config) / 1e6
+    count = Parameters(model.config).count / 1e6
     print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")
     return 0

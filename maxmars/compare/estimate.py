@@ -17,6 +17,7 @@ from maxmars.config import TrainConfig
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import sharding
+from maxmars.model.parameters import Parameters
 from maxmars.train.auto import prepare
 from maxmars.train.step import init_train_state
 
@@ -79,9 +80,10 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     began = time.monotonic()
     mesh = sharding.training_mesh(config)
     tokens = open_data(config.data, "train", model=config.model)
-    config, train_step = prepare(config, mesh, tokens.types)
+    parameters = Parameters(config.model, mesh)
+    config, train_step = prepare(config, parameters, tokens.types)
     batches = TrainBatches(tokens, config, mesh, prefetch_steps=0)
-    state, ends = init_train_state(config, mesh), []
+    state, ends = init_train_state(config, parameters), []
     for _ in range(1 + _NUM_TIMED):
         state, metrics = train_step(state, next(batches))
         jax.block_until_ready(metrics)

@@ -48,7 +48,7 @@ from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.train import train
 from maxmars.train.auto import choose_precision, prepare
 from maxmars.train.metrics import read_metrics
@@ -220,7 +220,7 @@ def find_start(config: TrainConfig) -> Digests:
       FileNotFoundError: there is no data.
     """
     mesh = sharding.training_mesh(config)
-    weights = combine(digest(init_train_state(config, mesh).params))
+    weights = combine(digest(init_train_state(config, Parameters(config.model, mesh)).params))
     data = open_data(config.data, "train", model=config.model)
     sha = hashlib.sha256()
     for step in (0, config.num_steps - 1):
@@ -233,7 +233,8 @@ def find_start(config: TrainConfig) -> Digests:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    check_optimizer(config.optimizer, config.model, sharding.training_mesh(config))
+    mesh = sharding.training_mesh(config)
+    check_optimizer(config.optimizer, Parameters(config.model, mesh))
 
 
 def _refusal(cell: Cell, contender: Contender) -> str | None:
@@ -351,14 +352,14 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    _, step = prepare(config, mesh)
+    config, step = prepare(config, Parameters(config.model, mesh))
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:
         compiled: jax.stages.Compiled = step.lower().compile()
         moved = sum(c.bytes for c in collectives(compiled, mesh))
     return {
-        "num_parameters": num_parameters(config.model),
+        "num_parameters": step.parameters.count,
         "num_devices": mesh.size,
         "parameter_bytes": sharding.bytes_on_chip(state.params),
         "optimizer_state_bytes": sharding.bytes_on_chip((state.opt_state, state.prev_params)),

@@ -19,7 +19,7 @@ from maxmars.compare.summary import MARK_MEANS, Outcome, Summary, summarize
 from maxmars.compare.tables import interval, markdown_table, print_table
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_json, write_text
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 
 
 def write_reports_of_sizes(
@@ -78,7 +78,7 @@ def size_directories(directory: Path) -> list[Path]:
     found = [path.parent for path in sorted(directory.glob(f"*/{COMPARISON}"))]
 
     def parameters(path: Path) -> int:
-        return num_parameters(read_comparison(path).contenders[0].config.model)
+        return Parameters(read_comparison(path).contenders[0].config.model).count
 
     return sorted(found, key=parameters)
 
@@ -117,7 +117,7 @@ def write_sizes_report(
             if outcome is None:
                 continue
             best, gain = outcome.best, speed_up(outcome, summary)
-            parameters = num_parameters(outcome.contender.config.model)
+            parameters = Parameters(outcome.contender.config.model).count
             row = [name, size, "diverged" if outcome.has_diverged else "not finished", *[""] * 4]
             if best is not None:
                 row[2] = describe_setting(best.setting).replace(",", ", ")
@@ -156,7 +156,7 @@ def write_sizes_report(
         f"data speed-up over {baseline} ({CONFIDENCE:.0%})",
     ]
     runs = "; ".join(
-        f"{size}: {short(num_parameters(config.model))} parameters, "
+        f"{size}: {short(Parameters(config.model).count)} parameters, "
         f"{short(config.num_steps * config.tokens_per_step)} tokens a run"
         for size, summary in summaries.items()
         for config in [summary.comparison.contenders[0].config]

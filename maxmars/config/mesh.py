@@ -105,7 +105,7 @@ def possible_microbatches(global_batch_size: int, shards: int) -> list[int]:
 
 def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
     """Check that the mesh divides the axes of GPT-2's parameters that are split over it; those of a
-    module of the user's own are not known here (see `model.language_model.param_shardings`).
+    module of the user's own are not known here (see `model.parameters.Parameters.shardings`).
 
     Raises:
       ValueError: it does not; the message names the sizes that work.

@@ -31,7 +31,8 @@ from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
 from maxmars.eval.loglikelihood import encode_context
 from maxmars.eval.trained_model import TrainedModel
-from maxmars.model.language_model import Cache, logical_axes, make_model
+from maxmars.model.language_model import Cache, make_model
+from maxmars.model.parameters import Parameters
 
 _CHUNK = 16  # most tokens that the device draws before the host looks at them
 _SMALLEST_BUCKET = 16
@@ -434,7 +435,7 @@ def _decoding_params(params: Any, *, config: ModelConfig) -> Any:
         return param if "norm" in axes else param.astype(config.compute_dtype)
 
     return jax.tree.map(
-        convert, logical_axes(config), params, is_leaf=lambda x: isinstance(x, tuple)
+        convert, Parameters(config).axes, params, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 

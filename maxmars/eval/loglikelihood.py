@@ -27,7 +27,7 @@ from maxmars.config import ModelConfig
 from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import constrain
-from maxmars.model.language_model import make_model, param_shardings, supports
+from maxmars.model.language_model import make_model, supports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +320,7 @@ class LogLikelihoods:
         return jax.jit(
             score_batch,
             in_shardings=(
-                param_shardings(config, self._mesh),
+                None,  # as the parameters lie
                 sharding.batch_sharding(self._mesh),
                 sharding.replicated(self._mesh),
             ),

@@ -44,14 +44,8 @@ from maxmars.distributed.files import (
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
 from maxmars.model import hub, huggingface
-from maxmars.model.language_model import (
-    LanguageModel,
-    graph_and_abstract_params,
-    make_model,
-    num_parameters,
-    param_shardings,
-    supports,
-)
+from maxmars.model.language_model import LanguageModel, make_model, supports
+from maxmars.model.parameters import Parameters
 
 _MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 128 or 256
 _OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
@@ -152,8 +146,7 @@ def load(
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
     check_mesh_divides_model(config, mesh.shape)
-    shardings = param_shardings(config, mesh)
-    return sharding.with_shardings(graph_and_abstract_params(config)[1], shardings)
+    return Parameters(config, mesh).on_mesh
 
 
 # --- what a path means ----------------------------------------------------------------------------
@@ -501,13 +494,13 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
 
 def _num_parameters(config: Any, model: huggingface.HFModel) -> int:
     if config.make is None:  # biases of zeros are none
-        return num_parameters(dataclasses.replace(config, vocab_pad_multiple=1))
+        return Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
     return sum(map(math.prod, model.shapes.values()))
 
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
     """One parameter of a checkpoint, as Hugging Face's arrays."""
-    leaf: Any = graph_and_abstract_params(stored.model)[1]
+    leaf: Any = Parameters(stored.model).abstract
     for key in layout.path:
         leaf = leaf[key]
     for key in ("params", *layout.path)[::-1]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import ModelConfig
 from maxmars.distributed import sharding
-from maxmars.model.language_model import make_model, param_shardings, token_losses
+from maxmars.model.language_model import make_model, token_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> Any:
 
     return jax.jit(
         step,
-        in_shardings=(
-            param_shardings(config, mesh),
-            sharding.batch_sharding(mesh),
-        ),
+        in_shardings=(None, sharding.batch_sharding(mesh)),  # None: as the parameters lie
         out_shardings=sharding.replicated(mesh),
     )
 

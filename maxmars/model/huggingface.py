@@ -34,7 +34,7 @@ from maxmars.config import GPT2Config
 from maxmars.config.checks import read_as
 from maxmars.config.errors import about
 from maxmars.distributed.files import read_json_object, write_json
-from maxmars.model.language_model import graph_and_abstract_params
+from maxmars.model.parameters import Parameters
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_FILE_BYTES = 5_000_000_000
@@ -174,7 +174,7 @@ def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
     them.
     """
     config = dataclasses.replace(config, use_bias=True)
-    _, params = graph_and_abstract_params(config)
+    params = Parameters(config).abstract
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = tuple(key.key for key in keys)
         stacked = path[0] == "h"
@@ -292,7 +292,7 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
       directory: with `model.safetensors`, or several such files and their index.
       config: the model, usually from `read_config`. It may have another `vocab_pad_multiple`
         (padding rows are zero), and `use_bias=False` where all biases are zero.
-      abstract_params: `maxmars.model.graph_and_abstract_params(config)[1]`, whose leaves may carry
+      abstract_params: `maxmars.model.Parameters(config).abstract`, whose leaves may carry
         shardings; leaves without go to the first device of this process.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What every model is to training, evaluation and generation: parameters, named axes, loss.
+"""What every model is to training, evaluation and generation: hidden states, logits, loss.
 
 A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `LanguageModel`. Everything
 asks modules for the same things, and for what a module may do besides by `supports`, never for its
@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,15 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
-from maxmars.config import GPT2Config, ModelConfig
-from maxmars.distributed.sharding import RULES, batch_shards, constrain, copies, gathered
+from maxmars.config import ModelConfig
+from maxmars.distributed.sharding import batch_shards, constrain, copies, gathered
 from maxmars.model import cross_entropy
-from maxmars.model.gpt2 import GPT2
-from maxmars.model.own_model import described, make_module, shape_of_floats, wrong
-from maxmars.optim.nnx import stacked
+from maxmars.model.own_model import described, shape_of_floats, wrong
+from maxmars.model.parameters import Parameters, abstract_module
 
 Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"]
 """What a module may have.
@@ -238,132 +235,36 @@ def _form(tree: Any) -> tuple[list[str], jax.tree_util.PyTreeDef]:
 
 def supports(config: ModelConfig, ability: Ability) -> bool:
     """Whether a model's module has an attribute of this name, or its `__call__` an argument."""
-    module: Any = _abstract_module(config)
+    module: Any = abstract_module(config)
     arguments = inspect.signature(module.__call__).parameters
     return getattr(module, ability, None) is not None or ability in arguments
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
-def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
-    rngs = nnx.Rngs(jax.random.key(seed))
-    return GPT2(config, rngs=rngs) if isinstance(config, GPT2Config) else make_module(config, rngs)
-
-
-@functools.cache
-def _abstract_module(config: ModelConfig) -> nnx.Module:
-    return nnx.eval_shape(lambda: _make_module(config, 0))
-
-
-@functools.cache
-def graph_and_abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """The static part of the module, and its parameters as a nested dict of
-    `jax.ShapeDtypeStruct`.
-
-    Raises:
-      FileNotFoundError, ValueError: a module of the user's own is not as it should be; see
-        `own_model.make_module`.
-    """
-    graph, state = nnx.split(_abstract_module(config), nnx.Param)
-    # Under `jax.set_mesh` the shapes carry shardings on an abstract mesh, and the result is cached
-    # for callers under other meshes.
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), nnx.to_pure_dict(state))
-    return graph, shapes
+# --- a model of parameters ------------------------------------------------------------------------
 
 
 def make_model(config: ModelConfig, params: Any) -> LanguageModel:
     """The model with these parameters, a nested dict of arrays; also inside `jax.jit`."""
-    return LanguageModel(config, nnx.merge(graph_and_abstract_params(config)[0], params))
-
-
-def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, Any]:
-    """Initial parameters as a nested dict; `jax.jit` it with shardings for a large model."""
-    return nnx.to_pure_dict(nnx.state(_make_module(config, seed), nnx.Param))
+    return LanguageModel(config, nnx.merge(_graph(config), params))
 
 
 @functools.cache
-def logical_axes(config: ModelConfig) -> dict[str, Any]:
-    """The names of each parameter's axes: a nested dict whose leaves are tuples of str or None.
-
-    Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
-    """
-    flat = nnx.to_flat_state(nnx.state(_abstract_module(config), nnx.Param))
-    return nnx.traversals.unflatten_mapping(
-        {path: tuple(variable.get_metadata("axes")) for path, variable in flat}
-    )
+def _graph(config: ModelConfig) -> nnx.GraphDef:
+    return nnx.split(abstract_module(config), nnx.Param)[0]
 
 
 @functools.cache
-def matrix_specs(config: ModelConfig) -> dict[str, Any]:
-    """The `MatrixSpec` of each parameter, as its layer says it: a nested dict."""
-    flat = nnx.to_flat_state(nnx.state(_abstract_module(config), nnx.Param))
-    return nnx.traversals.unflatten_mapping(
-        {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
-    )
-
-
-def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """The sharding of each parameter over a mesh by `sharding.RULES`, as a nested dict.
-
-    Raises:
-      ValueError: the mesh does not divide a parameter.
-    """
-
-    def sharding(path: Any, shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> Any:
-        spec = RULES.spec(*axes)
-        for size, name, parts in zip(shape.shape, axes, spec, strict=True):
-            if parts is not None and size % mesh.shape[parts]:
-                raise ValueError(
-                    f"mesh.{parts}={mesh.shape[parts]} does not divide the axis {name} of "
-                    f"{jax.tree_util.keystr(path, simple=True, separator='.')}, whose shape is "
-                    f"{list(shape.shape)}; choose another mesh.{parts} or another size."
-                )
-        return NamedSharding(mesh, spec)
-
-    _, shapes = graph_and_abstract_params(config)
-    return jax.tree.map_with_path(sharding, shapes, logical_axes(config))
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Number of parameters, tied embeddings counted once, vocabulary padding included."""
-    _, params = graph_and_abstract_params(config)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def flops_per_token(config: ModelConfig) -> int:
-    """FLOPs of forward and backward pass a token: 6 N + 12 A T, as in PaLM (2204.02311, App. B).
-
-    N are all parameters; of several tables of the vocabulary only the largest counts, since the
-    input embedding of a model with a head of its own multiplies nothing. T is `max_seq_len`. A, the
-    width of attention summed over the layers (L d in GPT-2), is that of the parameters whose axes
-    end with heads, head_dim, embed; attention without such a projection counts nothing.
-    """
-    _, shapes = graph_and_abstract_params(config)
-    counted, tables, width = 0, [0], 0
-    leaves = jax.tree.leaves(logical_axes(config), is_leaf=lambda x: isinstance(x, tuple))
-    for leaf, axes in zip(jax.tree.leaves(shapes), leaves, strict=True):
-        counted += leaf.size
-        if "vocab" in axes and len(axes) > 1:
-            tables.append(leaf.size)
-        if axes[-3:] == ("heads", "head_dim", "embed"):
-            width += math.prod(leaf.shape[:-1])
-    counted -= sum(tables) - max(tables)
-    return 6 * counted + 12 * width * config.max_seq_len
-
-
-@functools.cache
-def check_model(config: ModelConfig, mesh: Mesh) -> None:
+def check_model(parameters: Parameters) -> None:
     """Find by shapes alone whether a module of the user's own can be trained on a mesh.
 
     Raises:
       FileNotFoundError, ValueError: it is not as it should be, or the mesh does not divide it. Any
         other exception was raised by the user's code.
     """
+    config, mesh = parameters.model, parameters.mesh
     if config.make is None:
         return
-    param_shardings(config, mesh)
-    _, params = graph_and_abstract_params(config)
+    _ = parameters.shardings
     tokens = jax.ShapeDtypeStruct((batch_shards(mesh), config.max_seq_len), jnp.int32)
 
     def outputs(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -374,7 +275,7 @@ def check_model(config: ModelConfig, mesh: Mesh) -> None:
         return x, model.output_embedding(x.dtype)
 
     with jax.set_mesh(mesh):
-        x, embedding = jax.eval_shape(outputs, params, tokens)
+        x, embedding = jax.eval_shape(outputs, parameters.abstract, tokens)
     if x.shape[-1] != embedding.shape[-1]:
         raise ValueError(
             f"model.make={config.make!r}: the hidden states have {x.shape[-1]} columns, and the "

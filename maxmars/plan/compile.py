@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import dataclasses
-import functools
 import math
 import re
 import time
@@ -20,25 +19,18 @@ from jax.tree_util import GetAttrKey
 
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip
-from maxmars.config.mesh import possible_microbatches
 from maxmars.data.batches import batch_types, validation_rows
-from maxmars.distributed import sharding
 from maxmars.distributed.collectives import SCOPES, Collective, collectives
 from maxmars.distributed.cycles import StepClock, step_clock
 from maxmars.distributed.sharding import bytes_on_chip
 from maxmars.eval.validation import make_eval_step
+from maxmars.model.parameters import Parameters
 from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
-    POLICIES,
     Needs,
-    Remat,
-    best_policy,
-    choose_precision,
     peak_bytes,
-    policies_of,
     prepare,
-    with_remat,
 )
 from maxmars.train.step import TrainState, make_train_step
 
@@ -82,6 +74,7 @@ class Compiled:
 class CompiledTrainStep(Compiled):
     """The compiled train step."""
 
+    parameters: Parameters
     state: TrainState
     """Abstract."""
     flops: Counter[str]
@@ -95,21 +88,25 @@ class CompiledTrainStep(Compiled):
         return Needs(self.peak_bytes, None if self.clock is None else self.clock.cycles)
 
 
-def compile_train_step(config: TrainConfig, mesh: Mesh, topology: Topology) -> CompiledTrainStep:
-    """Compile the step that `train` runs for this config and mesh.
+def compile_train_step(
+    config: TrainConfig, parameters: Parameters, topology: Topology
+) -> CompiledTrainStep:
+    """Compile the step that `train` runs for this config, and its parameters on a mesh.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
     start = time.perf_counter()
-    step = make_train_step(config, mesh, batch_types(config.data, config.model))
+    mesh = parameters.mesh
+    step = make_train_step(config, parameters, batch_types(config.data, config.model))
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
     compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
     chip = topology.chip if mesh.devices.flat[0].platform == "tpu" else None
     return CompiledTrainStep(
+        parameters=step.parameters,
         state=step.abstract_state,
         flops=matmul_flops(traced.jaxpr),
         clock=None if chip is None else step_clock(compiled["executable"], chip),
@@ -164,6 +161,7 @@ def compile_prepared(
     *,
     log: Callable[[str], None] = lambda _: None,
     choices: Callable[[str], None] = lambda _: None,
+    max_bytes: int | None = None,
     known: Iterable[tuple[TrainConfig, CompiledTrainStep]] = (),
 ) -> tuple[TrainConfig, CompiledTrainStep]:
     """The config with what `train` chooses there by itself, and its compiled train step.
@@ -173,44 +171,55 @@ def compile_prepared(
       topology: the chips.
       log: gets a line for each program that is compiled to choose among policies.
       choices: gets each choice and its reason, in one line.
+      max_bytes: of a chip; given, the best policy and number of microbatches are searched.
       known: steps that are compiled already.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses even the last policy.
     """
-    mesh, steps = topology.mesh(config), list(known)
+    parameters = Parameters(config.model, topology.mesh(config))
+    results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
 
-    def compiled(config: TrainConfig) -> CompiledTrainStep:
-        for other, step in steps:
+    def compiled(config: TrainConfig) -> CompiledTrainStep | DoesNotFitError:
+        for other, found in results:
             if other == config:
-                return step
-        steps.append((config, compile_train_step(config, mesh, topology)))
-        return steps[-1][1]
+                return found
+        try:
+            found = compile_train_step(config, parameters, topology)
+        except DoesNotFitError as error:
+            found = error
+        results.append((config, found))
+        return found
 
     def measure(config: TrainConfig) -> Needs:
-        setting = f"remat {config.model.remat}, {config.microbatches} microbatches"
-        try:
-            needs = compiled(config).needs
-        except DoesNotFitError:
-            if config.model.remat == POLICIES[-1]:
-                raise
-            needs = Needs(None)
-        log(f"{setting}: {needs}")
+        found = compiled(config)
+        needs = Needs(None) if isinstance(found, DoesNotFitError) else found.needs
+        verdict = ""
+        if max_bytes is not None:
+            verdict = ", fits" if needs.fit(max_bytes) else ", too much"
+        log(f"remat {config.model.remat}, {config.microbatches} microbatches: {needs}{verdict}")
         return needs
 
-    types, memory = batch_types(config.data, config.model), topology.memory_bytes
-    config, _ = prepare(config, mesh, types, log=choices, memory_bytes=memory, measure=measure)
-    return config, compiled(config)
-
-
-# What fits in memory.
+    config, _ = prepare(
+        config,
+        parameters,
+        batch_types(config.data, config.model),
+        log=choices,
+        memory_bytes=topology.memory_bytes,
+        max_bytes=max_bytes,
+        measure=measure,
+    )
+    found = compiled(config)
+    if isinstance(found, DoesNotFitError):
+        raise found
+    return config, found
 
 
 def find_fit(
     config: TrainConfig, topology: Topology, max_bytes: int, *, log: Callable[[str], None]
 ) -> tuple[TrainConfig, CompiledTrainStep]:
-    """Search for the cheapest rematerialisation and the largest microbatch that fit in memory.
+    """The cheapest rematerialisation and the largest microbatch that fit; see `auto.search`.
 
     Args:
       config: what to train; the tokens of a step stay the same.
@@ -224,58 +233,16 @@ def find_fit(
     Raises:
       ValueError: nothing fits, or no number of microbatches divides the batch over the mesh.
     """
-    mesh = topology.mesh(config)
-    config = choose_precision(config, mesh)
-    shards, batch = sharding.batch_shards(mesh), config.global_batch_size
-    counts = possible_microbatches(batch, shards)
-    if not counts:
-        raise ValueError(
-            f"global_batch_size={batch} does not divide over {shards} devices (mesh data x fsdp); "
-            f"make it a multiple of {shards}."
-        )
-    found = dict[Remat, tuple[TrainConfig, CompiledTrainStep]]()
-
-    def measure(remat: Remat) -> Needs:
-        fewest_that_fit(counts, functools.partial(fits, remat))
-        return found[remat][1].needs if remat in found else Needs(None)
-
-    def fits(remat: Remat, count: int) -> bool:
-        tried = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
-        try:
-            step = compile_train_step(tried, mesh, topology)
-        except DoesNotFitError:
-            log(f"remat {remat}, {count} microbatches: no fit, too much")
-            return False
-        is_small = step.peak_bytes <= max_bytes
-        verdict = "fits" if is_small else "too much"
-        log(f"remat {remat}, {count} microbatches: {step.needs}, {verdict}")
-        if is_small:
-            found[remat] = tried, step  # the search ends with the last setting that fits
-        return is_small
-
-    # A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
-    # costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
-    # often.
-    remat, _ = best_policy(measure, max_bytes, policies_of(config.model))
-    if remat not in found:
+    config, step = dataclasses.replace(config, num_microbatches=None), None
+    with contextlib.suppress(DoesNotFitError):
+        config, step = compile_prepared(config, topology, max_bytes=max_bytes, log=log)
+    if step is None or not step.needs.fit(max_bytes):
         raise ValueError(
             f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
-            f"not even with {counts[-1]} microbatches and model.remat=full; raise mesh.fsdp, or "
-            "take more or larger chips."
+            "not even with the smallest microbatch and model.remat=full; raise mesh.fsdp, or take "
+            "more or larger chips."
         )
-    return found[remat]
-
-
-def fewest_that_fit(counts: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The first count that fits, of ascending ones, by bisection; None if not even the last fits.
-
-    No call of `fits` that is true comes after the one for the count that is returned.
-    """
-    if fits(counts[0]):
-        return counts[0]
-    if len(counts) == 1 or not fits(counts[-1]):
-        return None
-    return counts[1 + bisect.bisect_left(counts[1:-1], True, key=fits)]
+    return config, step
 
 
 # Memory of a compiled program.

@@ -12,10 +12,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
-from maxmars.config.mesh import check_mesh
+from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import compile_prepared
 from maxmars.plan.plan import Plan, make_plan
 from maxmars.train.auto import choose_microbatches, with_remat
+from maxmars.train.step import abstract_train_state
 
 WORTH_NAMING = 0.05
 """Share of a step's time from which on a faster plan is named."""
@@ -101,8 +102,8 @@ def _faster_of(
     """The faster of a plan and that of `config`, if this is none of those `tried`, and possible."""
     topology, mesh = best.topology, best.topology.mesh(config)
     try:
-        check_mesh(config, mesh.shape)
-        config = choose_microbatches(config, mesh, topology.memory_bytes, lambda _: None)
+        state = abstract_train_state(config, Parameters(config.model, mesh))
+        config = choose_microbatches(config, mesh, state, topology.memory_bytes, lambda _: None)
         setting = _setting(config, mesh)
         if setting in tried:
             return best

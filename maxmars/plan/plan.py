@@ -19,11 +19,18 @@ from jax.sharding import Mesh
 from rich.table import Column, Table
 
 from maxmars import __version__
-from maxmars.config import MarsConfig, ModuleConfig, MuonConfig, TrainConfig, to_dict
+from maxmars.config import (
+    MarsConfig,
+    ModuleConfig,
+    MuonConfig,
+    OptimizerConfig,
+    TrainConfig,
+    to_dict,
+)
 from maxmars.distributed import sharding
 from maxmars.distributed.cycles import PRODUCTS, StepClock
 from maxmars.model.attention import choose_attention
-from maxmars.model.language_model import flops_per_token, num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
 from maxmars.plan.compile import (
     ChipMemory,
@@ -46,7 +53,7 @@ from maxmars.plan.roofline import (
 )
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import slow_network_warning
-from maxmars.train.optimizer import matrix_specs, summarize_rules, update_rules
+from maxmars.train.optimizer import summarize_rules, update_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +186,7 @@ def make_plan(
     mesh, step, messages = topology.mesh(config), train_step, list[str]()
     if step is None:
         config, step = compile_prepared(config, topology, log=log, choices=messages.append)
-    chip, params = topology.chip, step.state.params
+    chip, parameters = topology.chip, step.parameters
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and chip.network == "NVLink":
         across = sum(
@@ -200,9 +207,8 @@ def make_plan(
             "of layers; where it does, they stay with their owners"
         )
     memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
-    parameters = num_parameters(config.model)
     flops = Flops(
-        model=flops_per_token(config.model) * config.tokens_per_step,
+        model=parameters.flops_per_token * config.tokens_per_step,
         hardware=step.flops.total(),
         optimizer=step.flops["optimizer"],
     )
@@ -212,11 +218,11 @@ def make_plan(
         config=config,
         topology=topology,
         mesh=mesh,
-        num_parameters=parameters,
+        num_parameters=parameters.count,
         memory=memory,
         collectives=rows,
         largest_mixed_bytes=max(mixed, default=0),
-        exchange=_exchange(config, params, mesh),
+        exchange=_exchange(config.optimizer, parameters),
         flops=flops,
         estimate=None
         if chip is None
@@ -224,26 +230,26 @@ def make_plan(
             config, flops, memory, rows, chip, mesh.size, price, calibrations.get(chip.name)
         ),
         train_step=step,
-        eval_step=compile_eval_step(config, params, mesh, topology) if asked else None,
+        eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,
         messages=tuple(messages),
     )
 
 
-def _exchange(config: TrainConfig, params: Any, mesh: Mesh) -> OrthogonalizationPlan | None:
+def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> OrthogonalizationPlan | None:
     """The exchange that the optimizer plans for its matrices."""
-    optimizer = config.optimizer
     if not isinstance(optimizer, MarsConfig | MuonConfig):
         return None
-    rules = jax.tree.leaves(update_rules(optimizer, config.model))
-    specs = jax.tree.leaves(matrix_specs(config.model, qkv=optimizer.qkv, mesh=mesh))
+    rules = jax.tree.leaves(update_rules(optimizer, parameters))
+    specs = jax.tree.leaves(parameters.split_specs(optimizer.qkv))
     found = [
         (leaf, spec)
-        for leaf, rule, spec in zip(jax.tree.leaves(params), rules, specs, strict=True)
+        for leaf, rule, spec in zip(jax.tree.leaves(parameters.on_mesh), rules, specs, strict=True)
         if rule.orthogonalizes
     ]
     if not found:
         return None
     matrices, specs = map(list, zip(*found, strict=True))
+    mesh = parameters.mesh
     axes = mesh.axis_names if optimizer.own_over_data else None
     return plan_orthogonalization(matrices, specs, mesh=mesh, ownership_axes=axes)
 
@@ -267,7 +273,7 @@ def print_plan(plan: Plan) -> None:
         f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
         f"{config.tokens_per_step:,} tokens a step, microbatches: {config.microbatches} of "
         f"{config.microbatch_size} sequences, {model}\n"
-        f"{summarize_rules(config.optimizer, config.model)}"
+        f"{summarize_rules(config.optimizer, plan.train_step.parameters)}"
     )
     for message in plan.messages:
         print(message)

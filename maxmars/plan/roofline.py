@@ -17,7 +17,7 @@ from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip, Network
 from maxmars.distributed.collectives import Collective, Phase, wire_bytes
 from maxmars.distributed.cycles import StepClock
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import ChipMemory
 from maxmars.plan.topology import Topology
 
@@ -64,7 +64,7 @@ class Flops:
     """FLOPs of one step over all chips."""
 
     model: int
-    """6 N + 12 L d T a token, as MFU is measured (`model.language_model.flops_per_token`)."""
+    """6 N + 12 L d T a token, as MFU is measured (`model.Parameters.flops_per_token`)."""
     hardware: int
     """Matrix products that run, recomputation and optimizer included."""
     optimizer: int
@@ -175,7 +175,7 @@ def estimate(
     rate = num_chips * chip.peak_flops
     arithmetic = memory_share = 1.0
     if calibration is not None:
-        arithmetic = calibration.share(num_parameters(config.model))
+        arithmetic = calibration.share(Parameters(config.model).count)
         memory_share = calibration.memory
     state = sum(memory.optimizer_state_bytes.values()) + memory.previous_parameters_bytes
     moved = 2 * (memory.parameters_bytes + state) + memory.parameters_bytes

@@ -44,6 +44,7 @@ from maxmars.distributed.workdir import (
     SUMMARY,
 )
 from maxmars.eval.trained_model import check_code
+from maxmars.model.parameters import Parameters
 from maxmars.train.auto import prepare, with_remat
 from maxmars.train.journal import (
     began_in,
@@ -418,15 +419,16 @@ def _digest_after(
     tokens = open_data(config.data, "train", model=config.model)
     if tokens.digest() != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
-    config, train_step = prepare(config, mesh, tokens.types, log=log)
+    parameters = Parameters(config.model, mesh)
+    config, train_step = prepare(config, parameters, tokens.types, log=log)
     position = 0
     if first:
         loaded = load(directory, train_step.abstract_state, first)
         position = loaded.checkpoint.data_position
-        hyperparams = make_hyperparams(config, mesh)
+        hyperparams = make_hyperparams(config, parameters)
         state = dataclasses.replace(loaded.state, hyperparams=hyperparams)
     else:
-        state = init_train_state(config, mesh)
+        state = init_train_state(config, parameters)
     batches = TrainBatches(tokens, config, mesh, position=position)
     with contextlib.closing(batches):
         for _ in range(first, last):

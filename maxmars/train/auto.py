@@ -17,10 +17,12 @@ to keep, nor ends out of memory. On TPUs their compiler says as well how many cy
 and the fewest are taken: to keep an array and read it again may take longer than to compute it.
 
 A run that continues on the same mesh and kind of device keeps the last two, while they fit.
+`maxmars plan --max-memory` finds both by compiling: see `search`.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -36,15 +38,15 @@ from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
-from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape, possible_microbatches
+from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.own_data import Types
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
-from maxmars.model.language_model import check_model, num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.train.optimizer import check_optimizer
-from maxmars.train.step import TrainStep, abstract_train_state, make_train_step
+from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -75,49 +77,55 @@ class Prepared(NamedTuple):
 
 def prepare(
     config: TrainConfig,
-    mesh: Mesh,
+    parameters: Parameters,
     types: Types | None = None,
     *,
     log: Callable[[str], None] = lambda _: None,
     kept: TrainConfig | None = None,
     memory_bytes: int | None = None,
+    max_bytes: int | None = None,
     measure: Callable[[TrainConfig], Needs] | None = None,
 ) -> Prepared:
     """Choose precision, microbatches and rematerialisation, and make the train step.
 
     Args:
       config: what to train.
-      mesh: its devices, which may be absent.
+      parameters: of its model, on its devices, which may be absent.
       types: of a batch's arrays; see `make_train_step`.
       log: gets each choice and its reason, in one line.
       kept: what the run had before on this mesh, which stays where it still fits.
       memory_bytes: memory of a device that programs may use; None asks the devices.
+      max_bytes: of a device; given, policy and number of microbatches are both searched by
+        compiling, whatever the config says of them; see `search`.
       measure: compiles the step of a config and says what it needs; None compiles for the devices.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch, or a device, the model and the
         optimizer do not go together.
     """
-    check_mesh(config, mesh.shape)
+    mesh, state = parameters.mesh, abstract_train_state(config, parameters)
+    check_optimizer(config.optimizer, parameters)
     config = choose_precision(config, mesh, log)
-    check_model(config.model, mesh)
-    check_optimizer(config.optimizer, config.model, mesh)
-    memory = memory_bytes or memory_bytes_of(mesh)
-    config = choose_microbatches(config, mesh, memory, log, kept=kept)
 
     def measure_here(config: TrainConfig) -> Needs:
         try:
-            compiled = make_train_step(config, mesh, types).lower().compile()
+            compiled = make_train_step(config, parameters, types).lower().compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return Needs(None)  # the compiler itself refuses the program
         return needs_of(compiled, mesh)
 
-    config = choose_remat(
-        config, mesh, measure or measure_here, log, kept=kept, memory_bytes=memory_bytes
-    )
-    return Prepared(config, make_train_step(config, mesh, types))
+    measure = measure or measure_here
+    if max_bytes is not None:
+        config = search(config, mesh, measure, max_bytes)
+    else:
+        memory = memory_bytes or memory_bytes_of(mesh)
+        config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
+        config = choose_remat(
+            config, mesh, state, measure, log, kept=kept, memory_bytes=memory_bytes
+        )
+    return Prepared(config, make_train_step(config, parameters, types))
 
 
 def choose_precision(
@@ -180,20 +188,21 @@ def device_memory_bytes(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check_memory(config: TrainConfig, mesh: Mesh) -> None:
+def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
     """Check that the state of a run alone, and its batches alone, do not exceed the memory; the
     step needs more.
+
+    Args:
+      config: what to train.
+      mesh: its devices.
+      state: its abstract state.
 
     Raises:
       ValueError: they do. XLA's own error would be an abort of the process, or come after minutes.
     """
-    shards = jax.tree.map(
-        lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
-        abstract_train_state(config, mesh),
-    )
     model, way_out = config.model, "take a smaller model, or divide it over more devices with "
     way_out += "mesh.fsdp. `maxmars plan` says what fits"
-    needs = [("parameters and optimizer state need", sum(jax.tree.leaves(shards)), way_out)]
+    needs = [("parameters and optimizer state need", sharding.bytes_on_chip(state), way_out)]
     width = model.embed_dim if isinstance(model, GPT2Config) else 0
     for name, rows, of_token in (
         ("global_batch_size", config.global_batch_size, 4),  # its id
@@ -226,6 +235,7 @@ def memory_bytes_of(mesh: Mesh) -> int | None:
 def choose_microbatches(
     config: TrainConfig,
     mesh: Mesh,
+    state: TrainState,
     memory_bytes: int | None,
     log: Callable[[str], None],
     *,
@@ -237,6 +247,7 @@ def choose_microbatches(
     Args:
       config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
       mesh: its devices.
+      state: its abstract state.
       memory_bytes: memory of a device; see `memory_bytes_of`.
       log: gets the choice and its reason, in one line, where it is more than one microbatch.
       kept: what the run had before, whose number stays unless more are needed.
@@ -248,22 +259,65 @@ def choose_microbatches(
     counts = [count for count in counts if count >= before]
     if memory_bytes is None or isinstance(config.model, ModuleConfig):
         return dataclasses.replace(config, num_microbatches=counts[0])
-    usable, needed, chosen = USABLE * memory_bytes, 0, config
-    for count in counts:
-        chosen = dataclasses.replace(config, num_microbatches=count)
-        needed = estimated_bytes(chosen, mesh)
-        if needed <= usable:
-            break
+    usable = int(USABLE * memory_bytes)
+    chosen, needs = fewest_that_fit(
+        config, counts, lambda tried: Needs(estimated_bytes(tried, mesh, state)), usable
+    )
     if chosen.microbatches > before:
-        verdict = "the fewest that fit" if needed <= usable else "of which not even the last fits"
+        verdict = "the fewest that fit" if needs.fit(usable) else "of which not even the last fits"
         log(
             f"num_microbatches={chosen.microbatches}, {verdict}: a step needs about "
-            f"{needed / 1e9:.1f} of {usable / 1e9:.1f} GB a device"
+            f"{needs} of {usable / 1e9:.3f} GB a device"
         )
     return chosen
 
 
-def estimated_bytes(config: TrainConfig, mesh: Mesh) -> int:
+def search(
+    config: TrainConfig, mesh: Mesh, measure: Callable[[TrainConfig], Needs], usable_bytes: int
+) -> TrainConfig:
+    """The config with the `best_policy`, each with the fewest microbatches that fit; where nothing
+    fits, with the last policy and the most microbatches.
+
+    A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
+    costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
+    often.
+    """
+    counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+    found: dict[Remat, TrainConfig] = {}
+
+    def fewest(remat: Remat) -> Needs:
+        tried = with_remat(config, remat)
+        found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
+        return needs
+
+    remat, _ = best_policy(fewest, usable_bytes, policies_of(config.model))
+    return found[remat]
+
+
+def fewest_that_fit(
+    config: TrainConfig,
+    counts: Sequence[int],
+    measure: Callable[[TrainConfig], Needs],
+    usable_bytes: int,
+) -> tuple[TrainConfig, Needs]:
+    """The config with the first of ascending numbers of microbatches that fits, or the last one,
+    and what it needs. By bisection; none is measured twice."""
+    found: dict[int, tuple[TrainConfig, Needs]] = {}
+
+    def fits(i: int) -> bool:
+        tried = dataclasses.replace(config, num_microbatches=counts[i])
+        found[i] = tried, measure(tried)
+        return found[i][1].fit(usable_bytes)
+
+    last = len(counts) - 1
+    if fits(0):
+        return found[0]
+    if last == 0 or not fits(last):
+        return found[last]
+    return found[1 + bisect.bisect_left(range(1, last), True, key=fits)]
+
+
+def estimated_bytes(config: TrainConfig, mesh: Mesh, state: TrainState) -> int:
     """Memory that a step of a GPT-2 needs on one device, by arithmetic alone.
 
     These are the state and the gradients, exactly; what each layer keeps of a token for the
@@ -274,7 +328,6 @@ def estimated_bytes(config: TrainConfig, mesh: Mesh) -> int:
     model, platform = config.model, mesh.devices.flat[0].platform
     assert isinstance(model, GPT2Config)
     remat = None if model.remat == "auto" and platform == "cpu" else model.remat
-    state = abstract_train_state(config, mesh)
     gradients = sharding.bytes_on_chip(state.params) * (2 if config.microbatches > 1 else 1)
     itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
     tokens = config.microbatch_size // sharding.batch_shards(mesh) * model.max_seq_len
@@ -318,18 +371,19 @@ def slow_network_warning(
     )
 
 
-def gathered_bytes(config: TrainConfig, mesh: Mesh) -> int:
+def gathered_bytes(config: TrainConfig, parameters: Parameters) -> int:
     """Bytes that a device sends for `fsdp` in a step, about: each microbatch gathers the weights
     twice, for the forward and the backward pass, and scatters their gradient."""
     itemsize = jnp.dtype(config.model.compute_dtype or "float32").itemsize
-    parts = mesh.shape["fsdp"]
-    size = num_parameters(config.model) * itemsize // mesh.shape["tensor"]
+    parts, tensor = (parameters.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    size = parameters.count * itemsize // tensor
     return 3 * config.microbatches * size * (parts - 1) // parts
 
 
 def choose_remat(
     config: TrainConfig,
     mesh: Mesh,
+    state: TrainState,
     measure: Callable[[TrainConfig], Needs],
     log: Callable[[str], None],
     *,
@@ -343,6 +397,7 @@ def choose_remat(
     Args:
       config: what to train; it fits the mesh.
       mesh: its devices.
+      state: its abstract state.
       measure: what the step of a config needs; it compiles.
       log: gets the choice and its reason, in one line.
       kept: what the run had before, whose policy stays unless one of less memory is needed.
@@ -366,7 +421,8 @@ def choose_remat(
             return Needs(None)  # another process's devices have less memory
         return needs
 
-    policies = possible_policies(config, mesh, usable, POLICIES[POLICIES.index(before) :])
+    policies = POLICIES[POLICIES.index(before) :]
+    policies = possible_policies(config, mesh, state, usable, policies)
     remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
     usable_gb = f"{usable / 1e9:.2f} GB of a device may be taken"
@@ -388,7 +444,11 @@ def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
 
 
 def possible_policies(
-    config: TrainConfig, mesh: Mesh, usable_bytes: int, policies: Sequence[Remat] = POLICIES
+    config: TrainConfig,
+    mesh: Mesh,
+    state: TrainState,
+    usable_bytes: int,
+    policies: Sequence[Remat],
 ) -> Sequence[Remat]:
     """Those of the policies whose steps are worth compiling; the last one always is.
 
@@ -397,7 +457,7 @@ def possible_policies(
     """
 
     def is_possible(remat: Remat) -> bool:
-        return estimated_bytes(with_remat(config, remat), mesh) <= 1.7 * usable_bytes
+        return estimated_bytes(with_remat(config, remat), mesh, state) <= 1.7 * usable_bytes
 
     return [*filter(is_possible, policies[:-1]), policies[-1]]
 

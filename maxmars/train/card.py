@@ -33,6 +33,7 @@ from maxmars.distributed.workdir import DATA, IMPORTED_FROM
 from maxmars.eval.hellaswag import describe_count
 from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import Exported, HFTarget
+from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
 from maxmars.train.journal import (
     began_in,
@@ -431,6 +432,7 @@ Digest of the data, by which the run knows them: `{run.stored.data_digest}`."""
 
 def _training(run: _Run) -> str:
     config, stored, schedule = run.config, run.stored, run.config.schedule
+    parameters = Parameters(config.model)
     rate, skipped = run.last("train/learning_rate"), run.last("train/skipped")
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
     epochs = None
@@ -444,7 +446,7 @@ def _training(run: _Run) -> str:
         "tokens": f"{stored.tokens:,}",
         "epochs": epochs,
         "batch": f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens",
-        "optimizer": summarize_rules(config.optimizer, config.model),
+        "optimizer": summarize_rules(config.optimizer, parameters),
         "settings": ", ".join(f"{k}={v}" for k, v in settings.items()),
         "schedule": f"{schedule.warmup_steps:,} steps of warm-up, then {schedule.decay} to "
         f"{schedule.final_fraction:.3g} of the peak at step {config.decay_steps:,}",
@@ -462,7 +464,7 @@ def _training(run: _Run) -> str:
 <details><summary>Every parameter: its matrix, rule, rate (times the run's) and decay</summary>
 
 ```text
-{_public(describe_parameters(config.optimizer, config.model))}
+{_public(describe_parameters(config.optimizer, parameters))}
 ```
 
 </details>"""

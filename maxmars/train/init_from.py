@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxmars.checkpoint import Checkpoint, find, load, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
@@ -27,6 +27,7 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, resolve
 from maxmars.eval.trained_model import HFTarget, find_target
 from maxmars.model import hub, huggingface
+from maxmars.model.parameters import Parameters
 from maxmars.train.journal import origin
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, abstract_train_state, init_train_state
@@ -92,12 +93,13 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
     return dataclasses.replace(source, commit=hub.fetch(begun).source)
 
 
-def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
+def load_initial(config: TrainConfig, parameters: Parameters, source: InitFrom) -> Initial:
     """Read the weights, compare them with their digests, and make a state around them.
 
     Args:
       config: the new run's config.
-      mesh: where the state goes; the source may have been trained on another mesh.
+      parameters: of its model, on the mesh where the state goes; the source may have been trained
+        on another mesh.
       source: what to read.
 
     Raises:
@@ -106,7 +108,7 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
     """
     path = _place(source)
     found = None if hub.is_on_hub(path) else find(path)
-    abstract = abstract_train_state(config, mesh)
+    abstract = abstract_train_state(config, parameters)
     if found is not None:
         directory, step = found
         saved = read(directory, step)
@@ -136,7 +138,7 @@ def load_initial(config: TrainConfig, mesh: Mesh, source: InitFrom) -> Initial:
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
     }
-    return Initial(state=init_train_state(config, mesh, parts), origin=start)
+    return Initial(state=init_train_state(config, parameters, parts), origin=start)
 
 
 def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:

@@ -1,7 +1,7 @@
-"""Config to optimizer: the matrix of each parameter, and the optax optimizer of them all.
+"""Config to optimizer: the rule of each parameter, and the optax optimizer of them all.
 
-What matrix a parameter is, its layer says (`model.language_model.matrix_specs`); its rule, rate and
-weight decay follow from its kind (`rule_of` of the optimizer's config).
+The rule of a parameter, its rate and weight decay follow from its kind (`Parameters.kinds`) by
+`rule_of` of the optimizer's config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import Mesh
 from jaxtyping import Num
 
 from maxmars.checkpoint.digest import leaf_types
@@ -25,7 +24,6 @@ from maxmars.config import (
     AdoptConfig,
     LionConfig,
     MarsConfig,
-    ModelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,
@@ -37,11 +35,9 @@ from maxmars.config import (
 from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
-from maxmars.distributed.sharding import RULES, like_params
-from maxmars.model.language_model import graph_and_abstract_params, logical_axes
-from maxmars.model.language_model import matrix_specs as specs_of_layers
+from maxmars.distributed.sharding import like_params
+from maxmars.model.parameters import PARTS, Parameters
 from maxmars.optim import (
-    MatrixSpec,
     describe,
     mars,
     muon,
@@ -51,40 +47,14 @@ from maxmars.optim import (
 )
 
 
-def matrix_specs(config: ModelConfig, *, qkv: str = "fused", mesh: Mesh | None = None) -> Any:
-    """The `MatrixSpec` of each parameter for an optimizer, as a nested dict.
-
-    Args:
-      config: the model.
-      qkv: the attention's input projection is one matrix ("fused"), three for queries, keys and
-        values ("qkv"), or three for each head ("heads").
-      mesh: if given, the specs say how `sharding.RULES` partitions each parameter over it.
-
-    Raises:
-      ValueError: a module of the user's own does not say it.
-    """
-    split_names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
-
-    def laid_out(spec: MatrixSpec, axes: tuple[str | None, ...]) -> MatrixSpec:
-        if mesh is not None:
-            spec = dataclasses.replace(spec, partition=RULES.spec(*axes))
-        if spec.is_matrix and "qkv" in axes and not (spec.split or spec.unfold):
-            split = tuple(axis for axis in spec.inner if axes[axis] in split_names)
-            spec = dataclasses.replace(spec, split=split)
-        return spec
-
-    return jax.tree.map(laid_out, specs_of_layers(config), logical_axes(config))
-
-
-def update_rules(optimizer: OptimizerConfig, model: ModelConfig) -> Any:
+def update_rules(optimizer: OptimizerConfig, parameters: Parameters) -> Any:
     """The `UpdateRule` of each parameter, as a nested dict."""
-    return jax.tree.map(lambda spec: optimizer.rule_of(spec.kind), matrix_specs(model))
+    return jax.tree.map(optimizer.rule_of, parameters.kinds)
 
 
-def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> str:
     """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay."""
-    _, params = graph_and_abstract_params(model)
-    rules = update_rules(optimizer, model)
+    rules = update_rules(optimizer, parameters)
 
     def column(field: str) -> Any:
         def cell(rule: UpdateRule) -> Any:
@@ -94,42 +64,40 @@ def describe_parameters(optimizer: OptimizerConfig, model: ModelConfig) -> str:
         return jax.tree.map(cell, rules)
 
     return describe(
-        params,
-        matrix_specs(model, qkv=getattr(optimizer, "qkv", "fused")),
+        parameters.abstract,
+        parameters.split_specs(getattr(optimizer, "qkv", "fused")),
         rule=column("name"),
         rate=column("learning_rate_scale"),
         decay=column("weight_decay"),
     )
 
 
-def summarize_rules(optimizer: OptimizerConfig, model: ModelConfig) -> str:
+def summarize_rules(optimizer: OptimizerConfig, parameters: Parameters) -> str:
     """The size of each rule, such as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
-    _, params = graph_and_abstract_params(model)
     sizes: dict[str, int] = {}
-    rules = jax.tree.leaves(update_rules(optimizer, model))
-    for leaf, rule in zip(jax.tree.leaves(params), rules, strict=True):
+    rules = jax.tree.leaves(update_rules(optimizer, parameters))
+    for leaf, rule in zip(jax.tree.leaves(parameters.abstract), rules, strict=True):
         sizes[rule.name] = sizes.get(rule.name, 0) + leaf.size
     return ", ".join(f"{rule} for {size:,}" for rule, size in sizes.items()) + " parameters"
 
 
 def make_optimizer(
     optimizer: OptimizerConfig,
-    model: ModelConfig,
+    parameters: Parameters,
     learning_rate: optax.ScalarOrSchedule,
     *,
     batch_tokens: int = 1,
-    mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optax optimizer of a model's parameters (a nested dict).
 
     Args:
       optimizer: which optimizer, with its hyperparameters.
-      model: the model, whose axis names say which parameters are matrices and which decay.
+      parameters: which of them are matrices and which decay, and how they lie on their mesh.
       learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
       batch_tokens: tokens a step, by which Sophia scales its estimate of the Hessian.
-      mesh: the mesh that the parameters lie on by `sharding.RULES`; None for one device.
     """
-    decays = jax.tree.map(lambda rule: bool(rule.weight_decay), update_rules(optimizer, model))
+    rules, mesh = update_rules(optimizer, parameters), parameters.mesh
+    decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
     match optimizer:
         case AdamWConfig():
             tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
@@ -158,7 +126,7 @@ def make_optimizer(
             tx = soap(
                 learning_rate,
                 mask=decays,
-                matrix_specs=_soap_specs(model, mesh),
+                matrix_specs=_soap_specs(parameters),
                 mesh=mesh if mesh is not None and mesh.size > 1 else None,
                 **_options(optimizer),
             )
@@ -167,13 +135,13 @@ def make_optimizer(
             tx = make(
                 learning_rate,
                 mask=decays,
-                matrix_specs=matrix_specs(model, qkv=optimizer.qkv, mesh=mesh),
+                matrix_specs=parameters.split_specs(optimizer.qkv),
                 mesh=mesh,
                 ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
                 **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
             )
         case OptaxConfig():
-            tx = _own_optimizer(optimizer, learning_rate, matrix_specs(model, mesh=mesh), mesh)
+            tx = _own_optimizer(optimizer, parameters, learning_rate)
     return optax.with_extra_args_support(tx)
 
 
@@ -195,7 +163,7 @@ def _mixing_schedules(
 
 
 def _own_optimizer(
-    optimizer: OptaxConfig, learning_rate: optax.ScalarOrSchedule, specs: Any, mesh: Mesh | None
+    optimizer: OptaxConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
     """What the user's function makes.
 
@@ -207,7 +175,7 @@ def _own_optimizer(
     options = reveal(optimizer.options, "optimizer.options")
     signature = inspect.signature(make)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    offered = {"matrix_specs": specs, "mesh": mesh}
+    offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
     taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
     arguments = taken | options
     try:
@@ -227,7 +195,7 @@ def _own_optimizer(
     return tx
 
 
-def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) -> None:
+def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
     """Check that a user's own optimizer makes updates like the parameters from gradients, state and
     parameters alone, and that its state can be saved and keeps its types.
 
@@ -237,14 +205,13 @@ def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, mesh: Mesh) 
     if not isinstance(optimizer, OptaxConfig):
         return
     whose = f"the optimizer of optimizer.make={optimizer.make!r}"
-    _, params = graph_and_abstract_params(model)
+    params = parameters.abstract
 
     def init(params: Any) -> Any:
-        rate = optimizer.learning_rate
-        return make_optimizer(optimizer, model, rate, mesh=mesh).init(params)
+        return make_optimizer(optimizer, parameters, optimizer.learning_rate).init(params)
 
     def update(learning_rate: jax.Array, state: Any, params: Any) -> Any:
-        tx = make_optimizer(optimizer, model, learning_rate, mesh=mesh)
+        tx = make_optimizer(optimizer, parameters, learning_rate)
         return tx.update(params, state, params)
 
     before = jax.eval_shape(init, params)
@@ -305,24 +272,21 @@ def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _soap_specs(model: ModelConfig, mesh: Mesh | None) -> Any:
+def _soap_specs(parameters: Parameters) -> Any:
     """SOAP leaves embeddings to AdamW, as it does vectors: they have no spec."""
-    specs = matrix_specs(model, mesh=mesh)
-    return jax.tree.map(lambda spec: None if spec.embedding else spec, specs)
+    return jax.tree.map(lambda spec: None if spec.embedding else spec, parameters.specs)
 
 
-def opt_state_shardings(
-    optimizer: OptimizerConfig, model: ModelConfig, opt_state: Any, params: Any, mesh: Mesh
-) -> Any:
-    """NamedShardings of an (abstract) optimizer state, given parameters that carry theirs.
+def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_state: Any) -> Any:
+    """NamedShardings of an (abstract) optimizer state.
 
     An array of the state takes its parameter's sharding; only SOAP's bases lie with the devices
     that own their matrices.
     """
-    like = like_params(opt_state, params)
+    like, mesh = like_params(opt_state, parameters.on_mesh), parameters.mesh
     if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
         return like
-    own = soap_shardings(opt_state, mesh, _soap_specs(model, mesh))
+    own = soap_shardings(opt_state, mesh, _soap_specs(parameters))
     return jax.tree.map(lambda a, b: a if b is None else b, like, own)
 
 
@@ -359,26 +323,10 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
 
 
 # --- the parts of the model that metrics tell apart ----------------------------------------------
-
-PARTS = ("embedding", "attention", "mlp", "vector")
-"""Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
-
-
-def parameter_parts(config: ModelConfig) -> Any:
-    """The part of each parameter, one of `PARTS`, as a nested dict."""
-
-    def part(spec: MatrixSpec, axes: tuple[str | None, ...]) -> str:
-        if spec.kind != "matrix":
-            return spec.kind
-        return "attention" if "heads" in axes else "mlp"
-
-    return jax.tree.map(part, matrix_specs(config), logical_axes(config))
-
-
-def learning_rate_scales(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, float]:
+def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
-    parts = jax.tree.leaves(parameter_parts(model))
-    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, model)), strict=True))
+    parts = jax.tree.leaves(parameters.parts)
+    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
     scales = {part: rules[part].learning_rate_scale or 1.0 for part in PARTS if part in rules}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 

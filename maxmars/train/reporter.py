@@ -20,7 +20,6 @@ from maxmars.data.tokenizer import Tokenizer, load
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
-from maxmars.model.language_model import flops_per_token
 from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
@@ -51,7 +50,7 @@ class StepReporter:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._pending: tuple[int, Any] | None = None
-        self._flops = flops_per_token(run.config.model)
+        self._flops = run.train_step.parameters.flops_per_token
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * run.mesh.size
         self.is_skipping = False
@@ -59,7 +58,7 @@ class StepReporter:
         self._before: dict[str, float] | None = None  # seconds at the last line, by activity
         self._steps = -1
         self._clipped: list[Any] = []  # of each step since the last line, still on the device
-        self._rate_scales = learning_rate_scales(run.config.optimizer, run.config.model)
+        self._rate_scales = learning_rate_scales(run.config.optimizer, run.train_step.parameters)
 
     def add(self, step: int, metrics: Any) -> None:
         """Report the step before and keep this one."""

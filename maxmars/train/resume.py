@@ -32,6 +32,7 @@ from maxmars.config.user_code import Source
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
+from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import abstract_train_state
@@ -81,7 +82,7 @@ def continued_config(
     saved: Checkpoint,
     config: TrainConfig,
     *,
-    mesh: Mesh,
+    parameters: Parameters,
     overrides: Sequence[str],
     log: Callable[[str], None],
 ) -> TrainConfig:
@@ -90,7 +91,7 @@ def continued_config(
     Args:
       saved: the newest checkpoint.
       config: the config to continue with; it fits the mesh.
-      mesh: the mesh to continue on.
+      parameters: of its model, on the mesh to continue on.
       overrides: dotted names of fields, or groups of fields, that change on purpose.
       log: prints a message.
 
@@ -115,7 +116,7 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:
-        _check_changes(saved, rows, config, mesh, overrides)
+        _check_changes(saved, rows, config, parameters, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
     end = fixed_schedule(stored).decay_steps
@@ -199,7 +200,7 @@ def _check_changes(
     saved: Checkpoint,
     rows: Sequence[tuple[str, Any, Any]],
     config: TrainConfig,
-    mesh: Mesh,
+    parameters: Parameters,
     overrides: Sequence[str],
 ) -> None:
     """Check that every change is on purpose, and that the arrays of the checkpoint still fit."""
@@ -209,7 +210,7 @@ def _check_changes(
     if "optimizer" in names:
         misfit = "that is another optimizer"  # even if its arrays have the same shapes
     elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):
-        misfit = first_misfit(saved.types, leaf_types(abstract_train_state(config, mesh)))
+        misfit = first_misfit(saved.types, leaf_types(abstract_train_state(config, parameters)))
     if not refused and misfit is None:
         return
     workdir = saved.path.parent.parent

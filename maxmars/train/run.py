@@ -50,7 +50,7 @@ from maxmars.distributed.workdir import (
 from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.attention import choose_attention
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
     check_memory,
@@ -79,6 +79,7 @@ from maxmars.train.resume import (
 from maxmars.train.step import (
     TrainState,
     TrainStep,
+    abstract_train_state,
     init_train_state,
     make_hyperparams,
 )
@@ -248,11 +249,14 @@ def check(
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.training_mesh(config)
+    parameters = Parameters(config.model, mesh)
     check_mesh(config, mesh.shape)
     check_trackers(config.log, workdir)
     saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
     if saved is not None:
-        config = continued_config(saved, config, mesh=mesh, overrides=resume_overrides, log=log)
+        config = continued_config(
+            saved, config, parameters=parameters, overrides=resume_overrides, log=log
+        )
     messages: list[str] = []
     warmup = config.schedule.warmup_steps
     if warmup > config.num_steps:
@@ -265,7 +269,7 @@ def check(
     if saved is not None and is_same_place(saved.environment, mesh):
         kept = saved.run_config()
         kept = kept if kept.global_batch_size == config.global_batch_size else None
-    check_memory(config, mesh)
+    check_memory(config, mesh, abstract_train_state(config, parameters))
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
@@ -285,7 +289,7 @@ def check(
     with clock("start", "choosing precision, microbatches and rematerialisation"):
         config, train_step = prepare(
             config,
-            mesh,
+            parameters,
             tokens.types,
             log=messages.append,
             kept=kept,
@@ -298,7 +302,7 @@ def check(
             mesh,
             sharding.fast_networks(list(mesh.devices.flat)),
             topology=f"{chip_name(device.device_kind) or 'NAME'}:{mesh.size}",
-            sent=f"about {gathered_bytes(config, mesh) / 1e9:.1f} GB a GPU and step",
+            sent=f"about {gathered_bytes(config, parameters) / 1e9:.1f} GB a GPU and step",
         )
         messages += [] if warning is None else [warning]
     if isinstance(config.model, GPT2Config):
@@ -315,7 +319,7 @@ def check(
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(config, mesh, init_from)
+            initial = load_initial(config, parameters, init_from)
     return Checked(
         config=config,
         saved=saved,
@@ -334,6 +338,7 @@ def lock(
 ) -> Checkpointer:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
+    parameters = checked.train_step.parameters
     checkpointer = Checkpointer(
         workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
     )
@@ -343,7 +348,7 @@ def lock(
         write_json(workdir / CONFIG, to_dict(config))
         write_json(workdir / ENVIRONMENT, environment(mesh))
         write_json(workdir / DATA, {"parts": tokens.describe()})
-        table = describe_parameters(config.optimizer, config.model)
+        table = describe_parameters(config.optimizer, parameters)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
@@ -352,11 +357,11 @@ def lock(
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     progress.message(
-        f"{config.name}: {num_parameters(config.model) / 1e6:.2f}M parameters on "
+        f"{config.name}: {parameters.count / 1e6:.2f}M parameters on "
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
         f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
     )
-    rules = summarize_rules(config.optimizer, config.model)
+    rules = summarize_rules(config.optimizer, parameters)
     progress.message(f"{rules}; parameters.txt says which")
     for text in checked.messages:
         progress.message(text)
@@ -375,7 +380,7 @@ def restore(
     Raises:
       ValueError: no checkpoint is sound.
     """
-    config, mesh, initial = checked.config, checked.mesh, checked.initial
+    config, initial, parameters = checked.config, checked.initial, checked.train_step.parameters
     step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
         if checkpointer.latest_step() is not None:
@@ -383,7 +388,7 @@ def restore(
             saved = restored.checkpoint
             step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
-            hyperparams = make_hyperparams(config, mesh)  # the config's may have changed
+            hyperparams = make_hyperparams(config, parameters)  # the config's may have changed
             state = dataclasses.replace(restored.state, hyperparams=hyperparams)
         elif initial is not None:
             taken = (
@@ -392,7 +397,7 @@ def restore(
             log(f"starting from the {taken} of {initial.origin['weights']}")
             state = initial.state
         else:
-            state = init_train_state(config, mesh)
+            state = init_train_state(config, parameters)
         found = combine(digest(state)) if saved is None else saved.digest
     return Start(
         state=state,

@@ -24,23 +24,11 @@ from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, Tr
 from maxmars.config.mesh import check_mesh
 from maxmars.data.own_data import TYPES, Types
 from maxmars.distributed import sharding
-from maxmars.model.language_model import (
-    check_model,
-    graph_and_abstract_params,
-    init_params,
-    make_model,
-    mean_loss,
-    param_shardings,
-)
+from maxmars.model.language_model import check_model, make_model, mean_loss
+from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import check_compiler_options, compiler_options
-from maxmars.train.optimizer import (
-    PARTS,
-    make_optimizer,
-    make_schedule,
-    opt_state_shardings,
-    parameter_parts,
-)
+from maxmars.train.optimizer import make_optimizer, make_schedule, opt_state_shardings
 
 Metrics = dict[str, jax.Array]
 
@@ -81,36 +69,36 @@ class TrainState:
 # --- making a state ------------------------------------------------------------------------------
 
 
-def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+def abstract_train_state(config: TrainConfig, parameters: Parameters) -> TrainState:
     """The state's shapes, dtypes and shardings; nothing is allocated.
+
+    Args:
+      config: what to train.
+      parameters: of its model, on a mesh.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
     """
-    check_mesh(config, mesh.shape)
-    check_model(config.model, mesh)
-    _, params = graph_and_abstract_params(config.model)
+    check_mesh(config, parameters.mesh.shape)
+    check_model(parameters)
     abstract = jax.eval_shape(
-        lambda params, hyperparams: _initial_state(config, mesh, params, hyperparams),
-        params,
-        _hyperparams(config),
+        lambda params, hyperparams: _initial_state(config, parameters, params, hyperparams),
+        parameters.abstract,
+        _hyperparams(config, parameters),
     )
-    params = sharding.with_shardings(abstract.params, param_shardings(config.model, mesh))
-    opt_state = opt_state_shardings(
-        config.optimizer, config.model, abstract.opt_state, params, mesh
-    )
-    shardings = sharding.like_params(abstract, params)
+    opt_state = opt_state_shardings(config.optimizer, parameters, abstract.opt_state)
+    shardings = sharding.like_params(abstract, parameters.on_mesh)
     return sharding.with_shardings(abstract, dataclasses.replace(shardings, opt_state=opt_state))
 
 
 def init_train_state(
-    config: TrainConfig, mesh: Mesh, given: Mapping[str, Any] | None = None
+    config: TrainConfig, parameters: Parameters, given: Mapping[str, Any] | None = None
 ) -> TrainState:
     """A new state, created in place on its devices; its values do not depend on the mesh.
 
     Args:
       config: what to train.
-      mesh: where the state goes.
+      parameters: of its model, on the mesh where the state goes.
       given: fields of the state that exist already, in the mesh's shardings, by name, `params`
         among them; only the others are created, for these parameters.
 
@@ -118,23 +106,24 @@ def init_train_state(
       ValueError: the mesh does not divide the model or the batch.
     """
     if given is None:
-        create_all = make_initializer(config, mesh)
-        return TrainState(**create_all(np.uint32(config.seed), make_hyperparams(config, mesh)))
-    abstract = vars(abstract_train_state(config, mesh))
+        create_all = make_initializer(config, parameters)
+        hyperparams = make_hyperparams(config, parameters)
+        return TrainState(**create_all(np.uint32(config.seed), hyperparams))
+    abstract = vars(abstract_train_state(config, parameters))
     missing = {name: field for name, field in abstract.items() if name not in given}
 
     def create(params: Any, hyperparams: dict[str, jax.Array]) -> dict[str, Any]:
         # Copied, as a jitted function returns an unchanged argument itself: the state is donated,
         # so no two of its fields may share an array.
-        state = _initial_state(config, mesh, jax.tree.map(jnp.copy, params), hyperparams)
+        state = _initial_state(config, parameters, jax.tree.map(jnp.copy, params), hyperparams)
         return {name: getattr(state, name) for name in missing}
 
-    hyperparams = make_hyperparams(config, mesh)
+    hyperparams = make_hyperparams(config, parameters)
     created = jax.jit(create, out_shardings=_shardings(missing))(given["params"], hyperparams)
     return TrainState(**given, **created)
 
 
-def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
+def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:
     """A `jax.jit` function from a seed (uint32) and `make_hyperparams` to the fields of a new
     state, by name.
 
@@ -145,26 +134,26 @@ def make_initializer(config: TrainConfig, mesh: Mesh) -> Any:
     """
     return jax.jit(
         lambda seed, hyperparams: vars(
-            _initial_state(config, mesh, init_params(config.model, seed), hyperparams)
+            _initial_state(config, parameters, init_params(config.model, seed), hyperparams)
         ),
-        out_shardings=_shardings(vars(abstract_train_state(config, mesh))),
+        out_shardings=_shardings(vars(abstract_train_state(config, parameters))),
     )
 
 
-def make_hyperparams(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
+def make_hyperparams(config: TrainConfig, parameters: Parameters) -> dict[str, jax.Array]:
     """`TrainState.hyperparams` as the config says."""
-    place = jax.jit(lambda values: values, out_shardings=sharding.replicated(mesh))
-    return place(_hyperparams(config))
+    place = jax.jit(lambda values: values, out_shardings=sharding.replicated(parameters.mesh))
+    return place(_hyperparams(config, parameters))
 
 
 def _initial_state(
-    config: TrainConfig, mesh: Mesh, params: Any, hyperparams: Mapping[str, Any]
+    config: TrainConfig, parameters: Parameters, params: Any, hyperparams: Mapping[str, Any]
 ) -> TrainState:
     zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
     return TrainState(
         step=zero,
         params=params,
-        opt_state=_optimizer(config, hyperparams["learning_rate"], mesh).init(params),
+        opt_state=_optimizer(config, parameters, hyperparams["learning_rate"]).init(params),
         # The first step also takes a gradient here, and the guard checks it, but the correction
         # does not use it. At zeros a model's gradient may not be finite.
         prev_params=params if _is_exact(config) else None,
@@ -173,22 +162,17 @@ def _initial_state(
     )
 
 
-def _hyperparams(config: TrainConfig) -> dict[str, np.ndarray]:
-    _, params = graph_and_abstract_params(config.model)
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+def _hyperparams(config: TrainConfig, parameters: Parameters) -> dict[str, np.ndarray]:
+    leaves = jax.tree.leaves(parameters.abstract)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
     return {"learning_rate": np.asarray(config.optimizer.learning_rate, dtype)}
 
 
 def _optimizer(
-    config: TrainConfig, learning_rate: optax.ScalarOrSchedule, mesh: Mesh
+    config: TrainConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(
-        config.optimizer,
-        config.model,
-        learning_rate,
-        batch_tokens=config.tokens_per_step,
-        mesh=mesh,
-    )
+    tokens = config.tokens_per_step
+    return make_optimizer(config.optimizer, parameters, learning_rate, batch_tokens=tokens)
 
 
 def _is_exact(config: TrainConfig) -> bool:
@@ -206,11 +190,16 @@ def _shardings(abstract: Any) -> Any:
 class TrainStep:
     """The jitted step on its mesh. Calling it donates (uses up) the state."""
 
-    mesh: Mesh
+    parameters: Parameters
+    """Of the model, on the mesh."""
     jitted: Any
     """`jax.jit` function of (TrainState, batch)."""
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.parameters.mesh
 
     def __call__(
         self, state: TrainState, batch: Mapping[str, jax.Array]
@@ -258,12 +247,14 @@ class TrainStep:
         return text
 
 
-def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None) -> TrainStep:
+def make_train_step(
+    config: TrainConfig, parameters: Parameters, types: Types | None = None
+) -> TrainStep:
     """Build the step for a config and a mesh.
 
     Args:
       config: what to train.
-      mesh: its devices.
+      parameters: of its model, on a mesh.
       types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default those
         that the config says: of own data, `tokens` alone.
 
@@ -271,13 +262,13 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
       ValueError: the mesh does not divide the model or the batch, or the compiler does not know
         the config's options for it.
     """
-    abstract_state = abstract_train_state(config, mesh)
+    mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
     check_compiler_options(config, mesh)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
-        lambda state, batch: _step(config, mesh, shardings.params, state, batch),
+        lambda state, batch: _step(config, parameters, state, batch),
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
@@ -288,7 +279,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, types: Types | None = None)
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(mesh, jitted, abstract_state, batch)
+    return TrainStep(parameters, jitted, abstract_state, batch)
 
 
 class _Written(NamedTuple):
@@ -301,14 +292,13 @@ class _Written(NamedTuple):
 
 def _step(
     config: TrainConfig,
-    mesh: Mesh,
-    param_shardings: Any,
+    parameters: Parameters,
     state: TrainState,
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    parts = parameter_parts(config.model)
+    parts = parameters.parts
 
     def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
@@ -316,7 +306,7 @@ def _step(
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
         with jax.named_scope("model"):
             loss, grads = mean_loss_and_grads(
-                loss_of, params, batch, param_shardings, rows_apart=_has_rows_apart(config)
+                loss_of, params, batch, parameters.shardings, rows_apart=_has_rows_apart(config)
             )
         with jax.named_scope("clip"):
             norm = config.gradient_multiplier * global_norm(grads)
@@ -330,7 +320,7 @@ def _step(
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
         sampled["sampled_grads"], norm = _sampled_gradients(
-            config, config.optimizer, param_shardings, state, batch
+            config, config.optimizer, parameters.shardings, state, batch
         )
         norms.append(norm)
     finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
@@ -340,7 +330,7 @@ def _step(
     }
 
     def update() -> tuple[_Written, Metrics]:
-        tx = _optimizer(config, learning_rate, mesh)
+        tx = _optimizer(config, parameters, learning_rate)
         clipped = {name: found.clipped() for name, found in given.items()}
         updates, opt_state = tx.update(
             clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
@@ -357,7 +347,7 @@ def _step(
         return old, jax.tree.map(jnp.zeros_like, of_gradients)
 
     with jax.named_scope("optimizer"):
-        if mesh.devices.flat[0].platform == "cpu":
+        if parameters.mesh.devices.flat[0].platform == "cpu":
             # XLA's CPU backend copies the arrays of a select, which halves the speed or worse.
             written, of_updates = jax.lax.cond(apply, update, skip)
         else:
@@ -586,7 +576,7 @@ def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each part of the model.
 
     Args:
-      parts: the part of each parameter; see `optimizer.parameter_parts`.
+      parts: the part of each parameter; see `Parameters.parts`.
       tree: a tree of the parameters' structure.
     """
     sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))

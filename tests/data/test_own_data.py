@@ -31,6 +31,7 @@ from maxmars.distributed.sharding import make_mesh
 from maxmars.eval import load
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model import make_model, token_losses
+from maxmars.model.parameters import Parameters
 from maxmars.train.step import init_train_state, make_train_step
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples" / "own_data.py"
@@ -148,12 +149,12 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     mesh = make_mesh(MeshConfig())
     batch = next(TrainBatches(tokens, config, mesh, prefetch_steps=0))
     assert batch["mask"].dtype == np.float32
-    step = make_train_step(config, mesh, tokens.types)
+    step = make_train_step(config, Parameters(config.model, mesh), tokens.types)
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
         n: (a.shape, a.dtype) for n, a in step.abstract_batch.items()
     }
     assert batch_types(config.data, MODEL) == tokens.types
-    state = init_train_state(config, mesh)
+    state = init_train_state(config, Parameters(config.model, mesh))
     losses_of = jax.jit(lambda params, tokens: token_losses(make_model(MODEL, params), tokens))
     rows = {name: np.asarray(array).reshape(-1, LENGTH + 1) for name, array in batch.items()}
     losses = np.asarray(losses_of(state.params, rows["tokens"]))
@@ -162,7 +163,7 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     _, metrics = step(state, batch)
     assert float(metrics["train/loss"]) == pytest.approx(expected, abs=1e-5)
     scored = validation_batches(open_data(config.data, "val", model=MODEL), config, mesh)
-    state = init_train_state(config, mesh)
+    state = init_train_state(config, Parameters(config.model, mesh))
     found = validation_loss(make_eval_step(MODEL, mesh), mesh, state.params, scored)
     weights = np.tile([0.0, 0.25, 1.0], 7)[:20]  # of the windows scored
     rows = np.arange(LENGTH + 1) + np.arange(20)[:, None]

@@ -13,6 +13,7 @@ from tiny import ADAMW, MODEL, tiny_config
 from maxmars.config import MeshConfig, SophiaConfig
 from maxmars.distributed import sharding
 from maxmars.distributed.collectives import Collective, collectives, total_bytes, wire_bytes
+from maxmars.model.parameters import Parameters
 from maxmars.train.step import make_train_step
 
 AXES = sharding.AXES
@@ -194,7 +195,7 @@ def test_scopes():
 def train_step():
     config = tiny_config(mesh=MeshConfig(data=2, fsdp=2, tensor=2))
     mesh = sharding.make_mesh(config.mesh)
-    step = make_train_step(config, mesh)
+    step = make_train_step(config, Parameters(config.model, mesh))
     return config, step, step.lower().compile()
 
 
@@ -251,7 +252,8 @@ def test_gradients_cross_data_once_a_step(optimizer):
             global_batch_size=4 * num_microbatches,
             num_microbatches=num_microbatches,
         )
-        step = make_train_step(config, sharding.make_mesh(config.mesh, jax.devices()[:4]))
+        mesh = sharding.make_mesh(config.mesh, jax.devices()[:4])
+        step = make_train_step(config, Parameters(config.model, mesh))
         found = collectives(step.lower().compile(), step.mesh)
         shards = sharding.bytes_on_chip(step.abstract_state.params)
         return total_bytes(c for c in found if "data" in (c.axes or ())), shards

@@ -95,12 +95,12 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import processes
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.hellaswag import HellaSwag, load_questions
-from maxmars.model.language_model import init_params, param_shardings
+from maxmars.model.parameters import Parameters, init_params
 from tiny import MODEL
 
 def find():
     mesh = make_mesh(MeshConfig(fsdp=2))
-    shardings = param_shardings(MODEL, mesh)
+    shardings = Parameters(MODEL, mesh).shardings
     params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
     questions = load_questions({questions!r})
     scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)

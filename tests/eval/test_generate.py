@@ -25,7 +25,8 @@ from maxmars.eval.generate import (
     stream_texts,
     stream_tokens,
 )
-from maxmars.model.language_model import make_model, param_shardings
+from maxmars.model.language_model import make_model
+from maxmars.model.parameters import Parameters
 from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)
@@ -39,7 +40,7 @@ def one_device():
 
 
 def model_on(mesh):
-    shardings = param_shardings(MODEL, mesh)
+    shardings = Parameters(MODEL, mesh).shardings
     params = jax.device_put(random_params(MODEL), shardings)
     return TrainedModel(
         config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh

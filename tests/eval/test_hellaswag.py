@@ -39,7 +39,7 @@ from maxmars.eval.hellaswag import (
     paired_difference,
     write_scores,
 )
-from maxmars.model.language_model import init_params
+from maxmars.model.parameters import init_params
 
 # --- questions
 

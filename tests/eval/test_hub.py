@@ -21,6 +21,7 @@ from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model
+from maxmars.model.parameters import Parameters
 from maxmars.train import InitFrom, train
 from maxmars.train.init_from import fetch_source, load_initial
 from maxmars.train.journal import began_in
@@ -342,7 +343,8 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     source = InitFrom(path="hf:me/start")
     mesh = sharding.make_mesh(config.mesh)
     # A run that is killed here has saved nothing yet.
-    begin_from(workdir, load_initial(config, mesh, fetch_source(workdir, source)).origin)
+    fetched = fetch_source(workdir, source)
+    begin_from(workdir, load_initial(config, Parameters(config.model, mesh), fetched).origin)
     second = add(2)
     train(config, workdir, init_from=source)
     assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from maxmars.eval import TrainedModel, load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import load_questions
 from maxmars.eval.lm_eval import PRESETS, Answers, rolling_windows, run_lm_eval
-from maxmars.model.language_model import param_shardings
+from maxmars.model.parameters import Parameters
 
 RNG = np.random.default_rng(0)
 TEXT = "A man was sleeping. He woke up and walked to the door, and there he stood."
@@ -28,7 +28,7 @@ def one_device():
 @pytest.fixture(scope="module")
 def model():
     mesh = one_device()
-    params = jax.device_put(random_params(MODEL), param_shardings(MODEL, mesh))
+    params = jax.device_put(random_params(MODEL), Parameters(MODEL, mesh).shardings)
     return TrainedModel(
         config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
     )

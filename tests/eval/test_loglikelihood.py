@@ -12,7 +12,7 @@ from tiny import MODEL
 from maxmars.config import MeshConfig
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
-from maxmars.model.language_model import init_params, param_shardings
+from maxmars.model.parameters import Parameters, init_params
 
 # The 16 tokens of this model's context make the longer items lose some of theirs.
 LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
@@ -38,7 +38,7 @@ def choices():
 
 def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
-    placed = jax.device_put(params, param_shardings(model, mesh))
+    placed = jax.device_put(params, Parameters(model, mesh).shardings)
     packed = pack_choices(choices, model)
     return LogLikelihoods(model, mesh, batch_size=batch_size)(
         placed, packed, progress

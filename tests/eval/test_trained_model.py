@@ -41,7 +41,7 @@ from maxmars.distributed import sharding
 from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.trained_model import export_model, import_model
-from maxmars.model.language_model import param_shardings
+from maxmars.model.parameters import Parameters
 
 PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
 
@@ -78,7 +78,7 @@ def test_parameters_are_laid_out_as_in_training(run):
     mesh = sharding.make_mesh(MeshConfig(fsdp=8))
     model = load(run, mesh=mesh)
     assert_same(model.params, PARAMS[4])
-    expected = param_shardings(model.config, mesh)
+    expected = Parameters(model.config, mesh).shardings
     assert jax.tree.map(lambda x: x.sharding, model.params) == expected
 
 

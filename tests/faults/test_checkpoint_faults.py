@@ -25,6 +25,7 @@ from maxmars.checkpoint import Checkpointer, list_steps
 from maxmars.checkpoint.lock import acquire
 from maxmars.config import CheckpointConfig, MeshConfig
 from maxmars.distributed.sharding import make_mesh
+from maxmars.model.parameters import Parameters
 from maxmars.train.step import init_train_state, make_train_step
 
 TESTS = Path(__file__).parents[1]
@@ -266,7 +267,7 @@ def two_checkpoints(tmp_path_factory):
     """Checkpoints 1 and 2 of a tiny GPT-2 under MARS, on one device."""
     directory = tmp_path_factory.mktemp("two") / "checkpoints"
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    states = {1: init_train_state(CONFIG, mesh)}
+    states = {1: init_train_state(CONFIG, Parameters(CONFIG.model, mesh))}
     states[2] = jax.tree.map(lambda x: x * 3, states[1])
     with Checkpointer(directory, CONFIG, mesh=mesh) as checkpointer:
         for step, state in states.items():
@@ -281,7 +282,7 @@ def test_every_flipped_bit_is_caught_or_harmless(two_checkpoints, tmp_path):
     want = {
         step: [np.asarray(x).tobytes() for x in jax.tree.leaves(s)] for step, s in states.items()
     }
-    abstract = make_train_step(CONFIG, mesh).abstract_state
+    abstract = make_train_step(CONFIG, Parameters(CONFIG.model, mesh)).abstract_state
     newest, rng, caught = directory / "2", random.Random(100), {}
     for _ in range(100):
         path = rng.choice(files_of(newest))

@@ -19,7 +19,8 @@ from maxmars.distributed import sharding
 from maxmars.model import gpt2
 from maxmars.model.attention import causal_attention, flat_attention_on_mesh
 from maxmars.model.flat_attention import flat_attention
-from maxmars.model.language_model import init_params, make_model
+from maxmars.model.language_model import make_model
+from maxmars.model.parameters import init_params
 
 slow = pytest.mark.slow
 # In float32 only the order of sums differs. In bfloat16 weights and slopes are rounded by 2^-9.

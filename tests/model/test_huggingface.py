@@ -21,14 +21,14 @@ from maxmars.config import GPT2Config, MeshConfig
 from maxmars.config.errors import in_words
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
-from maxmars.model.language_model import graph_and_abstract_params, param_shardings
+from maxmars.model.parameters import Parameters
 
 
 def load(directory, config=None, mesh=None):
     config = config or huggingface.read_config(directory)
-    abstract = graph_and_abstract_params(config)[1]
+    abstract = Parameters(config).abstract
     if mesh is not None:
-        shardings = param_shardings(config, mesh)
+        shardings = Parameters(config, mesh).shardings
         abstract = sharding.with_shardings(abstract, shardings)
     params = huggingface.load_params(directory, config, abstract)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(

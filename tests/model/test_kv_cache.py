@@ -9,7 +9,8 @@ from tiny import MODEL, random_params
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
 from maxmars.distributed.collectives import collectives
-from maxmars.model.language_model import make_model, param_shardings
+from maxmars.model.language_model import make_model
+from maxmars.model.parameters import Parameters
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
 NEW, SLOTS, PROMPT = 6, 16, 10
@@ -71,7 +72,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
 
 def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
-    shardings = param_shardings(DOCUMENTS, mesh)
+    shardings = Parameters(DOCUMENTS, mesh).shardings
     with jax.set_mesh(mesh):
         compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
         found, cache = compiled(jax.device_put(params, shardings))

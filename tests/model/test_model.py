@@ -12,15 +12,8 @@ from tiny import MODEL
 
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model.language_model import (
-    graph_and_abstract_params,
-    init_params,
-    logical_axes,
-    make_model,
-    mean_loss,
-    num_parameters,
-    token_losses,
-)
+from maxmars.model.language_model import make_model, mean_loss, token_losses
+from maxmars.model.parameters import Parameters, init_params
 from maxmars.plan.compile import matmul_flops
 from maxmars.train.auto import POLICIES
 
@@ -63,10 +56,10 @@ def random_tokens(config, rows=2, length=None, seed=0):
     ids=["small", "medium", "large", "xl"],
 )
 def test_parameter_counts(preset, count):
-    assert num_parameters(preset) == count
+    assert Parameters(preset).count == count
     per_layer = 10 * preset.embed_dim + 3 * preset.embed_dim  # biases and LayerNorm biases
     without = dataclasses.replace(preset, use_bias=False)
-    assert count - num_parameters(without) == (
+    assert count - Parameters(without).count == (
         preset.num_layers * (per_layer - 2 * preset.embed_dim) + preset.embed_dim
     )
 
@@ -220,7 +213,7 @@ def test_remat_and_unroll_change_nothing_but_rounding(change):
 def test_remat_saves_memory():
     def temporaries(remat):
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8, max_seq_len=128)
-        _, abstract = graph_and_abstract_params(config)
+        abstract = Parameters(config).abstract
         tokens = jax.ShapeDtypeStruct((8, config.max_seq_len + 1), jnp.int32)
         loss = jax.grad(lambda p, t: mean_loss(make_model(config, p), t))
         return jax.jit(loss).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
@@ -232,7 +225,7 @@ def test_remat_saves_memory():
 def test_remat_recomputes_no_more_than_it_says():
     def flops(remat):
         config = dataclasses.replace(MODEL, remat=remat)
-        _, abstract = graph_and_abstract_params(config)
+        abstract = Parameters(config).abstract
         tokens = jax.ShapeDtypeStruct((1, MODEL.max_seq_len + 1), jnp.int32)
         grad = jax.grad(lambda p, t: token_losses(make_model(config, p), t).mean())
         return sum(matmul_flops(jax.make_jaxpr(grad)(abstract, tokens)).values())
@@ -340,8 +333,8 @@ def test_the_mask_is_the_same_on_a_mesh():
 
 
 def test_logical_axes_match_the_parameters():
-    _, abstract = graph_and_abstract_params(MODEL)
-    axes = logical_axes(MODEL)
+    abstract = Parameters(MODEL).abstract
+    axes = Parameters(MODEL).axes
     ndims = jax.tree.map(lambda _, names: len(names), abstract, axes)
     assert ndims == jax.tree.map(lambda p: p.ndim, abstract)
     assert axes["h"]["attn"]["c_attn"]["kernel"] == ("layers", "embed", "qkv", "heads", "head_dim")
@@ -352,7 +345,7 @@ def test_logical_axes_match_the_parameters():
 def test_abstract_parameters_do_not_depend_on_the_ambient_mesh():
     config = dataclasses.replace(MODEL, num_layers=5)  # not in the cache yet
     with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=8))):
-        _, abstract = graph_and_abstract_params(config)
+        abstract = Parameters(config).abstract
     assert {leaf.sharding for leaf in jax.tree.leaves(abstract)} == {None}
 
 

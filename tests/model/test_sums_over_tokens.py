@@ -19,7 +19,8 @@ from tiny import random_params
 
 from maxmars.config import GPT2Config, MeshConfig, ModuleConfig
 from maxmars.distributed.sharding import batch_sharding, make_mesh
-from maxmars.model.language_model import init_params, make_model, mean_loss, param_shardings
+from maxmars.model.language_model import make_model, mean_loss
+from maxmars.model.parameters import Parameters, init_params
 from maxmars.train.step import mean_loss_and_grads
 
 BYTES = GPT2Config(
@@ -52,7 +53,7 @@ def gradients(model, mesh, microbatches):
     mesh = make_mesh(MeshConfig(**dict(mesh)), jax.devices()[: np.prod([n for _, n in mesh])])
     tokens = tokens_of(model.vocab_size, model.max_seq_len)
     tokens = tokens.reshape(microbatches, -1, model.max_seq_len + 1)
-    shardings = param_shardings(model, mesh)
+    shardings = Parameters(model, mesh).shardings
 
     def grads(params, tokens):
         def loss(params, tokens):

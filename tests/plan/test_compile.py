@@ -12,11 +12,11 @@ from maxmars.config import MeshConfig
 from maxmars.config.chips import CHIPS
 from maxmars.distributed.sharding import bytes_on_chip, make_mesh
 from maxmars.model.flat_attention import flat_attention
+from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology
 from maxmars.plan.compile import (
     compile_prepared,
     compile_train_step,
-    fewest_that_fit,
     find_fit,
     matmul_flops,
     optimizer_state_bytes,
@@ -64,7 +64,7 @@ def test_state_bytes_are_the_arithmetic_of_the_config(config_of, name):
         "exact": {"mu": every, "nu": every},
     }[name]
     config = config_of(name)
-    state = abstract_train_state(config, make_mesh(config.mesh))
+    state = abstract_train_state(config, Parameters(config.model, make_mesh(config.mesh)))
     found = optimizer_state_bytes(state.opt_state)
     assert {kind: size for kind, size in found.items() if size > 100} == expected
     assert bytes_on_chip(state.params) == every
@@ -80,30 +80,16 @@ def test_flops_of_the_model(plan_of, config_of):
     on_devices = 8 * sum(group.flops() for group in plan.exchange.groups)
     assert plan.flops.optimizer == pytest.approx(on_devices, rel=0.01)
     assert plan.flops.model / tokens == 6 * plan.num_parameters + 12 * layers * d * length
-    exact = make_train_step(config_of("exact"), plan.mesh)
+    exact = make_train_step(config_of("exact"), Parameters(config_of("exact").model, plan.mesh))
     assert matmul_flops(exact.trace().jaxpr).total() == 2 * of_model
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
-)
-def test_the_fewest_microbatches_that_fit(limit, expected):
-    tried = []
-
-    def fits(count):
-        tried.append(count)
-        return 50 + 800 // count <= limit
-
-    assert fewest_that_fit([1, 2, 4, 8], fits) == expected
-    assert len(set(tried)) == len(tried)  # no program is compiled twice
-    assert expected is None or expected in tried
 
 
 @pytest.mark.slow
 def test_the_cheapest_policy_and_the_largest_microbatch():
     config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig())
     topology, lines = get_topology("cpu:1"), []
-    whole = compile_train_step(config, topology.mesh(config), topology).peak_bytes
+    parameters = Parameters(config.model, topology.mesh(config))
+    whole = compile_train_step(config, parameters, topology).peak_bytes
     chosen, step = find_fit(config, topology, whole - 1, log=lines.append)
     assert chosen.model.remat is None  # which a smaller microbatch fits, too
     assert chosen.num_microbatches > 1
@@ -130,9 +116,9 @@ def test_a_batch_that_no_microbatch_divides():
 @pytest.mark.slow
 def test_a_plan_takes_for_auto_the_first_policy_that_fits():
     config = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    topology, mesh = get_topology("cpu:8"), make_mesh(config.mesh)
+    topology, parameters = get_topology("cpu:8"), Parameters(config.model, make_mesh(config.mesh))
     peaks = {
-        remat: compile_train_step(with_remat(config, remat), mesh, topology).peak_bytes
+        remat: compile_train_step(with_remat(config, remat), parameters, topology).peak_bytes
         for remat in POLICIES
     }
     assert peaks[None] > min(peaks.values())
@@ -151,7 +137,8 @@ def test_a_plan_takes_for_auto_the_first_policy_that_fits():
 def test_flops_of_a_step_are_the_same_on_every_mesh():
     def flops(mesh, num_devices):
         config = tiny_config(mesh=mesh)
-        step = make_train_step(config, make_mesh(mesh, jax.devices()[:num_devices]))
+        on = Parameters(config.model, make_mesh(mesh, jax.devices()[:num_devices]))
+        step = make_train_step(config, on)
         return matmul_flops(step.trace().jaxpr)
 
     assert flops(MeshConfig(data=2, fsdp=2, tensor=2), 8) == flops(MeshConfig(data=1), 1)

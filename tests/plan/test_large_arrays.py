@@ -14,7 +14,7 @@ from tiny import MODEL, tiny_config
 
 from maxmars.config import AdamWConfig, MarsConfig, MeshConfig
 from maxmars.distributed.hlo import parse
-from maxmars.model.language_model import num_parameters
+from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -149,5 +149,5 @@ def test_no_parameter_is_copied_on_tpus(optimizer):
         and math.prod(array.dims) >= 256 * 1024  # a device's part of the smallest kernel of a layer
     ]
     assert copies == []
-    shards, gathered = 4 * num_parameters(model) / 4, 2 * num_parameters(model)
+    shards, gathered = 4 * Parameters(model).count / 4, 2 * Parameters(model).count
     assert step.memory_analysis().temp_size_in_bytes < 1.5 * shards + gathered

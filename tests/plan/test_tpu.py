@@ -14,6 +14,7 @@ from tiny import ADAMW, tiny_config
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig
 from maxmars.distributed.sharding import make_mesh
+from maxmars.model.parameters import Parameters
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
 from maxmars.train.step import make_train_step
@@ -134,7 +135,7 @@ def test_compiler_options_reach_the_compiler_of_absent_chips():
             num_microbatches=1,
             tpu_compiler_options=options,
         )
-        return make_train_step(config, topology.mesh(config)).text()
+        return make_train_step(config, Parameters(config.model, topology.mesh(config))).text()
 
     assert "collective-permute" in text(None)  # of products that are taken apart
     assert "collective-permute" not in text("auto")

@@ -15,7 +15,8 @@ import pytest
 from tiny import MODEL, random_params
 
 from maxmars.config import to_dict
-from maxmars.model.language_model import make_model, num_parameters, token_losses
+from maxmars.model.language_model import make_model, token_losses
+from maxmars.model.parameters import Parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model.num-layers", "2", "--model.embed-dim", "32", "--model.max-seq-len", "16"]
@@ -75,7 +76,7 @@ def test_pytorchs_model_and_loss_are_ours(monkeypatch):
     config = dataclasses.replace(MODEL, vocab_pad_multiple=1)
     params = random_params(config)
     theirs = GPT2(to_dict(config), config.padded_vocab_size)
-    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(config)
+    assert sum(p.numel() for p in theirs.parameters()) == Parameters(config).count
     copy_params(torch, params, theirs)
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, config.max_seq_len + 1))
     ours = float(

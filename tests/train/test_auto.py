@@ -14,7 +14,8 @@ from maxmars.checkpoint.reader import checksum
 from maxmars.config import EvalConfig, MeshConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.distributed.sharding import make_mesh
-from maxmars.model.language_model import init_params, make_model, mean_loss
+from maxmars.model.language_model import make_model, mean_loss
+from maxmars.model.parameters import Parameters, init_params
 from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.auto import (
@@ -27,12 +28,14 @@ from maxmars.train.auto import (
     choose_precision,
     estimated_bytes,
     fastest_dtype,
+    fewest_that_fit,
     peak_bytes,
     prepare,
+    search,
     slow_network_warning,
     with_remat,
 )
-from maxmars.train.step import make_train_step
+from maxmars.train.step import abstract_train_state, make_train_step
 
 AUTO_DTYPE = tiny_config(model=dataclasses.replace(MODEL, compute_dtype="auto"))
 AUTO_REMAT = tiny_config(model=dataclasses.replace(MODEL, remat="auto"))
@@ -136,11 +139,12 @@ def test_a_policy_that_the_compiler_refuses_does_not_fit():
 def test_what_a_compiled_step_needs_decides():
     config = dataclasses.replace(AUTO_REMAT, optimizer=ADAMW, num_microbatches=1)
     mesh, logged = make_mesh(config.mesh, jax.devices()[:1]), []
-    step = make_train_step(with_remat(config, None), mesh)
+    parameters = Parameters(config.model, mesh)
+    step = make_train_step(with_remat(config, None), parameters)
     needed = peak_bytes(step.lower().compile(), tpu=False)
 
     def choose(limit):
-        return prepare(config, mesh, log=logged.append, memory_bytes=int(limit)).config
+        return prepare(config, parameters, log=logged.append, memory_bytes=int(limit)).config
 
     assert choose(needed / USABLE + 2) == with_remat(config, None)
     assert logged[-1].startswith(f"model.remat=auto: None takes {needed / 1e9:.3f} GB; ")
@@ -152,8 +156,10 @@ def test_what_a_compiled_step_needs_decides():
 def test_a_given_policy_stays_and_unknown_memory_recomputes_nothing():
     mesh, logged = make_mesh(AUTO_REMAT.mesh), []
     given = with_remat(AUTO_REMAT, "dots")
-    assert prepare(given, mesh, log=pytest.fail, memory_bytes=1).config == given
-    assert prepare(AUTO_REMAT, mesh, log=logged.append).config == with_remat(AUTO_REMAT, None)
+    parameters = Parameters(given.model, mesh)
+    assert prepare(given, parameters, log=pytest.fail, memory_bytes=1).config == given
+    chosen = prepare(AUTO_REMAT, parameters, log=logged.append).config
+    assert chosen == with_remat(AUTO_REMAT, None)
     assert logged == ["model.remat=auto: None, as this device's memory is not known"]
 
 
@@ -251,7 +257,9 @@ def test_more_microbatches_are_taken_where_those_of_before_do_not_fit(tmp_path, 
 def test_a_state_that_no_memory_holds_is_refused(model, unit):
     config = tiny_config(model=dataclasses.replace(MODEL, **model))
     with refused(ValueError, "optimizer state", unit, "mesh.fsdp"):
-        check_memory(config, make_mesh(MeshConfig()))
+        mesh = make_mesh(MeshConfig())
+        state = abstract_train_state(config, Parameters(config.model, mesh))
+        check_memory(config, mesh, state)
 
 
 @pytest.mark.parametrize("name", ["global_batch_size", "eval.batch_size"])
@@ -264,7 +272,8 @@ def test_batches_that_no_machine_holds(name):
     mesh = make_mesh(MeshConfig())
     check_mesh(config, mesh.shape)
     with refused(ValueError, f"{name}={2**30}"):
-        check_memory(config, mesh)
+        state = abstract_train_state(config, Parameters(config.model, mesh))
+        check_memory(config, mesh, state)
 
 
 # --- the number of microbatches ------------------------------------------------------------------
@@ -274,28 +283,65 @@ UNSET = tiny_config(num_microbatches=None, global_batch_size=480, mesh=MeshConfi
 
 def test_the_fewest_microbatches_that_fit():
     mesh, logged = make_mesh(UNSET.mesh), []
+    state = abstract_train_state(UNSET, Parameters(UNSET.model, mesh))
     needs = {
-        count: estimated_bytes(dataclasses.replace(UNSET, num_microbatches=count), mesh)
+        count: estimated_bytes(dataclasses.replace(UNSET, num_microbatches=count), mesh, state)
         for count in (1, 2, 3, 60)
     }
     assert needs[1] > needs[2] > needs[3] > needs[60]
     for count in (1, 3, 60):
         memory = int(needs[count] / USABLE) + 1
-        chosen = choose_microbatches(UNSET, mesh, memory, logged.append)
+        chosen = choose_microbatches(UNSET, mesh, state, memory, logged.append)
         assert chosen == dataclasses.replace(UNSET, num_microbatches=count)
     assert [line.split(":")[0] for line in logged] == [
         "num_microbatches=3, the fewest that fit",
         "num_microbatches=60, the fewest that fit",
     ]
-    assert choose_microbatches(UNSET, mesh, 1000, logged.append).num_microbatches == 60
+    assert choose_microbatches(UNSET, mesh, state, 1000, logged.append).num_microbatches == 60
     assert "not even the last fits" in logged[-1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
+)
+def test_the_fewest_microbatches_that_fit_by_measuring(limit, expected):
+    tried = []
+
+    def measure(config):
+        tried.append(config.microbatches)
+        return Needs(50 + 800 // config.microbatches)
+
+    chosen, needs = fewest_that_fit(UNSET, [1, 2, 4, 8], measure, limit)
+    assert needs.fit(limit) == (expected is not None)
+    assert chosen.microbatches == (expected or 8)
+    assert needs == Needs(50 + 800 // chosen.microbatches)
+    assert len(set(tried)) == len(tried)  # no program is compiled twice
+
+
+def test_a_policy_that_recomputes_less_is_preferred_whatever_its_microbatch():
+    """And where nothing fits, the one of the least memory is left."""
+    config = dataclasses.replace(UNSET, global_batch_size=32)
+    vectors = {None: 80, "dots": 40, "attention": 20, "full": 10}
+
+    def chosen(usable):
+        def measure(config):
+            return Needs(100 + vectors[config.model.remat] // config.microbatches)
+
+        found = search(config, make_mesh(UNSET.mesh), measure, usable)
+        return found.model.remat, found.microbatches
+
+    assert chosen(180) == (None, 1)
+    assert chosen(120) == (None, 4)
+    assert chosen(110) == ("dots", 4)
+    assert chosen(101) == ("full", 4)
 
 
 def test_where_no_estimate_can_be_made_the_fewest_that_divide():
     mesh = make_mesh(UNSET.mesh)
-    assert choose_microbatches(UNSET, mesh, None, pytest.fail).num_microbatches == 1
+    state = abstract_train_state(UNSET, Parameters(UNSET.model, mesh))
+    assert choose_microbatches(UNSET, mesh, state, None, pytest.fail).num_microbatches == 1
     given = dataclasses.replace(UNSET, num_microbatches=4)
-    assert choose_microbatches(given, mesh, 1000, pytest.fail) is given
+    assert choose_microbatches(given, mesh, state, 1000, pytest.fail) is given
 
 
 @pytest.mark.slow
@@ -304,8 +350,9 @@ def test_the_estimate_follows_the_compiled_program(remat):
     model = dataclasses.replace(MODEL, num_layers=12, embed_dim=128, max_seq_len=256)
     config = with_remat(dataclasses.replace(UNSET, model=model, num_microbatches=2), remat)
     mesh = make_mesh(config.mesh)
-    peak = peak_bytes(make_train_step(config, mesh).lower().compile(), tpu=False)
-    assert 0.4 < estimated_bytes(config, mesh) / peak < 2.5
+    step = make_train_step(config, Parameters(config.model, mesh))
+    peak = peak_bytes(step.lower().compile(), tpu=False)
+    assert 0.4 < estimated_bytes(config, mesh, step.abstract_state) / peak < 2.5
 
 
 def test_a_slow_mesh_is_warned_of():

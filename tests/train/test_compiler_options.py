@@ -7,6 +7,7 @@ from tiny import MODEL, tiny_config
 
 from maxmars.config import GPT2Config, ModuleConfig
 from maxmars.distributed.sharding import make_mesh
+from maxmars.model.parameters import Parameters
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.resume import rounding_changes, rounding_of
 from maxmars.train.step import make_train_step
@@ -44,7 +45,7 @@ def test_a_cpu_compiles_without_options_that_only_tpus_know():
         tpu_compiler_options=APART,
         num_microbatches=1,
     )
-    make_train_step(config, make_mesh(config.mesh)).lower().compile()
+    make_train_step(config, Parameters(config.model, make_mesh(config.mesh))).lower().compile()
 
 
 def test_a_change_of_the_options_is_one_of_the_rounding_on_tpus():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxmars.config import GPT2Config
-from maxmars.model.language_model import flops_per_token
+from maxmars.model.parameters import Parameters
 from maxmars.train.metrics import MetricsWriter
 from maxmars.train.summary import best_evaluation
 
@@ -73,4 +73,4 @@ def test_the_best_of_the_evaluations_is_finite(losses, best):
 
 def test_flops_per_token_of_gpt2_small():
     # 6 * 124439808 + 12 * 12 * 768 * 1024
-    assert flops_per_token(GPT2Config.small()) == 859_885_056
+    assert Parameters(GPT2Config.small()).flops_per_token == 859_885_056

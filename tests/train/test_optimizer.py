@@ -23,6 +23,7 @@ from maxmars.config import (
 from maxmars.distributed import sharding
 from maxmars.model import GPT2
 from maxmars.model.language_model import make_model, mean_loss
+from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixSpec
 from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.optimizer import (
@@ -30,16 +31,14 @@ from maxmars.train.optimizer import (
     learning_rate_scales,
     make_optimizer,
     make_schedule,
-    matrix_specs,
     named_norms,
-    parameter_parts,
     update_rules,
 )
 from maxmars.train.step import init_train_state, make_train_step
 
 
 def test_kinds_are_those_that_the_layers_say():
-    kinds = jax.tree.map(lambda spec: spec.kind, matrix_specs(MODEL))
+    kinds = Parameters(MODEL).kinds
     block = kinds["h"]
     assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
     assert block["attn"]["c_proj"] == {"kernel": "matrix", "bias": "vector"}
@@ -49,7 +48,7 @@ def test_kinds_are_those_that_the_layers_say():
 
 
 def test_specs_of_stacked_parameters():
-    block = matrix_specs(MODEL)["h"]
+    block = Parameters(MODEL).specs["h"]
     assert block["attn"]["c_attn"]["kernel"] == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
     assert block["attn"]["c_proj"]["kernel"] == MatrixSpec(batch=(0,), rows=(1, 2), cols=(3,))
     assert block["attn"]["c_attn"]["bias"] == MatrixSpec(batch=(0,), rows=(), cols=(1, 2, 3))
@@ -58,12 +57,12 @@ def test_specs_of_stacked_parameters():
 
 def test_layers_tell_any_optimizer_what_their_parameters_are():
     model = GPT2(MODEL, rngs=nnx.Rngs(0))
-    assert nnx.to_pure_dict(matrix_specs_of(model)) == matrix_specs(MODEL)
+    assert nnx.to_pure_dict(matrix_specs_of(model)) == Parameters(MODEL).specs
 
 
 def first_step(optimizer, params, grads):
     """Parameters after one step at a rate of 0.1."""
-    tx = make_optimizer(optimizer, MODEL, jnp.float32(0.1))
+    tx = make_optimizer(optimizer, Parameters(MODEL), jnp.float32(0.1))
     updates, _ = tx.update(grads, tx.init(params), params)
     return optax.apply_updates(params, updates)
 
@@ -96,7 +95,7 @@ def test_rules_say_what_the_optimizer_does(optimizer):
         factor = 1 - 0.1 * rule.learning_rate_scale * rule.weight_decay
         np.testing.assert_allclose(after, before * factor, rtol=1e-6)
 
-    jax.tree.map(check, params, after, update_rules(optimizer, MODEL))
+    jax.tree.map(check, params, after, update_rules(optimizer, Parameters(MODEL)))
 
 
 def test_rules_say_the_rates():
@@ -106,7 +105,7 @@ def test_rules_say_the_rates():
     )
     optimizer = MarsConfig(weight_decay=0.0, vector_weight_decay=0.0, clip_threshold=None)
     updates = jax.jit(first_step, static_argnums=0)(optimizer, zeros, ones)
-    rules = update_rules(optimizer, MODEL)
+    rules = update_rules(optimizer, Parameters(MODEL))
     jax.tree.map(
         lambda u, rule: np.testing.assert_allclose(u, -0.1 * rule.learning_rate_scale, rtol=1e-5),
         updates,
@@ -119,7 +118,7 @@ def test_ademamix_is_the_papers():
     """Algorithm 1 of arXiv 2409.03137, in NumPy."""
     config = AdEMAMixConfig(b3=0.99, mixing_warmup_steps=4, weight_decay=0.0)
     params = random_params(MODEL)
-    tx = make_optimizer(config, MODEL, jnp.float32(0.1))
+    tx = make_optimizer(config, Parameters(MODEL), jnp.float32(0.1))
     update, state = jax.jit(tx.update), tx.init(params)
     fast = slow = square = 0.0
     for t in range(1, 7):
@@ -184,7 +183,8 @@ def test_schedule_ends_at_decay_steps_or_num_steps():
 def one_step(config):
     """Parameters before, gradient, update and metrics of the first step."""
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    step, state = make_train_step(config, mesh), init_train_state(config, mesh)
+    parameters = Parameters(config.model, mesh)
+    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
     shape = step.abstract_batch["tokens"].shape
     tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
     before = jax.device_get(state.params)
@@ -231,11 +231,11 @@ def test_norms_of_a_step_are_those_of_numpy():
 
 
 def test_parts_and_rates_follow_from_the_axes():
-    parts = parameter_parts(MODEL)
+    parts = Parameters(MODEL).parts
     assert set(jax.tree.leaves(parts)) == set(PARTS)
     assert parts["h"]["attn"]["c_proj"] == {"kernel": "attention", "bias": "vector"}
     assert parts["h"]["mlp"]["c_fc"]["kernel"] == "mlp"
     assert parts["ln_f"]["scale"] == "vector"
-    assert learning_rate_scales(ADAMW, MODEL) == {}
+    assert learning_rate_scales(ADAMW, Parameters(MODEL)) == {}
     mars = MarsConfig(variant="shampoo", vector_learning_rate_scale=0.25)
-    assert learning_rate_scales(mars, MODEL) == {"embedding": 0.25, "vector": 0.25}
+    assert learning_rate_scales(mars, Parameters(MODEL)) == {"embedding": 0.25, "vector": 0.25}

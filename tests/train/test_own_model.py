@@ -42,22 +42,13 @@ from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import HellaSwag, load_questions
 from maxmars.eval.loglikelihood import LogLikelihoods, encode_choices, pack_choices
 from maxmars.eval.trained_model import export_model
-from maxmars.model.language_model import (
-    check_model,
-    flops_per_token,
-    init_params,
-    logical_axes,
-    make_model,
-    mean_loss,
-    num_parameters,
-    token_losses,
-)
+from maxmars.model.language_model import check_model, make_model, mean_loss, token_losses
+from maxmars.model.parameters import Parameters, init_params
 from maxmars.optim import MatrixSpec
 from maxmars.plan import get_topology, make_plan
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import matrix_specs
 from maxmars.train.step import init_train_state, make_train_step
 
 ROOT = Path(__file__).parents[2]
@@ -373,8 +364,8 @@ def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):
     tokens = np.random.default_rng(0).integers(0, 257, (2, 1, 16, 17)).astype(np.int32)
     found = []
     for mesh in (one_device(), sharding.make_mesh(shape)):
-        step = make_train_step(config, mesh)
-        state, losses = init_train_state(config, mesh), []
+        step = make_train_step(config, Parameters(config.model, mesh))
+        state, losses = init_train_state(config, Parameters(config.model, mesh)), []
         for batch in tokens:
             state, metrics = step(state, batch_of(step, batch))
             losses.append(float(metrics["train/loss"]))
@@ -390,12 +381,12 @@ def test_a_plan_of_it(tmp_path):
     mesh = MeshConfig(data=1, fsdp=4, tensor=1)
     config = own_config(tmp_path, mesh=mesh, optimizer=SHAMPOO)
     plan = make_plan(config, get_topology("cpu:4"), evaluate=False)
-    parameters = num_parameters(OWN)
+    parameters = Parameters(OWN).count
     assert plan.num_parameters == parameters
     norms = 2 * (2 * 32 + 2 * 8) + 32  # which are not split
     assert plan.memory.parameters_bytes == (parameters - norms) + 4 * norms
     assert plan.exchange is not None
-    assert plan.flops.model == flops_per_token(OWN) * config.tokens_per_step
+    assert plan.flops.model == Parameters(OWN).flops_per_token * config.tokens_per_step
 
 
 @pytest.mark.slow
@@ -426,21 +417,21 @@ def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
 def test_the_names_of_the_axes_say_what_a_matrix_is():
     kinds = {
         jax.tree_util.keystr(path, simple=True, separator="."): spec.kind
-        for path, spec in jax.tree.leaves_with_path(matrix_specs(OWN))
+        for path, spec in jax.tree.leaves_with_path(Parameters(OWN).specs)
     }
     matrices = {f"blocks.{name}" for name in ("qkv", "out", "gate", "up", "down")}
     assert {name for name, kind in kinds.items() if kind == "matrix"} == matrices
     tables = {name for name, kind in kinds.items() if kind == "embedding"}
     assert tables == {"embedding", "lm_head"}
-    spec = matrix_specs(OWN)["blocks"]["qkv"]
+    spec = Parameters(OWN).specs["blocks"]["qkv"]
     assert spec == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
-    assert matrix_specs(OWN)["lm_head"].padding == 384 - 257
+    assert Parameters(OWN).specs["lm_head"].padding == 384 - 257
 
 
 def test_flops_of_a_head_of_its_own():
     tables, width, layers, length = 384 * 32, 32, 2, 16
-    expected = 6 * (num_parameters(OWN) - tables) + 12 * layers * width * length
-    assert flops_per_token(OWN) == expected
+    expected = 6 * (Parameters(OWN).count - tables) + 12 * layers * width * length
+    assert Parameters(OWN).flops_per_token == expected
 
 
 @pytest.mark.slow
@@ -702,8 +693,8 @@ def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
     tokens = np.random.default_rng(0).integers(0, 257, (2, 8, 17)).astype(np.int32)
     losses = []
     for mesh in (one_device(), sharding.make_mesh(shape, jax.devices()[:4])):
-        step = make_train_step(config, mesh)
-        state, _ = step(init_train_state(config, mesh), batch_of(step, tokens))
+        step = make_train_step(config, Parameters(config.model, mesh))
+        state, _ = step(init_train_state(config, step.parameters), batch_of(step, tokens))
         losses.append(float(step(state, batch_of(step, tokens))[1]["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=2e-6)
 
@@ -723,19 +714,19 @@ def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(
 
 def test_a_parameter_may_say_itself_what_it_is(plain):
     spec = MatrixSpec(rows=(0,), cols=(1,))
-    assert matrix_specs(plain("given_matrix"))["extra"] == spec
+    assert Parameters(plain("given_matrix")).specs["extra"] == spec
     expected = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
-    assert matrix_specs(plain("given_stack"))["extra"] == expected
-    assert matrix_specs(plain("given_vector"))["extra"] == MatrixSpec(rows=(), cols=(0, 1))
-    assert matrix_specs(plain("make"))["layers"][0]["mix"]["kernel"] == spec
-    assert logical_axes(plain("make"))["table"] == ("vocab", "embed")
+    assert Parameters(plain("given_stack")).specs["extra"] == expected
+    assert Parameters(plain("given_vector")).specs["extra"] == MatrixSpec(rows=(), cols=(0, 1))
+    assert Parameters(plain("make")).specs["layers"][0]["mix"]["kernel"] == spec
+    assert Parameters(plain("make")).axes["table"] == ("vocab", "embed")
 
 
 def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vector(plain):
     grouped = MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 4),))
-    assert matrix_specs(plain("in_groups"))["extra"]["kernel"] == grouped
+    assert Parameters(plain("in_groups")).specs["extra"]["kernel"] == grouped
     vector = MatrixSpec(rows=(), cols=(0, 1, 2))
-    assert matrix_specs(plain("depthwise"))["extra"]["kernel"] == vector
+    assert Parameters(plain("depthwise")).specs["extra"]["kernel"] == vector
 
 
 @pytest.mark.parametrize(
@@ -771,15 +762,15 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
 )
 def test_wrong_modules_are_refused_in_one_line(plain, name, named):
     model = plain(name)
-    check = matrix_specs if name == "no_matrix" else lambda model: check_model(model, one_device())
+    parameters = Parameters(model, one_device())
     with refused(ValueError, *named) as found:
-        check(model)
+        parameters.specs if name == "no_matrix" else check_model(parameters)
     assert "\n" not in str(found.value)
 
 
 def test_a_soft_cap_holds_for_logits_and_loss(plain):
     model = plain("soft_cap")
-    check_model(model, one_device())
+    check_model(Parameters(model, one_device()))
     params = jax.tree.map(lambda leaf: 10 * leaf, init_params(model, 0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))
     logits = make_model(model, params)(tokens[:, :-1])
@@ -810,7 +801,7 @@ def test_wrong_runs_are_refused_before_anything_is_written(tmp_path, plain, name
 def test_a_mesh_that_does_not_divide_an_axis_is_refused(plain):
     mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
     with refused(ValueError, "mesh.tensor=2", "vocab", "table", "[257, 8]"):
-        check_model(plain("make"), mesh)
+        check_model(Parameters(plain("make"), mesh))
 
 
 def test_a_sequence_longer_than_the_context_is_refused(plain):

@@ -26,6 +26,7 @@ from maxmars.config import (
 )
 from maxmars.config.user_code import load_function
 from maxmars.distributed import sharding
+from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
@@ -125,10 +126,11 @@ def test_a_state_made_of_the_parameters_begins_with_those_of_the_run(source, tmp
     optimizer = OptaxConfig(make=f"{source}:keeping", learning_rate=1e-3)
     config = short_config(tmp_path / "tokens", optimizer=optimizer)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    state, step = init_train_state(config, mesh), make_train_step(config, mesh)
+    parameters = Parameters(config.model, mesh)
+    state, step = init_train_state(config, parameters), make_train_step(config, parameters)
     if given:
         params = jax.tree.map(lambda x: x + 1, state.params)
-        state = init_train_state(config, mesh, {"params": params})
+        state = init_train_state(config, Parameters(config.model, mesh), {"params": params})
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, state.params)
     tokens = np.zeros(step.abstract_batch["tokens"].shape, np.int32)
     state, metrics = step(state, batch_of(step, tokens))  # donates every array once
@@ -215,7 +217,7 @@ def test_its_state_lies_as_the_parameters_do(tmp_path, source):
     own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     config = short_config(tmp_path / "tokens", optimizer=own, mesh=mesh)
-    state = abstract_train_state(config, sharding.make_mesh(config.mesh))
+    state = abstract_train_state(config, Parameters(config.model, sharding.make_mesh(config.mesh)))
     found = optimizer_state_bytes(state.opt_state)
     assert found["mu"] == found["nu"] == sharding.bytes_on_chip(state.params)
 
@@ -229,7 +231,7 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
         make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
     )
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    check_optimizer(config.optimizer, MODEL, mesh)
+    check_optimizer(config.optimizer, Parameters(MODEL, mesh))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_wrong_functions_are_refused_before_anything_is_written(
 @pytest.mark.parametrize("make", ["schedule_free", "accumulating", "integer", "counting", "plain"])
 def test_what_is_allowed_is_none_of_these(source, make):
     own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
-    check_optimizer(own, MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+    check_optimizer(own, Parameters(MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1])))
 
 
 @pytest.mark.slow
@@ -291,4 +293,4 @@ def test_exact_mars_is_told_that_it_gets_no_second_gradient(tmp_path):
     own = OptaxConfig(make=f"{tmp_path / 'exact.py'}:make", learning_rate=0.1)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     with refused(ValueError, "prev_grads="):
-        check_optimizer(own, MODEL, mesh)
+        check_optimizer(own, Parameters(MODEL, mesh))

@@ -9,6 +9,7 @@ from maxmars.config import MarsConfig, MeshConfig, SophiaConfig
 from maxmars.data.packing import segments_and_positions
 from maxmars.distributed import sharding
 from maxmars.model import make_model, token_losses
+from maxmars.model.parameters import Parameters
 from maxmars.train.step import init_train_state, make_train_step
 
 ROWS, STEPS = 16, 3
@@ -29,7 +30,8 @@ def run(microbatches, mesh, optimizer):
     config = tiny_config(num_microbatches=microbatches, mesh=mesh, optimizer=optimizer)
     count = (mesh.data or 1) * (mesh.fsdp or 1) * mesh.tensor
     devices = sharding.make_mesh(mesh, jax.devices()[:count])
-    step, state = make_train_step(config, devices), init_train_state(config, devices)
+    parameters = Parameters(config.model, devices)
+    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
     history = []
     for batch in packed_batches():
         split = {k: v.reshape(microbatches, -1, v.shape[-1]) for k, v in batch.items()}
@@ -61,7 +63,8 @@ def test_microbatches_and_devices_change_nothing_but_rounding(optimizer):
 def test_the_loss_is_the_mean_over_the_targets_that_count():
     config = tiny_config(num_microbatches=1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    step, state = make_train_step(config, mesh), init_train_state(config, mesh)
+    parameters = Parameters(config.model, mesh)
+    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
     batch = next(packed_batches())
     rows = {name: array for name, array in batch.items() if name != "mask"}
     losses = jax.jit(lambda p, rows: token_losses(make_model(config.model, p), **rows))(

@@ -27,7 +27,7 @@ from maxmars.config import (
 )
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
-from maxmars.model.language_model import graph_and_abstract_params
+from maxmars.model.parameters import Parameters
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom, check_origin, load_initial
 from maxmars.train.journal import began_in, changes_of_config
@@ -58,7 +58,7 @@ def continuing(source, short_config):
         return continued_config(
             dataclasses.replace(saved, config=stored or saved.config),
             config,
-            mesh=sharding.make_mesh(config.mesh),
+            parameters=Parameters(config.model, sharding.make_mesh(config.mesh)),
             overrides=overrides,
             log=(messages if messages is not None else []).append,
         )
@@ -269,12 +269,12 @@ def mesh_of(config):
 
 def loaded(path, config, *, optimizer_state=False):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
-    return load_initial(config, mesh_of(config), source)
+    return load_initial(config, Parameters(config.model, mesh_of(config)), source)
 
 
 def saved(workdir, config, step=None):
     """Parameters and optimizer state of a run's checkpoint."""
-    abstract = abstract_train_state(config, mesh_of(config))
+    abstract = abstract_train_state(config, Parameters(config.model, mesh_of(config)))
     parts = {"params": abstract.params, "opt_state": abstract.opt_state}
     return load(workdir / "checkpoints", parts, step).state
 
@@ -329,13 +329,13 @@ def test_weights_alone_begin_everything_anew(source, short_config):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(new))
     rate = np.float32(config.optimizer.learning_rate)
     assert np.asarray(state.hyperparams["learning_rate"]) == rate
-    abstract = abstract_train_state(config, mesh_of(config))
+    abstract = abstract_train_state(config, Parameters(config.model, mesh_of(config)))
     assert jax.tree.all(jax.tree.map(lambda x, a: x.sharding == a.sharding, state, abstract))
 
 
 def test_the_first_step_of_exact_mars_reads_no_earlier_parameters(source, short_config):
     config = short_config(optimizer=MarsConfig(exact=True))
-    step = make_train_step(config, mesh_of(config))
+    step = make_train_step(config, Parameters(config.model, mesh_of(config)))
     shape = step.abstract_batch["tokens"].shape
     batch = batch_of(step, np.random.default_rng(0).integers(0, 257, shape, np.int32))
     state = loaded(source, config).state
@@ -475,7 +475,7 @@ def test_a_hugging_face_model(reference_dir, short_config):
     stored = huggingface.load_params(
         directory,
         huggingface.read_config(directory),
-        graph_and_abstract_params(huggingface.read_config(directory))[1],
+        Parameters(huggingface.read_config(directory)).abstract,
     )
     np.testing.assert_array_equal(table[:50257], stored["wte"]["embedding"])
     assert table.shape == (50304, 32)

@@ -24,6 +24,7 @@ from maxmars.config import (
     load_config,
 )
 from maxmars.distributed import sharding
+from maxmars.model.parameters import Parameters
 from maxmars.train.step import (
     Guard,
     TrainState,
@@ -59,16 +60,16 @@ def batches(config, steps, seed=0):
 @functools.cache
 def step_of(config):
     """The config's step on its mesh, traced once for all tests."""
-    return make_train_step(config, mesh_of(config.mesh))
+    return make_train_step(config, Parameters(config.model, mesh_of(config.mesh)))
 
 
 @functools.cache
 def initializer_of(config):
-    return make_initializer(config, mesh_of(config.mesh))
+    return make_initializer(config, Parameters(config.model, mesh_of(config.mesh)))
 
 
 def new_state(config):
-    hyperparams = make_hyperparams(config, mesh_of(config.mesh))
+    hyperparams = make_hyperparams(config, Parameters(config.model, mesh_of(config.mesh)))
     return TrainState(**initializer_of(config)(np.uint32(config.seed), hyperparams))
 
 
@@ -92,13 +93,13 @@ def losses(history):
 
 def run_reference(reference, name, dtype, steps):
     config = reference.train_config(name, dtype)
-    step = make_train_step(config, mesh_of(ONE))
+    step = make_train_step(config, Parameters(config.model, mesh_of(ONE)))
     params = jax.tree.map(
         lambda ours, theirs: jax.device_put(theirs.astype(ours.dtype), ours.sharding),
         step.abstract_state.params,
         reference.tree("params0"),
     )
-    state = init_train_state(config, step.mesh, {"params": params})
+    state = init_train_state(config, Parameters(config.model, step.mesh), {"params": params})
     return run(config, reference.arrays["batches"].astype(np.int32)[:steps], step, state)
 
 
@@ -286,13 +287,11 @@ def test_initialisation_never_holds_the_whole_model_on_one_device():
     config = tiny_config(mesh=MeshConfig(fsdp=8))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, embed_dim=256))
     mesh = mesh_of(config.mesh)
-    abstract = abstract_train_state(config, mesh)
-    memory = (
-        make_initializer(config, mesh)
-        .lower(np.uint32(0), make_hyperparams(config, mesh))
-        .compile()
-        .memory_analysis()
-    )
+    parameters = Parameters(config.model, mesh)
+    abstract = abstract_train_state(config, parameters)
+    initialize = make_initializer(config, parameters)
+    hyperparams = make_hyperparams(config, parameters)
+    memory = initialize.lower(np.uint32(0), hyperparams).compile().memory_analysis()
     whole = sharding.bytes_of(abstract)
     assert memory.output_size_in_bytes < 1.05 * whole / 8
     assert memory.temp_size_in_bytes < 0.3 * sharding.bytes_of(abstract.params)
@@ -304,11 +303,12 @@ def test_programs_are_the_same_for_all_seeds_and_learning_rates(optimizer):
 
     def programs(seed, learning_rate):
         own = dataclasses.replace(optimizer, learning_rate=learning_rate)
-        config, mesh = tiny_config(optimizer=own, seed=seed), mesh_of(ONE)
-        hyperparams = make_hyperparams(config, mesh)
+        config = tiny_config(optimizer=own, seed=seed)
+        parameters = Parameters(config.model, mesh_of(ONE))
+        hyperparams = make_hyperparams(config, parameters)
         assert float(hyperparams["learning_rate"]) == np.float32(learning_rate)
-        initial = make_initializer(config, mesh).lower(np.uint32(seed), hyperparams)
-        return initial.as_text(), make_train_step(config, mesh).lower().as_text()
+        initial = make_initializer(config, parameters).lower(np.uint32(seed), hyperparams)
+        return initial.as_text(), make_train_step(config, parameters).lower().as_text()
 
     assert programs(0, 1e-3) == programs(1, 3e-3)
 
@@ -408,7 +408,7 @@ def test_more_layers_do_not_make_a_larger_program(optimizer):
         config = tiny_config(
             optimizer=ALL_OPTIMIZERS[optimizer], mesh=MeshConfig(fsdp=8), model=model
         )
-        step = make_train_step(config, sharding.make_mesh(config.mesh))
+        step = make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh)))
         return step.lower().as_text().count("\n")
 
     assert size(48) <= size(8)  # smaller where every device owns the same number of matrices
@@ -419,13 +419,14 @@ def test_a_step_of_more_than_2_to_the_31_parameters_is_traced(size):
     config = load_config(f"gpt3:size={size},optimizer=mars_shampoo")
     model = dataclasses.replace(config.model, remat="full", compute_dtype="bfloat16")
     config = dataclasses.replace(config, model=model, num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    make_train_step(config, sharding.make_mesh(config.mesh)).lower()
+    make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh))).lower()
 
 
 def test_without_norms_the_step_reports_none():
     for norms in (True, False):
         config = tiny_config(log=LogConfig(norms=norms))
-        _, metrics = make_train_step(config, mesh_of(ONE)).trace().out_info
+        step = make_train_step(config, Parameters(config.model, mesh_of(ONE)))
+        _, metrics = step.trace().out_info
         assert ("train/norms" in metrics) is norms
 
 
@@ -480,7 +481,8 @@ def test_every_gradient_that_the_update_is_made_of_is_guarded(tmp_path, name):
     (tmp_path / "own.py").write_text(CERTAIN)
     model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=17, max_seq_len=4)
     config = tiny_config(model=model, optimizer=OPTIMIZERS[name], num_microbatches=1)
-    step, state = make_train_step(config, mesh_of(ONE)), init_train_state(config, mesh_of(ONE))
+    parameters = Parameters(config.model, mesh_of(ONE))
+    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
     tokens = np.zeros((1, 16, 5), np.int32)
     state, history = run(config, [tokens] * 3, step, state)
     assert all(m["train/finite"] and m["train/skipped"] == 0 for m in history)
@@ -625,4 +627,4 @@ def test_the_norm_of_small_gradients_in_float16_is_not_zero():
 def test_a_mesh_that_does_not_fit(changes, named):
     config = tiny_config(**changes)
     with refused(ValueError, *named):
-        make_train_step(config, sharding.make_mesh(config.mesh))
+        make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh)))

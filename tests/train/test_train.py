@@ -32,7 +32,7 @@ from maxmars.data.formats import open_split
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.validation import make_eval_step, validation_loss
-from maxmars.model.language_model import graph_and_abstract_params
+from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
 from maxmars.train.optimizer import PARTS
 
@@ -57,7 +57,7 @@ def series(workdir, key):
 
 
 def params_of(workdir, config, step=None):
-    _, abstract = graph_and_abstract_params(config.model)
+    abstract = Parameters(config.model).abstract
     return jax.device_get(load(workdir / "checkpoints", {"params": abstract}, step).state["params"])
 
 

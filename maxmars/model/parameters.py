@@ -1,0 +1,182 @@
+"""What the parameters of a model are: shapes, named axes, shardings, matrices, kinds and count.
+
+`Parameters` derives each of them once, from shapes alone. Whoever opens a run, a plan or a model
+makes one and hands it on. What matrix a parameter is, its layer says; its kind and its part of the
+model follow from that and from the names of its axes, never from its path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from maxmars.config import GPT2Config, ModelConfig
+from maxmars.distributed.sharding import RULES, with_shardings
+from maxmars.model import own_model
+from maxmars.model.gpt2 import GPT2
+from maxmars.optim import MatrixSpec
+from maxmars.optim.nnx import stacked
+
+PARTS = ("embedding", "attention", "mlp", "vector")
+"""Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
+
+_Names = tuple[str | None, ...]
+
+
+def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, Any]:
+    """Initial parameters as a nested dict; `jax.jit` it with shardings for a large model."""
+    return nnx.to_pure_dict(nnx.state(_make_module(config, seed), nnx.Param))
+
+
+@functools.cache
+def abstract_module(config: ModelConfig) -> nnx.Module:
+    """A model's module, whose arrays are `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      FileNotFoundError, ValueError: a module of the user's own is not as it should be; see
+        `own_model.make_module`.
+    """
+    return nnx.eval_shape(lambda: _make_module(config, 0))
+
+
+def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
+    rngs = nnx.Rngs(jax.random.key(seed))
+    if isinstance(config, GPT2Config):
+        return GPT2(config, rngs=rngs)
+    return own_model.make_module(config, rngs)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model. Trees are nested dicts like the parameters.
+
+    They are the same for any `compute_dtype` and `remat`, which a run may still have to choose.
+
+    Raises, where something is asked for the first time:
+      FileNotFoundError, ValueError: a module of the user's own is not as it should be.
+    """
+
+    model: ModelConfig
+    mesh: Any = None
+    """The `Mesh` that they lie on; None of one device."""
+
+    @functools.cached_property
+    def abstract(self) -> dict[str, Any]:
+        """A `jax.ShapeDtypeStruct` of each, without sharding."""
+        state = nnx.to_pure_dict(nnx.state(abstract_module(self.model), nnx.Param))
+        # Under `jax.set_mesh` the shapes carry shardings on an abstract mesh.
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state)
+
+    @functools.cached_property
+    def axes(self) -> dict[str, Any]:
+        """The names of the axes of each, a tuple of str or None.
+
+        Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
+        """
+        flat = nnx.to_flat_state(nnx.state(abstract_module(self.model), nnx.Param))
+        return nnx.traversals.unflatten_mapping(
+            {path: tuple(variable.get_metadata("axes")) for path, variable in flat}
+        )
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, Any]:
+        """The `NamedSharding` of each over the mesh, which there must be, by `sharding.RULES`.
+
+        Raises:
+          ValueError: the mesh does not divide a parameter.
+        """
+
+        def sharding(path: Any, shape: jax.ShapeDtypeStruct, axes: _Names) -> NamedSharding:
+            spec = RULES.spec(*axes)
+            for size, name, parts in zip(shape.shape, axes, spec, strict=True):
+                if parts is not None and size % self.mesh.shape[parts]:
+                    raise ValueError(
+                        f"mesh.{parts}={self.mesh.shape[parts]} does not divide the axis {name} of "
+                        f"{jax.tree_util.keystr(path, simple=True, separator='.')}, whose shape is "
+                        f"{list(shape.shape)}; choose another mesh.{parts} or another size."
+                    )
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree.map_with_path(sharding, self.abstract, self.axes)
+
+    @functools.cached_property
+    def on_mesh(self) -> dict[str, Any]:
+        """`abstract` with `shardings`."""
+        return with_shardings(self.abstract, self.shardings)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, Any]:
+        """The `MatrixSpec` of each, as its layer says it; on a mesh with its partition by
+        `sharding.RULES`."""
+        flat = nnx.to_flat_state(nnx.state(abstract_module(self.model), nnx.Param))
+        said = nnx.traversals.unflatten_mapping(
+            {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
+        )
+        if self.mesh is None:
+            return said
+
+        def on_mesh(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+            return dataclasses.replace(spec, partition=RULES.spec(*axes))
+
+        return jax.tree.map(on_mesh, said, self.axes)
+
+    def split_specs(self, qkv: Literal["fused", "qkv", "heads"]) -> dict[str, Any]:
+        """`specs` where the attention's input projection is one matrix ("fused"), three for
+        queries, keys and values ("qkv"), or three for each head ("heads")."""
+        names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
+
+        def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+            if not spec.is_matrix or "qkv" not in axes or spec.split or spec.unfold:
+                return spec
+            found = tuple(axis for axis in spec.inner if axes[axis] in names)
+            return dataclasses.replace(spec, split=found)
+
+        return jax.tree.map(split, self.specs, self.axes)
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, Any]:
+        """The kind of each: matrix, embedding or vector."""
+        return jax.tree.map(lambda spec: spec.kind, self.specs)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """The part of the model that each belongs to, one of `PARTS`."""
+
+        def part(kind: str, axes: _Names) -> str:
+            if kind != "matrix":
+                return kind
+            return "attention" if "heads" in axes else "mlp"
+
+        return jax.tree.map(part, self.kinds, self.axes)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many numbers they are, tied embeddings counted once, vocabulary padding included."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract))
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward pass a token: 6 N + 12 A T, as in PaLM (2204.02311, B).
+
+        N are all parameters; of several tables of the vocabulary only the largest counts, since the
+        input embedding of a model with a head of its own multiplies nothing. T is `max_seq_len`. A,
+        the width of attention summed over the layers (L d in GPT-2), is that of the parameters
+        whose axes end with heads, head_dim, embed; attention without such a projection counts
+        nothing.
+        """
+        tables, width = [0], 0
+        names = jax.tree.leaves(self.axes, is_leaf=lambda x: isinstance(x, tuple))
+        for leaf, axes in zip(jax.tree.leaves(self.abstract), names, strict=True):
+            if "vocab" in axes and len(axes) > 1:
+                tables.append(leaf.size)
+            if axes[-3:] == ("heads", "head_dim", "embed"):
+                width += math.prod(leaf.shape[:-1])
+        counted = self.count - sum(tables) + max(tables)
+        return 6 * counted + 12 * width * self.model.max_seq_len
