@@ -25,6 +25,7 @@ import numpy as np
 from maxmars.compare.curves import TRAINING_LOSS, Curve, Line, fixed_tokens_per_step
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import Interval
+from maxmars.config.errors import pip_install
 from maxmars.config.numbers import short
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def require_matplotlib() -> None:
       ImportError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            "figures need matplotlib; install the extra `report`: pip install 'maxmars[report]'."
-        )
+        raise ImportError(f"figures need matplotlib: {pip_install('report')}.")
 
 
 @dataclass(frozen=True, kw_only=True)

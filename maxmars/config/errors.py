@@ -60,5 +60,10 @@ def place_in_own_file(error: BaseException) -> str | None:
 @contextlib.contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Say in an ImportError which extra of maxmars installs the library that is imported within."""
-    with about(f"this needs `pip install 'maxmars[{extra}]'`"):
+    with about(f"this needs the extra {extra}: {pip_install(extra)}"):
         yield
+
+
+def pip_install(extra: str) -> str:
+    """How to install an extra; no package index has maxmars."""
+    return f"`pip install '.[{extra}]'` in a checkout of maxmars"

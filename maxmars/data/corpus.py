@@ -319,7 +319,8 @@ def _no_directory(pattern: str, inside: Sequence[str]) -> IsADirectoryError:
     if not kinds:
         kinds = ", ".join(KINDS)
         return IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
-    kind = max(sorted(set(kinds)), key=kinds.count)
+    # Beside the files of a dataset lie descriptions of it in JSON.
+    kind = max(sorted(set(kinds)), key=lambda kind: (kind != ".json", kinds.count(kind)))
     files = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kind}"
     return IsADirectoryError(f"{pattern} is a directory; name its files: '{files}'.")
 

@@ -46,7 +46,7 @@ _OTHER_MARKS = {
 }
 
 TEXT, LINES, JSON = (".txt",), (".jsonl", ".ndjson"), (".json",)
-DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow")
+DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 KINDS = (*TEXT, *LINES, *JSON, *DELIMITED, *TABLES)
 
@@ -113,7 +113,7 @@ def kind_of(path: str) -> tuple[str, str]:
     if kind not in KINDS or (compression and kind in TABLES):
         raise ValueError(
             f"{path} is no text to prepare: its name must end in {', '.join(KINDS)}; all but the "
-            f"last two may be compressed ({', '.join(COMPRESSIONS)})."
+            f"last three may be compressed ({', '.join(COMPRESSIONS)})."
         )
     if kind in TABLES or compression == ".zst":
         with about(path), needs_extra("hf"):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
 from maxmars.config.chips import Chip, Network, Shape, parse_shape
+from maxmars.config.errors import pip_install
 from maxmars.distributed import sharding
 from maxmars.distributed.collectives import Collective
 
@@ -144,8 +145,7 @@ def _cpu_devices(count: int) -> list[jax.Device]:
 def _tpu_devices(name: str, shape: Shape, num_slices: int) -> Sequence[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f"--topology {name} needs the TPU compiler, libtpu; install the extra `tpu`: "
-            "pip install 'maxmars[tpu]'."
+            f"--topology {name} needs the TPU compiler, libtpu: {pip_install('tpu')}."
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this host need not have a TPU
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

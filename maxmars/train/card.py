@@ -25,7 +25,7 @@ from maxmars.checkpoint.journal import read_journal
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.config import TrainConfig, to_dict
 from maxmars.config.checks import require
-from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
+from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words, pip_install
 from maxmars.config.numbers import duration, short
 from maxmars.data.open_corpus import PRESETS
 from maxmars.distributed.files import Workdir, read_json, read_json_object, resolve, write_text
@@ -258,7 +258,7 @@ def draw_losses(rows: Iterable[Fields], path: Path) -> str | None:
       Why there is no picture; None if there is one.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed; `pip install 'maxmars[report]'`, and export again"
+        return f"matplotlib is not installed; {pip_install('report')}, and export again"
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")

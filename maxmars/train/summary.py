@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.config import GrainConfig
+from maxmars.config import GrainConfig, PythonSourcesConfig
 from maxmars.config.numbers import duration, short
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
@@ -52,7 +52,8 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
     ]
     where = f"  all of it in {run.workdir}"
     data = run.config.data
-    command = ["generate", str(run.workdir), "--prompt", "Once"]
+    prompt = "def " if isinstance(data, PythonSourcesConfig) else "Once"
+    command = ["generate", str(run.workdir), "--prompt", prompt]
     if isinstance(data, GrainConfig) and data.tokenizer == "unknown":
         command = ["report", str(run.workdir)]
     following = f"next: {shlex.join(['maxmars', *command])}"

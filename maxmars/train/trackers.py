@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from maxmars.config import LogConfig, TrainConfig, to_dict
+from maxmars.config.errors import pip_install
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, read_json, write_json
 from maxmars.distributed.workdir import WANDB
@@ -90,8 +91,7 @@ def check_trackers(log: LogConfig, workdir: Workdir) -> None:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # W&B leaves folders of its name
             raise ImportError(
-                f"{option} needs the package {package}: pip install 'maxmars[{extra}]', or leave "
-                "it out."
+                f"{option} needs the package {package}: {pip_install(extra)}, or leave it out."
             )
     if mode == "offline" and is_remote(workdir):
         raise ValueError(

@@ -284,7 +284,8 @@ def test_a_directory_is_no_file(tmp_path):
     (tmp_path / "texts" / "deep" / "a.jsonl").write_text("{}")
     with refused(IsADirectoryError, tmp_path / "texts/**/*.jsonl"):
         TextFiles([str(tmp_path / "texts")])
-    (tmp_path / "texts" / "a.txt").write_text("a")
+    for name in ("a.txt", "a.json", "b.json"):
+        (tmp_path / "texts" / name).write_text("a")
     with refused(IsADirectoryError, tmp_path / "texts/*.txt"):
         TextFiles([f"{tmp_path / 'texts'}/"])
 

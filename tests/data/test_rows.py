@@ -93,6 +93,7 @@ KINDS = {
     "nested.parquet": (parquet, "a.b"),
     "file.arrow": (arrow("new_file"), "text"),
     "stream.arrow": (arrow("new_stream"), "a.b"),
+    "feather": (arrow("new_file"), "text"),
 }
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
@@ -120,7 +121,7 @@ def test_every_kind(tmp_path, kind, compression):
         path = tmp_path / f"rows.{kind}.{compression}"
         data = COMPRESSIONS[compression](data)
     path.write_bytes(data)
-    if compression and kind.endswith(("parquet", "arrow")):
+    if compression and kind.endswith(("parquet", "arrow", "feather")):
         with refused(ValueError, path):
             TextFiles([str(path)])
         return

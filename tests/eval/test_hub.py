@@ -201,7 +201,7 @@ def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
 def test_without_the_extra(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for argv in (["import", "hf:a/b", tmp_path / "o"], ["export", "r", "o", "--push", "a/b"]):
-        assert "pip install 'maxmars[hf]'" in refusal(capsys, *argv)
+        assert "pip install '.[hf]'" in refusal(capsys, *argv)
 
 
 def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_path, capsys):
