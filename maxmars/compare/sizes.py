@@ -176,7 +176,7 @@ def write_sizes_report(
     ]
     path = directory / "figures" / f"speed_up.{format}"
     seeds = ", ".join(sorted({str(len(s.comparison.seeds)) for s in summaries.values()}))
-    if draw_speed_ups(points, path, baseline, note=f"{runs}; {seeds} seeds"):
+    if draw_speed_ups(points, path, baseline, note=f"{seeds} seeds; {runs}"):
         blocks.append(image(path, ""))
     write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
     found = {
