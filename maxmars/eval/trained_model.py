@@ -178,8 +178,8 @@ class RunTarget:
             raise FileNotFoundError(
                 f"{directory} is missing: a run keeps the tokenizer of its data there. Copy it "
                 "from where the run was trained, or start its `maxmars train` command again, which "
-                "writes it anew; data of your own name it by GrainConfig(tokenizer='byte') or "
-                "'gpt2'."
+                "writes it anew; other programs' tokens name it by --data.tokenizer, and data of "
+                "your own by GrainConfig(tokenizer='byte') or 'gpt2'."
             )
         return tokenizers.load(directory)
 
