@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
-from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import SplitTokens, TrainBatches, ValidationBatches, open_data
 from maxmars.data.tokenizer import copy_tokenizer
@@ -125,6 +124,7 @@ class Checked:
     saved: Checkpoint | None
     """The newest checkpoint, to continue from; None for a new run."""
     mesh: Mesh
+    environment: Mapping[str, Any]
     train_step: TrainStep
     tokens: SplitTokens
     data_digest: str
@@ -194,7 +194,7 @@ def open_run(
         "command": command,
         "config": to_dict(config),
         "data": checked.data_digest,
-        "environment": environment(checked.mesh),
+        "environment": checked.environment,
         "earlier": start.checkpoint is not None and told is None,
     }
     if start.checkpoint is None:  # a run that goes on has the origin of its first session
@@ -244,13 +244,11 @@ def check(
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.training_mesh(config)
     parameters = Parameters(config.model, mesh)
-    check_mesh(config, mesh.shape)
+    state, here = abstract_train_state(config, parameters), environment(mesh)
     check_trackers(config.log, workdir)
     saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
     if saved is not None:
-        config = continued_config(
-            saved, config, parameters=parameters, overrides=resume_overrides, log=log
-        )
+        config = continued_config(saved, config, state=state, overrides=resume_overrides, log=log)
     messages: list[str] = []
     warmup = config.schedule.warmup_steps
     if warmup > config.num_steps:
@@ -260,16 +258,16 @@ def check(
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
     kept = None
-    if saved is not None and is_same_place(saved.environment, mesh):
+    if saved is not None and is_same_place(saved.environment, here):
         kept = saved.run_config()
         kept = kept if kept.global_batch_size == config.global_batch_size else None
-    check_memory(config, mesh, abstract_train_state(config, parameters))
+    check_memory(config, mesh, state)
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
         check_data(saved, data_digest, messages.append)
-        changes = changes_since(saved.environment, environment(mesh))
+        changes = changes_since(saved.environment, here)
         if changes:
             messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
     if not config.data.verify:
@@ -304,18 +302,19 @@ def check(
             messages.append(f"attention is {kind} and slower: {attention.reason}")
     asked = {name: old for name, old, _ in differences(given, config)}
     config = dataclasses.replace(config, asked=asked)
-    if saved is not None and (change := rounding_change(saved, config, mesh)):
+    if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
     evaluations = list(make_evaluations(config, mesh, tokens, clock, log))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(config, parameters, init_from)
+            initial = load_initial(config, train_step, init_from)
     return Checked(
         config=config,
         saved=saved,
         mesh=mesh,
+        environment=here,
         train_step=train_step,
         tokens=tokens,
         data_digest=data_digest,
@@ -338,7 +337,7 @@ def lock(
     if processes.is_primary():
         copy_tokenizer(tokens.first, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
-        write_json(workdir / ENVIRONMENT, environment(mesh))
+        write_json(workdir / ENVIRONMENT, checked.environment)
         write_json(workdir / DATA, {"parts": tokens.describe()})
         table = describe_parameters(config.optimizer, parameters)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())

@@ -27,7 +27,7 @@ from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
-from maxmars.train.compiler_options import check_compiler_options, compiler_options
+from maxmars.train.compiler_options import checked_compiler_options
 from maxmars.train.optimizer import make_optimizer, make_schedule, opt_state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -253,7 +253,6 @@ def make_train_step(
         the config's options for it.
     """
     mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
-    check_compiler_options(config, mesh)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding = sharding.batch_sharding(mesh)
     shardings = _shardings(abstract_state)
@@ -262,7 +261,7 @@ def make_train_step(
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, sharding.replicated(mesh)),
-        compiler_options=compiler_options(config, mesh.devices.flat[0].platform),
+        compiler_options=checked_compiler_options(config, mesh),
     )
     types = types or {name: TYPES[name] for name in config.data.arrays}
     batch = {
