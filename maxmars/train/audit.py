@@ -420,7 +420,8 @@ def _digest_after(
     if tokens.digest() != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
     parameters = Parameters(config.model, mesh)
-    config, train_step = prepare(config, parameters, tokens.types, log=log)
+    train_step = prepare(config, parameters, tokens.types, log=log)
+    config = train_step.config
     position = 0
     if first:
         loaded = load(directory, train_step.abstract_state, first)

@@ -277,7 +277,7 @@ def check(
     next(TrainBatches(tokens, once, mesh, prefetch_steps=0))
     programs.keep_beside(workdir, mesh.devices.flat[0].platform)
     with clock("start", "choosing precision, microbatches and rematerialisation"):
-        config, train_step = prepare(
+        train_step = prepare(
             config,
             parameters,
             tokens.types,
@@ -285,7 +285,7 @@ def check(
             kept=kept,
             memory_bytes=memory_bytes,
         )
-    device = mesh.devices.flat[0]
+    config, device = train_step.config, mesh.devices.flat[0]
     if device.platform == "gpu":
         warning = slow_network_warning(
             config,
@@ -330,6 +330,8 @@ def lock(
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
     parameters = checked.train_step.parameters
+    table = describe_parameters(config.optimizer, parameters)
+    rules = summarize_rules(config.optimizer, parameters)
     checkpointer = Checkpointer(
         workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
     )
@@ -339,7 +341,6 @@ def lock(
         write_json(workdir / CONFIG, to_dict(config))
         write_json(workdir / ENVIRONMENT, checked.environment)
         write_json(workdir / DATA, {"parts": tokens.describe()})
-        table = describe_parameters(config.optimizer, parameters)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
@@ -352,7 +353,6 @@ def lock(
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
         f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
     )
-    rules = summarize_rules(config.optimizer, parameters)
     progress.message(f"{rules}; parameters.txt says which")
     for text in checked.messages:
         progress.message(text)

@@ -180,6 +180,7 @@ def _shardings(abstract: Any) -> Any:
 class TrainStep:
     """The jitted step on its mesh. Calling it donates (uses up) the state."""
 
+    config: TrainConfig
     parameters: Parameters
     """Of the model, on the mesh."""
     jitted: Any
@@ -254,13 +255,13 @@ def make_train_step(
     """
     mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
-    batch_sharding = sharding.batch_sharding(mesh)
+    batch_sharding, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
         lambda state, batch: _step(config, parameters, state, batch),
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
-        out_shardings=(shardings, sharding.replicated(mesh)),
+        out_shardings=(shardings, replicated),
         compiler_options=checked_compiler_options(config, mesh),
     )
     types = types or {name: TYPES[name] for name in config.data.arrays}
@@ -268,7 +269,7 @@ def make_train_step(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(parameters, jitted, abstract_state, batch)
+    return TrainStep(config, parameters, jitted, abstract_state, batch)
 
 
 class _Written(NamedTuple):
@@ -289,7 +290,7 @@ def _step(
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
     parts = parameters.parts
 
-    def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
+    def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
 
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
@@ -309,7 +310,7 @@ def _step(
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
         sampled["sampled_grads"], norm = _sampled_gradients(
-            config, config.optimizer, parameters.shardings, state, batch
+            config, config.optimizer, loss_of, parameters.shardings, state, batch
         )
         norms.append(norm)
     finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
@@ -465,6 +466,7 @@ def mean_loss_and_grads(
 def _sampled_gradients(
     config: TrainConfig,
     optimizer: SophiaConfig,
+    loss_of: Callable[[Any, dict[str, jax.Array]], jax.Array],
     param_shardings: Any,
     state: TrainState,
     batch: dict[str, jax.Array],
@@ -478,7 +480,7 @@ def _sampled_gradients(
 
     def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
         rows, uniforms = microbatch
-        return mean_loss(make_model(config.model, params), **rows, uniforms=uniforms)
+        return loss_of(params, {**rows, "uniforms": uniforms})
 
     def sampled(params: Any) -> tuple[Any, jax.Array]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
