@@ -43,11 +43,12 @@ class MaxmarsSteps:
         self.scratch = scratch
         self.mesh = sharding.training_mesh(config)
         tokens = open_data(config.data, "train", model=config.model)
-        self.config, self.train_step = prepare(
+        self.train_step = prepare(
             config,
             Parameters(config.model, self.mesh),
             log=lambda text: print(text, file=sys.stderr),
         )
+        self.config = self.train_step.config
         self.state = init_train_state(self.config, self.train_step.parameters)
         self.batches = TrainBatches(tokens, self.config, self.mesh)
         self.num_compiles, self.compile_seconds = 0, 0.0  # from here on of the step alone

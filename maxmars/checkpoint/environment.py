@@ -28,17 +28,13 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         **package_versions(),
         "system": platform.platform(),
         "platform": devices[0].platform,
-        "device_kinds": device_kinds(mesh),
+        "device_kinds": sorted({device.device_kind for device in devices}),
         "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
         # XLA splits sums on CPUs by the number of threads, so their rounding depends on it.
         **({"num_cores": _num_cores()} if devices[0].platform == "cpu" else {}),
     }
-
-
-def device_kinds(mesh: jax.sharding.Mesh) -> list[str]:
-    return sorted({device.device_kind for device in mesh.devices.flat})
 
 
 def package_versions() -> dict[str, str | None]:

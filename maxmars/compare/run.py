@@ -352,7 +352,7 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    config, step = prepare(config, Parameters(config.model, mesh))
+    step = prepare(config, Parameters(config.model, mesh))
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:

@@ -32,7 +32,7 @@ from maxmars.train.auto import (
     peak_bytes,
     prepare,
 )
-from maxmars.train.step import TrainState, make_train_step
+from maxmars.train.step import TrainState, TrainStep
 
 
 class DoesNotFitError(ValueError):
@@ -88,18 +88,14 @@ class CompiledTrainStep(Compiled):
         return Needs(self.peak_bytes, None if self.clock is None else self.clock.cycles)
 
 
-def compile_train_step(
-    config: TrainConfig, parameters: Parameters, topology: Topology
-) -> CompiledTrainStep:
-    """Compile the step that `train` runs for this config, and its parameters on a mesh.
+def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep:
+    """Compile the step that `train` runs.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
     start = time.perf_counter()
-    mesh = parameters.mesh
-    step = make_train_step(config, parameters, batch_types(config.data, config.model))
+    mesh = step.mesh
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
@@ -181,19 +177,19 @@ def compile_prepared(
     parameters = Parameters(config.model, topology.mesh(config))
     results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
 
-    def compiled(config: TrainConfig) -> CompiledTrainStep | DoesNotFitError:
-        for other, found in results:
-            if other == config:
+    def compiled(step: TrainStep) -> CompiledTrainStep | DoesNotFitError:
+        for config, found in results:
+            if config == step.config:
                 return found
         try:
-            found = compile_train_step(config, parameters, topology)
+            found = compile_train_step(step, topology)
         except DoesNotFitError as error:
             found = error
-        results.append((config, found))
+        results.append((step.config, found))
         return found
 
-    def measure(config: TrainConfig) -> Needs:
-        found = compiled(config)
+    def measure(step: TrainStep) -> Needs:
+        config, found = step.config, compiled(step)
         needs = Needs(None) if isinstance(found, DoesNotFitError) else found.needs
         verdict = ""
         if max_bytes is not None:
@@ -201,7 +197,7 @@ def compile_prepared(
         log(f"remat {config.model.remat}, {config.microbatches} microbatches: {needs}{verdict}")
         return needs
 
-    config, _ = prepare(
+    step = prepare(
         config,
         parameters,
         batch_types(config.data, config.model),
@@ -210,10 +206,10 @@ def compile_prepared(
         max_bytes=max_bytes,
         measure=measure,
     )
-    found = compiled(config)
+    found = compiled(step)
     if isinstance(found, DoesNotFitError):
         raise found
-    return config, found
+    return step.config, found
 
 
 def find_fit(

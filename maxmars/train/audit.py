@@ -23,7 +23,7 @@ from flax.traverse_util import unflatten_dict
 
 from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load, load_arrays, read
 from maxmars.checkpoint.digest import combine, digest
-from maxmars.checkpoint.environment import changes_since
+from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.checkpoint.writer import Retention
@@ -410,7 +410,7 @@ def _digest_after(
 ) -> str:
     """Restore the state of step `first`, make the steps up to `last`, and digest the state."""
     mesh = training_mesh(config)
-    if is_same_place(began["environment"], mesh):
+    if is_same_place(began["environment"], environment(mesh)):
         config = dataclasses.replace(config, num_microbatches=config.microbatches)
     else:  # what was chosen there need not fit here
         config = dataclasses.replace(config, num_microbatches=None)
@@ -420,7 +420,8 @@ def _digest_after(
     if tokens.digest() != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
     parameters = Parameters(config.model, mesh)
-    config, train_step = prepare(config, parameters, tokens.types, log=log)
+    train_step = prepare(config, parameters, tokens.types, log=log)
+    config = train_step.config
     position = 0
     if first:
         loaded = load(directory, train_step.abstract_state, first)

@@ -2,7 +2,7 @@
 `num_microbatches`, where it is None; and a warning of a mesh that slows the run down.
 
 `prepare` makes the choices and the train step, for `train`, `plan`, `audit`, `compare` and the
-benchmarks alike; the config that it returns is the one that a run writes down.
+benchmarks alike; the config of that step is the one that a run writes down.
 
 The type of matrix products follows from a rule and not from a measurement: two runs of one config
 on one machine, and a run and its resume, must compute in the same type. A run keeps the type that
@@ -67,14 +67,6 @@ _VECTORS_KEPT = {"full": 1, "auto": 1, "attention": 9, "dots": 11, None: 36}
 _VECTORS_AT_WORK = 30
 
 
-class Prepared(NamedTuple):
-    """A run that is ready to train."""
-
-    config: TrainConfig
-    """Nothing is left to choose in it."""
-    train_step: TrainStep
-
-
 def prepare(
     config: TrainConfig,
     parameters: Parameters,
@@ -84,9 +76,10 @@ def prepare(
     kept: TrainConfig | None = None,
     memory_bytes: int | None = None,
     max_bytes: int | None = None,
-    measure: Callable[[TrainConfig], Needs] | None = None,
-) -> Prepared:
-    """Choose precision, microbatches and rematerialisation, and make the train step.
+    measure: Callable[[TrainStep], Needs] | None = None,
+) -> TrainStep:
+    """Choose precision, microbatches and rematerialisation, and make the train step; nothing is
+    left to choose in its config.
 
     Args:
       config: what to train.
@@ -97,7 +90,7 @@ def prepare(
       memory_bytes: memory of a device that programs may use; None asks the devices.
       max_bytes: of a device; given, policy and number of microbatches are both searched by
         compiling, whatever the config says of them; see `search`.
-      measure: compiles the step of a config and says what it needs; None compiles for the devices.
+      measure: says what a step needs, by compiling it; None is `measured`, for the devices.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch, or a device, the model and the
@@ -107,25 +100,16 @@ def prepare(
     check_optimizer(config.optimizer, parameters)
     config = choose_precision(config, mesh, log)
 
-    def measure_here(config: TrainConfig) -> Needs:
-        try:
-            compiled = make_train_step(config, parameters, types).lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return Needs(None)  # the compiler itself refuses the program
-        return needs_of(compiled, mesh)
+    def needs(config: TrainConfig) -> Needs:
+        return (measure or measured)(make_train_step(config, parameters, types))
 
-    measure = measure or measure_here
     if max_bytes is not None:
-        config = search(config, mesh, measure, max_bytes)
+        config = search(config, mesh, needs, max_bytes)
     else:
         memory = memory_bytes or memory_bytes_of(mesh)
         config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
-        config = choose_remat(
-            config, mesh, state, measure, log, kept=kept, memory_bytes=memory_bytes
-        )
-    return Prepared(config, make_train_step(config, parameters, types))
+        config = choose_remat(config, mesh, state, needs, log, kept=kept, memory_bytes=memory_bytes)
+    return make_train_step(config, parameters, types)
 
 
 def choose_precision(
@@ -255,8 +239,7 @@ def choose_microbatches(
     if config.num_microbatches is not None:
         return config
     before = 1 if kept is None else kept.microbatches
-    counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
-    counts = [count for count in counts if count >= before]
+    counts = [count for count in _counts(config, mesh) if count >= before]
     if memory_bytes is None or isinstance(config.model, ModuleConfig):
         return dataclasses.replace(config, num_microbatches=counts[0])
     usable = int(USABLE * memory_bytes)
@@ -272,6 +255,10 @@ def choose_microbatches(
     return chosen
 
 
+def _counts(config: TrainConfig, mesh: Mesh) -> list[int]:
+    return possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+
+
 def search(
     config: TrainConfig, mesh: Mesh, measure: Callable[[TrainConfig], Needs], usable_bytes: int
 ) -> TrainConfig:
@@ -282,7 +269,7 @@ def search(
     costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
     often.
     """
-    counts = possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+    counts = _counts(config, mesh)
     found: dict[Remat, TrainConfig] = {}
 
     def fewest(remat: Remat) -> Needs:
@@ -511,9 +498,15 @@ def best_policy(
     return min(fitting.items(), key=lambda item: item[1].cycles or 0.0)
 
 
-def needs_of(compiled: jax.stages.Compiled, mesh: Mesh) -> Needs:
-    """What a compiled train step takes on one device of a mesh."""
-    device = mesh.devices.flat[0]
+def measured(train_step: TrainStep) -> Needs:
+    """What a train step takes on one device of its mesh, by its compiled program."""
+    try:
+        compiled = train_step.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Needs(None)  # the compiler itself refuses the program
+    device = train_step.mesh.devices.flat[0]
     is_tpu, name = device.platform == "tpu", chip_name(device.device_kind)
     clock = step_clock(compiled, CHIPS[name]) if is_tpu and name is not None else None
     return Needs(peak_bytes(compiled, tpu=is_tpu), None if clock is None else clock.cycles)

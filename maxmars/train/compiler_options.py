@@ -41,16 +41,16 @@ def compiler_options(config: TrainConfig, platform: str | None) -> dict[str, obj
     return {**_WHOLE_PRODUCTS, **(_PRODUCTS_APART if is_wide else {})}
 
 
-def check_compiler_options(config: TrainConfig, mesh: Mesh) -> None:
-    """Check the options that a config gives, by a program of nothing: the step compiles minutes
-    later.
+def checked_compiler_options(config: TrainConfig, mesh: Mesh) -> dict[str, object] | None:
+    """`compiler_options`, of which those that the config gives are checked by a program of nothing:
+    the step compiles minutes later.
 
     Raises:
       ValueError: the compiler of the mesh's devices does not know one of them, or its value.
     """
     options = compiler_options(config, mesh.devices.flat[0].platform)
     if options is None or config.tpu_compiler_options == "auto":
-        return
+        return options
     nothing = jax.jit(
         lambda: jnp.zeros([]),
         out_shardings=sharding.replicated(mesh),
@@ -60,3 +60,4 @@ def check_compiler_options(config: TrainConfig, mesh: Mesh) -> None:
         nothing.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"tpu_compiler_options: {error}") from error
+    return options

@@ -27,10 +27,9 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, is_remote, resolve
 from maxmars.eval.trained_model import HFTarget, find_target
 from maxmars.model import hub, huggingface
-from maxmars.model.parameters import Parameters
 from maxmars.train.journal import origin
 from maxmars.train.resume import first_misfit
-from maxmars.train.step import TrainState, abstract_train_state, init_train_state
+from maxmars.train.step import TrainState, TrainStep, init_train_state
 
 # Fields of the model that its weights depend on. The vocabulary's padding is not among them.
 _SAME = (
@@ -93,12 +92,12 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
     return dataclasses.replace(source, commit=hub.fetch(begun).source)
 
 
-def load_initial(config: TrainConfig, parameters: Parameters, source: InitFrom) -> Initial:
+def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -> Initial:
     """Read the weights, compare them with their digests, and make a state around them.
 
     Args:
       config: the new run's config.
-      parameters: of its model, on the mesh where the state goes; the source may have been trained
+      train_step: of this config, on the mesh where the state goes; the source may have been trained
         on another mesh.
       source: what to read.
 
@@ -108,7 +107,7 @@ def load_initial(config: TrainConfig, parameters: Parameters, source: InitFrom) 
     """
     path = _place(source)
     found = None if hub.is_on_hub(path) else find(path)
-    abstract = abstract_train_state(config, parameters)
+    abstract = train_step.abstract_state
     if found is not None:
         directory, step = found
         saved = read(directory, step)
@@ -138,7 +137,7 @@ def load_initial(config: TrainConfig, parameters: Parameters, source: InitFrom) 
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
     }
-    return Initial(state=init_train_state(config, parameters, parts), origin=start)
+    return Initial(state=init_train_state(config, train_step.parameters, parts), origin=start)
 
 
 def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:

@@ -15,11 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_types
-from maxmars.checkpoint.environment import device_kinds
 from maxmars.config import (
     GPT2Config,
     ScheduleConfig,
@@ -32,10 +29,9 @@ from maxmars.config.user_code import Source
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
-from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
-from maxmars.train.step import abstract_train_state
+from maxmars.train.step import TrainState
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _MAY_CHANGE = (
@@ -82,7 +78,7 @@ def continued_config(
     saved: Checkpoint,
     config: TrainConfig,
     *,
-    parameters: Parameters,
+    state: TrainState,
     overrides: Sequence[str],
     log: Callable[[str], None],
 ) -> TrainConfig:
@@ -91,7 +87,7 @@ def continued_config(
     Args:
       saved: the newest checkpoint.
       config: the config to continue with; it fits the mesh.
-      parameters: of its model, on the mesh to continue on.
+      state: its abstract state on the mesh to continue on.
       overrides: dotted names of fields, or groups of fields, that change on purpose.
       log: prints a message.
 
@@ -116,7 +112,7 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:
-        _check_changes(saved, rows, config, parameters, overrides)
+        _check_changes(saved, rows, state, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
     end = fixed_schedule(stored).decay_steps
@@ -130,11 +126,10 @@ def continued_config(
     return config
 
 
-def is_same_place(environment: Mapping[str, Any], mesh: Mesh) -> bool:
-    """Whether this is the mesh of before, on the same kind of devices, so that a run keeps what it
-    chose there."""
-    now = {"mesh": dict(mesh.shape), "device_kinds": device_kinds(mesh)}
-    return all(environment.get(name) == value for name, value in now.items())
+def is_same_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two results of `environment` have one mesh on the same kind of devices, so that a run
+    keeps what it chose there."""
+    return all(before.get(name) == now[name] for name in ("mesh", "device_kinds"))
 
 
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
@@ -169,15 +164,17 @@ def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     ]
 
 
-def rounding_change(saved: Checkpoint, config: TrainConfig, mesh: Mesh) -> str | None:
+def rounding_change(
+    saved: Checkpoint, config: TrainConfig, environment: Mapping[str, Any]
+) -> str | None:
     """How what the rounding depends on differs from before, in one line; None if it does not."""
     stored = saved.run_config()
     changes = []
-    if (old := saved.environment.get("mesh", {})) and old != dict(mesh.shape):
-        meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, mesh.shape))
+    if (old := saved.environment.get("mesh", {})) and old != (new := environment["mesh"]):
+        meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, new))
         changes.append("mesh {} -> {}".format(*meshes))
     before = rounding_of(stored, saved.environment.get("platform"))
-    changes += rounding_changes(before, rounding_of(config, mesh.devices.flat[0].platform))
+    changes += rounding_changes(before, rounding_of(config, environment["platform"]))
     if not changes:
         return None
     effect = "the loss goes on as before, up to rounding"
@@ -199,8 +196,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 def _check_changes(
     saved: Checkpoint,
     rows: Sequence[tuple[str, Any, Any]],
-    config: TrainConfig,
-    parameters: Parameters,
+    state: TrainState,
     overrides: Sequence[str],
 ) -> None:
     """Check that every change is on purpose, and that the arrays of the checkpoint still fit."""
@@ -210,7 +206,7 @@ def _check_changes(
     if "optimizer" in names:
         misfit = "that is another optimizer"  # even if its arrays have the same shapes
     elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):
-        misfit = first_misfit(saved.types, leaf_types(abstract_train_state(config, parameters)))
+        misfit = first_misfit(saved.types, leaf_types(state))
     if not refused and misfit is None:
         return
     workdir = saved.path.parent.parent

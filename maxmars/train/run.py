@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import GPT2Config, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
-from maxmars.config.mesh import check_mesh
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import (
     SplitTokens,
@@ -131,6 +130,7 @@ class Checked:
     saved: Checkpoint | None
     """The newest checkpoint, to continue from; None for a new run."""
     mesh: Mesh
+    environment: Mapping[str, Any]
     train_step: TrainStep
     tokens: SplitTokens
     data_digest: str
@@ -200,7 +200,7 @@ def open_run(
         "command": command,
         "config": to_dict(config),
         "data": checked.data_digest,
-        "environment": environment(checked.mesh),
+        "environment": checked.environment,
         "earlier": start.checkpoint is not None and told is None,
     }
     if start.checkpoint is None:  # a run that goes on has the origin of its first session
@@ -250,13 +250,11 @@ def check(
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.training_mesh(config)
     parameters = Parameters(config.model, mesh)
-    check_mesh(config, mesh.shape)
+    state, here = abstract_train_state(config, parameters), environment(mesh)
     check_trackers(config.log, workdir)
     saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
     if saved is not None:
-        config = continued_config(
-            saved, config, parameters=parameters, overrides=resume_overrides, log=log
-        )
+        config = continued_config(saved, config, state=state, overrides=resume_overrides, log=log)
     messages: list[str] = []
     warmup = config.schedule.warmup_steps
     if warmup > config.num_steps:
@@ -266,16 +264,16 @@ def check(
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
     kept = None
-    if saved is not None and is_same_place(saved.environment, mesh):
+    if saved is not None and is_same_place(saved.environment, here):
         kept = saved.run_config()
         kept = kept if kept.global_batch_size == config.global_batch_size else None
-    check_memory(config, mesh, abstract_train_state(config, parameters))
+    check_memory(config, mesh, state)
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
         check_data(saved, data_digest, messages.append)
-        changes = changes_since(saved.environment, environment(mesh))
+        changes = changes_since(saved.environment, here)
         if changes:
             messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
     elif hint := vocabulary_hint(tokens, config.model):
@@ -287,7 +285,7 @@ def check(
     next(TrainBatches(tokens, once, mesh, prefetch_steps=0))
     programs.keep_beside(workdir, mesh.devices.flat[0].platform)
     with clock("start", "choosing precision, microbatches and rematerialisation"):
-        config, train_step = prepare(
+        train_step = prepare(
             config,
             parameters,
             tokens.types,
@@ -295,7 +293,7 @@ def check(
             kept=kept,
             memory_bytes=memory_bytes,
         )
-    device = mesh.devices.flat[0]
+    config, device = train_step.config, mesh.devices.flat[0]
     if device.platform == "gpu":
         warning = slow_network_warning(
             config,
@@ -312,18 +310,19 @@ def check(
             messages.append(f"attention is {kind} and slower: {attention.reason}")
     asked = {name: old for name, old, _ in differences(given, config)}
     config = dataclasses.replace(config, asked=asked)
-    if saved is not None and (change := rounding_change(saved, config, mesh)):
+    if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
     evaluations = list(make_evaluations(config, mesh, tokens, clock, log))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(config, parameters, init_from)
+            initial = load_initial(config, train_step, init_from)
     return Checked(
         config=config,
         saved=saved,
         mesh=mesh,
+        environment=here,
         train_step=train_step,
         tokens=tokens,
         data_digest=data_digest,
@@ -339,6 +338,8 @@ def lock(
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
     parameters = checked.train_step.parameters
+    table = describe_parameters(config.optimizer, parameters)
+    rules = summarize_rules(config.optimizer, parameters)
     checkpointer = Checkpointer(
         workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
     )
@@ -346,9 +347,8 @@ def lock(
     if processes.is_primary():
         copy_tokenizer(tokens.first, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
-        write_json(workdir / ENVIRONMENT, environment(mesh))
+        write_json(workdir / ENVIRONMENT, checked.environment)
         write_json(workdir / DATA, {"parts": tokens.describe()})
-        table = describe_parameters(config.optimizer, parameters)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
@@ -361,7 +361,6 @@ def lock(
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
         f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
     )
-    rules = summarize_rules(config.optimizer, parameters)
     progress.message(f"{rules}; parameters.txt says which")
     for text in checked.messages:
         progress.message(text)

@@ -27,7 +27,7 @@ from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
-from maxmars.train.compiler_options import check_compiler_options, compiler_options
+from maxmars.train.compiler_options import checked_compiler_options
 from maxmars.train.optimizer import make_optimizer, make_schedule, opt_state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -190,6 +190,7 @@ def _shardings(abstract: Any) -> Any:
 class TrainStep:
     """The jitted step on its mesh. Calling it donates (uses up) the state."""
 
+    config: TrainConfig
     parameters: Parameters
     """Of the model, on the mesh."""
     jitted: Any
@@ -263,23 +264,22 @@ def make_train_step(
         the config's options for it.
     """
     mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
-    check_compiler_options(config, mesh)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
-    batch_sharding = sharding.batch_sharding(mesh)
+    batch_sharding, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     shardings = _shardings(abstract_state)
     jitted = jax.jit(
         lambda state, batch: _step(config, parameters, state, batch),
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
-        out_shardings=(shardings, sharding.replicated(mesh)),
-        compiler_options=compiler_options(config, mesh.devices.flat[0].platform),
+        out_shardings=(shardings, replicated),
+        compiler_options=checked_compiler_options(config, mesh),
     )
     types = types or {name: TYPES[name] for name in config.data.arrays}
     batch = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(parameters, jitted, abstract_state, batch)
+    return TrainStep(config, parameters, jitted, abstract_state, batch)
 
 
 class _Written(NamedTuple):
@@ -300,7 +300,7 @@ def _step(
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
     parts = parameters.parts
 
-    def loss_of(params: Any, rows: dict[str, Shaped[Array, "rows window"]]) -> Float[Array, ""]:
+    def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
 
     def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
@@ -320,7 +320,7 @@ def _step(
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
         sampled["sampled_grads"], norm = _sampled_gradients(
-            config, config.optimizer, parameters.shardings, state, batch
+            config, config.optimizer, loss_of, parameters.shardings, state, batch
         )
         norms.append(norm)
     finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
@@ -476,6 +476,7 @@ def mean_loss_and_grads(
 def _sampled_gradients(
     config: TrainConfig,
     optimizer: SophiaConfig,
+    loss_of: Callable[[Any, dict[str, jax.Array]], jax.Array],
     param_shardings: Any,
     state: TrainState,
     batch: dict[str, jax.Array],
@@ -489,7 +490,7 @@ def _sampled_gradients(
 
     def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
         rows, uniforms = microbatch
-        return mean_loss(make_model(config.model, params), **rows, uniforms=uniforms)
+        return loss_of(params, {**rows, "uniforms": uniforms})
 
     def sampled(params: Any) -> tuple[Any, jax.Array]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)

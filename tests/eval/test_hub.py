@@ -25,6 +25,7 @@ from maxmars.model.parameters import Parameters
 from maxmars.train import InitFrom, train
 from maxmars.train.init_from import fetch_source, load_initial
 from maxmars.train.journal import began_in
+from maxmars.train.step import make_train_step
 
 TOKEN = "hf_aSecretThatNobodyMaySee"
 # What httpx says of the way in which huggingface_hub 2.4 uploads; Python shows it to nobody.
@@ -343,8 +344,9 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     source = InitFrom(path="hf:me/start")
     mesh = sharding.make_mesh(config.mesh)
     # A run that is killed here has saved nothing yet.
+    step = make_train_step(config, Parameters(config.model, mesh))
     fetched = fetch_source(workdir, source)
-    begin_from(workdir, load_initial(config, Parameters(config.model, mesh), fetched).origin)
+    begin_from(workdir, load_initial(config, step, fetched).origin)
     second = add(2)
     train(config, workdir, init_from=source)
     assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out

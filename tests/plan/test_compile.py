@@ -89,7 +89,7 @@ def test_the_cheapest_policy_and_the_largest_microbatch():
     config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig())
     topology, lines = get_topology("cpu:1"), []
     parameters = Parameters(config.model, topology.mesh(config))
-    whole = compile_train_step(config, parameters, topology).peak_bytes
+    whole = compile_train_step(make_train_step(config, parameters), topology).peak_bytes
     chosen, step = find_fit(config, topology, whole - 1, log=lines.append)
     assert chosen.model.remat is None  # which a smaller microbatch fits, too
     assert chosen.num_microbatches > 1
@@ -118,7 +118,9 @@ def test_a_plan_takes_for_auto_the_first_policy_that_fits():
     config = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
     topology, parameters = get_topology("cpu:8"), Parameters(config.model, make_mesh(config.mesh))
     peaks = {
-        remat: compile_train_step(with_remat(config, remat), parameters, topology).peak_bytes
+        remat: compile_train_step(
+            make_train_step(with_remat(config, remat), parameters), topology
+        ).peak_bytes
         for remat in POLICIES
     }
     assert peaks[None] > min(peaks.values())

@@ -14,6 +14,7 @@ from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, begin_from
 
 from maxmars.checkpoint import find, list_steps, load, read, save_params
+from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.curves import read_run
 from maxmars.config import (
@@ -58,7 +59,9 @@ def continuing(source, short_config):
         return continued_config(
             dataclasses.replace(saved, config=stored or saved.config),
             config,
-            parameters=Parameters(config.model, sharding.make_mesh(config.mesh)),
+            state=abstract_train_state(
+                config, Parameters(config.model, sharding.make_mesh(config.mesh))
+            ),
             overrides=overrides,
             log=(messages if messages is not None else []).append,
         )
@@ -158,12 +161,12 @@ def test_a_change_of_the_rounding_is_told(short_config, source):
     other = short_config(mesh=MeshConfig(fsdp=8))
     saved = dataclasses.replace(read(source / "checkpoints"), config=stored)
     mesh, config = sharding.make_mesh(other.mesh), short_config()
-    assert rounding_change(saved, config, mesh) == (
+    assert rounding_change(saved, config, environment(mesh)) == (
         "since step 2: mesh data=8 fsdp=1 tensor=1 -> data=1 fsdp=8 tensor=1, num_microbatches "
         "2 -> 1; the loss goes on as before, up to rounding"
     )
     same = sharding.make_mesh(config.mesh)
-    assert rounding_change(read(source / "checkpoints"), config, same) is None
+    assert rounding_change(read(source / "checkpoints"), config, environment(same)) is None
 
 
 def test_only_what_is_named_changes(continuing, short_config):
@@ -269,7 +272,9 @@ def mesh_of(config):
 
 def loaded(path, config, *, optimizer_state=False):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
-    return load_initial(config, Parameters(config.model, mesh_of(config)), source)
+    return load_initial(
+        config, make_train_step(config, Parameters(config.model, mesh_of(config))), source
+    )
 
 
 def saved(workdir, config, step=None):
