@@ -81,7 +81,8 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     mesh = sharding.training_mesh(config)
     tokens = open_data(config.data, "train", model=config.model)
     parameters = Parameters(config.model, mesh)
-    config, train_step = prepare(config, parameters, tokens.types)
+    train_step = prepare(config, parameters, tokens.types)
+    config = train_step.config
     batches = TrainBatches(tokens, config, mesh, prefetch_steps=0)
     state, ends = init_train_state(config, parameters), []
     for _ in range(1 + _NUM_TIMED):
