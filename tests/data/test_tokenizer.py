@@ -320,7 +320,7 @@ def test_one_form_in_every_directory(gpt2, json_file, tmp_path, name):
     tokenizer = kind_of(name, gpt2, json_file)
     save(tokenizer, tmp_path / "tokens")
     tokens = SimpleNamespace(
-        directory=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
+        tokenizer_place=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
     )
     copy_tokenizer(tokens, tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == (
@@ -353,7 +353,7 @@ def test_what_earlier_versions_wrote(gpt2, json_file, tmp_path, name, monkeypatc
     write_files(tmp_path / "tokens", {"meta.json": {"tokenizer": name} | end} | own)
     write_files(tmp_path / "run", {"description.json": {"name": name} | end} | own)
     tokens = SimpleNamespace(
-        directory=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
+        tokenizer_place=tmp_path / "tokens", tokenizer=name, tokenizer_digest=tokenizer.digest
     )
     copy_tokenizer(tokens, tmp_path / "copied")
     for directory in ("tokens", "run", "copied"):
@@ -364,7 +364,7 @@ def test_what_earlier_versions_wrote(gpt2, json_file, tmp_path, name, monkeypatc
 
 def test_tokens_of_other_programs_have_no_files(gpt2, tmp_path):
     for name in ("byte", "gpt2", "unknown"):
-        tokens = SimpleNamespace(directory=tmp_path, tokenizer=name, tokenizer_digest=None)
+        tokens = SimpleNamespace(tokenizer_place=tmp_path, tokenizer=name, tokenizer_digest=None)
         copy_tokenizer(tokens, tmp_path / name)
         if name == "unknown":
             assert not (tmp_path / name).exists()
