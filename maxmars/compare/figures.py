@@ -513,7 +513,8 @@ def _limits(
 ) -> tuple[float, float] | None:
     """The vertical range of what runs do once they have settled, as far as a run that diverged does
     not flatten the others: of losses `_REACH` times the range of the lower half of them, of rates
-    and norms, which differ more between sound runs, `_RATIO` times their highest value."""
+    and norms, which differ more between sound runs, `_RATIO` times their highest value, or its square on a
+    logarithmic axis."""
     lows, highs = [], []
     for x, values in _runs(strands):
         late = values[(x >= settled) & np.isfinite(values)]
@@ -525,7 +526,7 @@ def _limits(
         return None
     bottom = min(lows)
     half = sorted(highs)[(len(highs) - 1) // 2]
-    cap = half + math.log10(_RATIO) if is_log else half * _RATIO
+    cap = half + 2 * math.log10(_RATIO) if is_log else half * _RATIO
     if are_losses:
         cap = bottom + _REACH * (half - bottom)
     top = min(max(highs), cap) if cap > bottom else max(highs)
