@@ -512,9 +512,9 @@ def _limits(
     strands: Sequence[_Strand], settled: float, *, are_losses: bool, is_log: bool
 ) -> tuple[float, float] | None:
     """The vertical range of what runs do once they have settled, as far as a run that diverged does
-    not flatten the others: of losses `_REACH` times the range of the lower half of them, of rates
-    and norms, which differ more between sound runs, `_RATIO` times their highest value, or its square on a
-    logarithmic axis."""
+    not flatten the others: of losses `_REACH` times the range of the lower half of them; of rates
+    and norms, which differ more between sound runs, `_RATIO` times the highest value of that half,
+    on a logarithmic axis its square."""
     lows, highs = [], []
     for x, values in _runs(strands):
         late = values[(x >= settled) & np.isfinite(values)]
