@@ -60,6 +60,8 @@ _STYLE = {
 }
 _THIN = 0.7  # points
 _WARM_UP = 0.12  # values in this first share of the horizontal axis may lie above the figure
+_REACH = 1.5
+_RATIO = 10.0
 _FEWEST = 2  # points of a run after that share; with fewer it counts, too
 _SMOOTHED = 16  # a running mean is over one of so many parts of a run
 _MAX_TICKS = 10
@@ -166,9 +168,7 @@ def draw_rates_and_norms(
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
             is_log = spread.size > 0 and spread.max() > 5 * spread.min()
-            # Norms of sound runs differ more than their losses do.
-            reach = 2.5 if is_log else 10.0
-            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, reach=reach)
+            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, are_losses=False)
             axes.set_title(metrics[metric])
             axes.set_xlabel(f"tokens{unit}")
     return True
@@ -446,7 +446,7 @@ def _draw(
     *,
     is_log: bool = False,
     warm_up: float = _WARM_UP,
-    reach: float = 1.5,
+    are_losses: bool = True,
     like: Sequence[_Strand] = (),
 ) -> None:
     """Draw strands, positions divided by `divisor`, on the range of themselves or of others."""
@@ -455,7 +455,7 @@ def _draw(
     settled = warm_up * _end(like or strands)
     if all(np.sum(x >= settled) < _FEWEST for x, _ in _runs(like or strands)):
         settled = 0.0  # else nothing but the ends would be seen
-    limits = _limits(like or strands, settled, reach, is_log=is_log)
+    limits = _limits(like or strands, settled, are_losses=are_losses, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")
@@ -508,10 +508,12 @@ def _mark_leaving(
 
 
 def _limits(
-    strands: Sequence[_Strand], settled: float, reach: float, *, is_log: bool
+    strands: Sequence[_Strand], settled: float, *, are_losses: bool, is_log: bool
 ) -> tuple[float, float] | None:
-    """The vertical range of what runs do once they have settled, `reach` times that of the lower
-    half of them at most: a run that diverged does not flatten the others."""
+    """The vertical range of what runs do once they have settled, as far as a run that diverged does
+    not flatten the others: of losses `_REACH` times the range of the lower half of them; of rates
+    and norms, which differ more between sound runs, `_RATIO` times the highest value of that half,
+    on a logarithmic axis its square."""
     lows, highs = [], []
     for x, values in _runs(strands):
         late = values[(x >= settled) & np.isfinite(values)]
@@ -523,7 +525,10 @@ def _limits(
         return None
     bottom = min(lows)
     half = sorted(highs)[(len(highs) - 1) // 2]
-    top = min(max(highs), bottom + reach * (half - bottom)) if half > bottom else max(highs)
+    cap = half + 2 * math.log10(_RATIO) if is_log else half * _RATIO
+    if are_losses:
+        cap = bottom + _REACH * (half - bottom)
+    top = min(max(highs), cap) if cap > bottom else max(highs)
     margin = 0.05 * (top - bottom)
     low, high = bottom - margin, top + margin
     return (10**low, 10**high) if is_log else (low, high)

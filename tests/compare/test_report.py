@@ -122,6 +122,15 @@ def test_a_contender_keeps_its_colour_whatever_the_order_of_contenders(tmp_path)
     assert alone["muon"] == first["muon"]
 
 
+def test_norms_of_sound_runs_stay_in_the_figure(tmp_path):
+    """Some optimizers let parameters grow more than others do."""
+    ends = {"a": 38.0, "b": 38.5, "c": 70.0, "d": 9e9}
+    lines = [line(name, [5.0, 3.0], param_norm=[37.0, end]) for name, end in ends.items()]
+    draw_rates_and_norms(lines, tmp_path / "x.svg", {"train/param_norm": "norm"})
+    ticks = [float(t) for t in re.findall(r"<!-- ([\d.]+) -->", (tmp_path / "x.svg").read_text())]
+    assert 60 < max(ticks) < 1e5
+
+
 def test_a_figure_of_runs_without_evaluations_on_the_way_shows_their_whole_range(tmp_path):
     """Not their ends alone: between these lines would leave the figure."""
     ends = [("a", [9.0, 2.50]), ("b", [9.0, 2.51]), ("c", [9.0, 2.8])]
