@@ -220,14 +220,14 @@ def test_a_local_directory_of_a_dataset(tmp_path):
 def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for source in ("openwebtext", "hf:a/b"):
-        with refused(ImportError, "'maxmars[hf]'"):
+        with refused(ImportError, "'.[hf]'"):
             open_corpus(source)
 
 
 def test_parquet_without_the_extra(monkeypatch, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused(ImportError, tmp_path / "a.parquet", "'maxmars[hf]'"):
+    with refused(ImportError, tmp_path / "a.parquet", "'.[hf]'"):
         open_corpus(str(tmp_path / "a.parquet"))
 
 
