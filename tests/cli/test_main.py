@@ -95,7 +95,7 @@ ERRORS = [
     (2, "train gpt2 adamw", "`maxmars train gpt2:optimizer=adamw`"),
     (2, "plan gpt2 --size xl", "`maxmars plan gpt2:size=xl`"),
     (2, "train quickstart --data tokens", "`maxmars train quickstart:data=tokens`"),
-    (2, "train quickstart --optimizer adamw", "`gpt2:optimizer=adamw`"),
+    (2, "train quickstart --optimizer adamw", "quickstart:optimizer=adamw`"),
     (2, f"{SLURM} --nodes 1 --gpus-per-node 1 --num-steps 3", "-- --num-steps"),
     (2, f"{SLURM} --nodes 1 --gpus-per-node 1 --data x", "quickstart:data=x`"),
     (2, "train gpt2 --optimizer.learning 1", "(did you mean `--optimizer.learning-rate`?)"),
