@@ -731,6 +731,11 @@ def _characters() -> list[str]:
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens that BPE joins last on its way from the bytes of a token to it."""
+    rank = ranks[token]
+    halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+    halves = [p for p in halves if max(ranks.get(p[0], rank), ranks.get(p[1], rank)) < rank]
+    if len(halves) == 1:  # as of half of GPT-2's tokens
+        return halves[0]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [left + right for left, right in itertools.pairwise(parts)]
