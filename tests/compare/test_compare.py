@@ -356,9 +356,10 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     file = tmp_path / "sized.py"
     file.write_text(text)
     workdir = tmp_path / "sizes"
-    options += [str(workdir), "--sizes", "16", "32", "--optimizers", "adamw", "lion"]
-    options += ["--learning-rates", "1e-3", "4e-3", "--budget", "2", "--finalists", "1"]
-    cli.main(["compare", str(file), *options, "--seeds", "2"])
+    tuned = "--learning-rates 1e-3 4e-3 --budget 2 --finalists 1 --seeds 2"
+    words = ["compare", str(file), "--optimizers", "adamw", "lion"]
+    words += [*tuned.split(), *options]
+    cli.main([*words, str(workdir), "--sizes", "16", "32"])
     printed = capsys.readouterr().out
     assert f"report of all sizes: {workdir / 'report.md'}" in printed
     report = json.loads((workdir / "report.json").read_text())
@@ -375,7 +376,6 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert "| lion | 32 | learning_rate=" in page
 
     # One size again keeps the other one in the report, and nothing else is overwritten.
-    words = ["compare", str(file), *options]
     cli.main([*words, str(workdir), "--sizes", "16"])
     assert json.loads((workdir / "report.json").read_text()) == report
     (workdir / "report.json").unlink()
