@@ -13,6 +13,7 @@ import contextlib
 import glob
 import hashlib
 import io
+import itertools
 import os
 import platform
 import re
@@ -138,7 +139,7 @@ class TextFiles(Corpus):
     """Files of text (`rows.KINDS`), compressed or not.
 
     A `.txt` is one document unless a separator ends its documents. A line of `.jsonl` or `.ndjson`,
-    an element or a line of `.json`, and a row of `.csv`, `.tsv`, `.parquet` or `.arrow` is one.
+    an element or a line of `.json`, and a row of any other file is one.
 
     The name of a document is the path of its file relative to the directory that all files share
     and, where a file has several, its place there: the byte of its line or the number of its row.
@@ -195,10 +196,11 @@ class TextFiles(Corpus):
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run; see `Corpus.read`."""
         path, name = self._paths[run.file], self.files[run.file]
+        _, compression = self._kinds[run.file]
         with _reporting(path):
             if self._is_one_text(run.file):
                 with reading(path), _open(path) as raw:
-                    file, end = decompressed(raw, path), None
+                    file, end = decompressed(raw, compression), None
                     if self.is_text(run.file):
                         start, end = _bounds_in_text(raw, self._sizes[run.file], run)
                         raw.seek(start)
@@ -218,9 +220,10 @@ class TextFiles(Corpus):
     def hint(self) -> str | None:
         """That a text spells the end of a document, which is ordinary text to a tokenizer."""
         texts = filter(self._is_one_text, range(len(self._paths)))
-        for path in [self._paths[file] for file in texts][:_FILES_LOOKED_INTO]:
+        for number in itertools.islice(texts, _FILES_LOOKED_INTO):
+            path, (_, compression) = self._paths[number], self._kinds[number]
             with _reporting(path), reading(path), _open(path) as raw:
-                file = decompressed(raw, path)
+                file = decompressed(raw, compression)
                 if _END_OF_TEXT in file.read(BLOCK_BYTES):
                     mark = _END_OF_TEXT.decode()
                     return (

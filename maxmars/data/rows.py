@@ -154,7 +154,7 @@ def rows_of(
     Raises:
       ValueError: the file is damaged, or lacks the field.
     """
-    kind, _ = kind_of(path)
+    kind, compression = kind_of(path)
     with reading(path), open_file() as raw:
         if kind in TABLES:
             yield from _table_rows(raw, kind, bounds, field)
@@ -168,7 +168,7 @@ def rows_of(
                 pattern, length = re.compile(re.escape(mark)), len(mark)
                 start = first_after(raw, pattern, start - length, size, length)
             raw.seek(start)
-        with decompressed(raw, path) as file:
+        with decompressed(raw, compression) as file:
             if kind in DELIMITED:
                 yield from _delimited_rows(file, field)
             elif kind in TEXT:
@@ -212,17 +212,17 @@ def reading(path: str) -> Generator[None]:
             raise ValueError(f"it {what}.") from error
 
 
-def decompressed(raw: io.BufferedReader, path: str) -> io.BufferedReader:
-    """The bytes that a file had before it was compressed.
+def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
+    """The bytes that a file had before it was compressed; `compression` is its ending, or "".
 
     Raises:
       ValueError: they are a text that is not UTF-8, as its first bytes say.
     """
     file: Any = raw
-    _, compression = kind_of(path)
     is_start = raw.tell() == 0
     if compression == ".zst":
-        import pyarrow
+        with needs_extra("hf"):
+            import pyarrow
 
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
         file = io.BufferedReader(stream, BLOCK_BYTES)

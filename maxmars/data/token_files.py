@@ -27,8 +27,8 @@ from maxmars.distributed.files import Workdir, is_remote, resolve
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 NAME_THEM = (
-    "say what these tokens are: --data.tokenizer, or --data.vocab-size N alone, and --data.dtype "
-    "for their type"
+    "say what these tokens are to `maxmars train` and `eval`: --data.tokenizer, or "
+    "--data.vocab-size N alone, and --data.dtype for their type"
 )
 
 

@@ -15,14 +15,11 @@ Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?",
 from __future__ import annotations
 
 import contextlib
-import gzip
 import http.client
-import io
 import json
 import re
 import time
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +34,7 @@ from maxmars.config import ModelConfig, TrainConfig
 from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as
 from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import SplitTokens
+from maxmars.data.rows import COMPRESSIONS, decompressed, reading
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
 from maxmars.eval.loglikelihood import (
@@ -86,7 +84,7 @@ def load_questions(
     """Read questions from a file in HellaSwag's own format.
 
     Args:
-      path: the file, one JSON object a line (`.jsonl`, also `.gz` and `.zst`) or one question a row
+      path: the file, one JSON object a line (`.jsonl`, also compressed) or one question a row
         (`.parquet`, as the hub has it). None takes the validation set (10,042 questions) from
         the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars), and downloads it there first
         where it is missing.
@@ -123,27 +121,11 @@ def _rows(file: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         for number, fields in enumerate(table.to_pylist()):
             yield f"row {number}", lambda fields=fields: fields
         return
-    try:
-        with _open(file) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"line {number}", lambda line=line: json.loads(line)
-    except (EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's
-        raise ValueError(f"{file} is damaged or cut short ({error}); copy it again.") from error
-
-
-def _open(file: Path) -> io.BufferedIOBase:
-    match file.suffix:
-        case ".gz":
-            return gzip.GzipFile(file)
-        case ".zst":
-            with about(file), needs_extra("hf"):
-                import pyarrow
-
-            return io.BufferedReader(pyarrow.input_stream(str(file)))  # type: ignore
-    return file.open("rb")
+    compression = file.suffix if file.suffix in COMPRESSIONS else ""
+    with reading(str(file)), file.open("rb") as raw:
+        for number, line in enumerate(decompressed(raw, compression), 1):
+            if line.strip():
+                yield f"line {number}", lambda line=line: json.loads(line)
 
 
 def _question(row: Any, number: int) -> Question:
