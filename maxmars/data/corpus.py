@@ -151,7 +151,8 @@ class TextFiles(Corpus):
 
     Raises:
       FileNotFoundError: a pattern matches no file.
-      ValueError: a file is of another kind than those named above, or lies in another store.
+      ValueError: a file is of another kind than those named above, or lies in another store,
+        or there is no text to separate.
       ImportError: a file needs a library of the extra `hf`, or a bucket needs the extra `gcs`.
       OSError: a bucket does not answer.
     """
@@ -167,6 +168,11 @@ class TextFiles(Corpus):
         self._text_field = text_field
         self._separator = (separator or "").encode()
         self._kinds = [kind_of(path) for path in self._paths]
+        if separator and not any(kind in TEXT for kind, _ in self._kinds):
+            raise ValueError(
+                f"the document separator {separator!r} stands between the documents of .txt files, "
+                f"of which there is none in {', '.join(patterns)}; leave it out."
+            )
         absolute = [path if is_remote(path) else os.path.abspath(path) for path in self._paths]
         root = os.path.commonpath([os.path.dirname(path) for path in absolute])
         self.files = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]

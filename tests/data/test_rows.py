@@ -327,6 +327,7 @@ def test_hints(tmp_path, capsys, monkeypatch):
         Path(f"{name}.txt").write_text(name)
     assert "quote" in refusal(capsys, "a.txt", "b.txt", "c.txt", "out")
     assert "hf:roneneldan/TinyStories" in refusal(capsys, "roneneldan/TinyStories", "out")
-    for source in ("python", "openwebtext"):
+    Path("a.jsonl").write_text('{"text": "a"}')
+    for source in ("python", "openwebtext", "a.jsonl"):
         assert "'|'" in refusal(capsys, source, "out", "--document-separator", "|")
     assert not Path("out").exists()
