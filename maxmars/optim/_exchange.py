@@ -5,8 +5,8 @@ matrix on every device, which is what XLA does if left alone, moves tens of giga
 each device becomes the owner of some whole matrices instead: the pieces go to the owners in one
 all-to-all over all axes that cut the matrices, and back in another.
 
-`layout_of` says how an array lies on a mesh, `Exchange` brings pieces to owners and back, and
-`on_mesh` runs a function of each device's parts, which calls it.
+`layouts_of` says how arrays lie on a mesh, `to_owners` and `from_owners` bring pieces to owners and
+back, and `on_mesh` runs a function of each device's parts, which calls them.
 """
 
 import itertools
@@ -187,61 +187,58 @@ def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """The way of a stack's matrices to their owners and back, inside of `jax.shard_map`.
+def to_owners(
+    x: Float[Array, "slots ..."], cuts: Sequence[Axes], copies: Axes = ()
+) -> Float[Array, "own ..."]:
+    """A device's pieces of all matrices of a stack to whole matrices of its own, inside of
+    `jax.shard_map`: the devices that cut the matrices divide the stack instead.
 
-    Each device has the same pieces of all slots of a stack, [slots, *piece], and becomes the owner
-    of an equal share of the whole matrices. Their number must divide the slots.
+    Args:
+      x: the pieces, [slots, *piece]; the number of owners divides that of the slots.
+      cuts: for each axis of a matrix, the mesh axes that cut it.
+      copies: mesh axes along which devices hold the same, and so divide the work.
     """
+    if copies:
+        share = len(x) // jax.lax.axis_size(copies)
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(copies) * share, share)
+    if not any(cuts):
+        return x
+    # Eight matrices [6, 10], cut 2 x 2 over four devices, two for each owner: x is [8, 3, 5].
+    # After the all-to-all, part j of x holds the pieces that device j had of our two matrices:
+    # [4 x 2, 3, 5], that is [2, 2, own 2, 3, 5]. The pieces of an axis go beside their counts,
+    # [own 2, 2, 3, 2, 5], and join: [2, 6, 10].
+    counts, ndim = _counts(cuts), len(cuts)
+    x = _all_to_all(x, cuts).reshape(*counts, -1, *x.shape[1:])
+    beside = [axis for i in range(ndim) for axis in (i, ndim + 1 + i)]
+    matrix = [n * size for n, size in zip(counts, x.shape[ndim + 1 :], strict=True)]
+    return x.transpose(ndim, *beside).reshape(-1, *matrix)
 
-    cuts: tuple[Axes, ...]
-    """For each axis of a matrix, the mesh axes that cut it."""
-    copies: Axes = ()
-    """Mesh axes along which devices hold the same, and so divide the work."""
 
-    def to_owners(self, x: Float[Array, "slots ..."]) -> Float[Array, "own ..."]:
-        """Pieces of all matrices to the device's own matrices."""
-        if self.copies:
-            share = len(x) // jax.lax.axis_size(self.copies)
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.copies) * share, share)
-        if not any(self.cuts):
-            return x
-        # Eight matrices [6, 10], cut 2 x 2 over four devices, two for each owner: x is [8, 3, 5].
-        # After the all-to-all, part j of x holds the pieces that device j had of our two matrices:
-        # [4 x 2, 3, 5], that is [2, 2, own 2, 3, 5]. The pieces of an axis go beside their counts,
-        # [own 2, 2, 3, 2, 5], and join: [2, 6, 10].
-        counts, ndim = self._counts(), len(self.cuts)
-        x = self._all_to_all(x).reshape(*counts, -1, *x.shape[1:])
-        beside = [axis for i in range(ndim) for axis in (i, ndim + 1 + i)]
-        matrix = [n * size for n, size in zip(counts, x.shape[ndim + 1 :], strict=True)]
-        return x.transpose(ndim, *beside).reshape(-1, *matrix)
+def from_owners(
+    y: Float[Array, "own ..."], cuts: Sequence[Axes], piece: Sequence[int], copies: Axes = ()
+) -> Float[Array, "slots ..."]:
+    """The inverse of `to_owners`; `piece` is the shape of one."""
+    if any(cuts):
+        counts, ndim = _counts(cuts), len(cuts)
+        y = y.reshape(-1, *itertools.chain(*zip(counts, piece, strict=True)))
+        y = y.transpose(*range(1, 2 * ndim, 2), 0, *range(2, 2 * ndim + 1, 2))
+        y = _all_to_all(y.reshape(-1, *piece), cuts)
+    return jax.lax.all_gather(y, copies, tiled=True) if copies else y
 
-    def from_owners(
-        self, y: Float[Array, "own ..."], piece: Sequence[int]
-    ) -> Float[Array, "slots ..."]:
-        """The inverse of `to_owners`; `piece` is the shape of one."""
-        if any(self.cuts):
-            counts, ndim = self._counts(), len(self.cuts)
-            y = y.reshape(-1, *itertools.chain(*zip(counts, piece, strict=True)))
-            y = y.transpose(*range(1, 2 * ndim, 2), 0, *range(2, 2 * ndim + 1, 2))
-            y = self._all_to_all(y.reshape(-1, *piece))
-        if self.copies:
-            y = jax.lax.all_gather(y, self.copies, tiled=True)
-        return y
 
-    def _counts(self) -> list[int]:
-        """Number of pieces along each axis of a matrix."""
-        return [jax.lax.axis_size(names) if names else 1 for names in self.cuts]
+def _counts(cuts: Sequence[Axes]) -> list[int]:
+    """Number of pieces along each axis of a matrix."""
+    return [jax.lax.axis_size(names) if names else 1 for names in cuts]
 
-    def _all_to_all(self, x: Float[Array, "slots ..."]) -> Float[Array, "slots ..."]:
-        """Part i goes to device i of the axes; part j of the result is from device j."""
-        # As integers: XLA's CPU backend sends a bfloat16 as a float32, and joins exchanges of
-        # float32 pieces of different shapes into one that it then refuses (jaxlib 0.10.2).
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        axes = tuple(itertools.chain(*self.cuts))
-        bits = jax.lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True)
-        return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+def _all_to_all(x: Float[Array, "slots ..."], cuts: Sequence[Axes]) -> Float[Array, "slots ..."]:
+    """Part i goes to device i of the axes that cut; part j of the result is from device j."""
+    # As integers: XLA's CPU backend sends a bfloat16 as a float32, and joins exchanges of
+    # float32 pieces of different shapes into one that it then refuses (jaxlib 0.10.2).
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    axes = tuple(itertools.chain(*cuts))
+    bits = jax.lax.all_to_all(bits, axes, split_axis=0, concat_axis=0, tiled=True)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def on_mesh(

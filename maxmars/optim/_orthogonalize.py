@@ -12,7 +12,9 @@ nothing is exchanged over it), or it holds copies (each copy then takes its shar
 the results are gathered over it).
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,36 +30,23 @@ from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
-    Exchange,
     Layout,
     check_is_mesh,
     entries_of,
+    from_owners,
     known_partition,
     layouts_of,
     mesh_of,
     num_devices,
     on_mesh,
     pad_axis,
+    to_owners,
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
 from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers
 
 # --- the matrices of a leaf ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """What each ownership axis of more than one device does to a leaf, matrices turned over."""
-
-    rows: Axes
-    """Cut the rows."""
-    cols: Axes
-    """Cut the columns."""
-    stack: Axes
-    """Cut the stack of matrices."""
-    copy: Axes
-    """Hold copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +59,10 @@ class MatrixLeaf:
     layout: Layout
     transposed: bool
     """Whether its matrices are turned over, so that rows <= cols."""
-    roles: Roles
+    cuts: tuple[Axes, Axes, Axes]
+    """The mesh axes that cut its stack, its rows and its columns, turned over."""
+    copies: Axes
+    """The ownership axes along which devices hold the same."""
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
@@ -117,17 +109,17 @@ def _matrix_leaf(
     height, width = (math.prod(layout.shape[axis] for axis in axes) for axes in (rows, cols))
     transposed = height > width or (height == width and _turn_square(spec, array))
 
+    leaf = MatrixLeaf(
+        index=index, spec=spec, layout=layout, transposed=transposed, cuts=((), (), ()), copies=()
+    )
+
     def cutting(axes: Sequence[int]) -> Axes:
         return tuple(name for name in owned if any(name in layout.cuts[axis] for axis in axes))
 
-    uncut = [name for name in owned if not any(name in names for names in layout.cuts)]
-    roles = Roles(
-        rows=cutting(cols if transposed else rows),
-        cols=cutting(rows if transposed else cols),
-        stack=cutting(spec.stack),
-        copy=tuple(name for name in uncut if num_devices((name,), mesh) > 1),
-    )
-    return MatrixLeaf(index=index, spec=spec, layout=layout, transposed=transposed, roles=roles)
+    stack, rows, cols = map(cutting, leaf.axes)
+    uncut = {*owned} - {*stack, *rows, *cols}
+    copies = tuple(name for name in owned if name in uncut and num_devices((name,), mesh) > 1)
+    return replace(leaf, cuts=(stack, rows, cols), copies=copies)
 
 
 def _turn_square(spec: MatrixSpec, array: Any) -> bool:
@@ -157,69 +149,43 @@ _MAX_WIDENING = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """Matrices `start` to `stop` of a leaf's stack on each device."""
-
-    leaf: int
-    """Place in `OrthogonalizationPlan.leaves`."""
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        """Number of matrices."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True)
 class Group:
     """Matrices that travel together and are iterated on together."""
 
     rows: int
     cols: int
     """Shape of a slot, rows <= cols; narrower matrices get zero columns."""
-    roles: Roles
-    pieces: int
-    """Devices that one matrix is cut over, which are also the owners to whom its pieces go."""
-    copies: int
-    """Devices that hold the same pieces."""
+    cuts: tuple[Axes, Axes]
+    """The mesh axes that cut rows and columns, over which pieces are exchanged."""
+    copies: Axes
+    """The mesh axes along which devices hold the same pieces, and share the work."""
+    owners: int
+    """Devices along `cuts` and `copies`."""
+    num_copies: int
+    """Devices along `copies`."""
     parts: int
-    """Parts of the stack that mesh axes cut; the numbers here are those of one part."""
+    """Parts of the stack that mesh axes cut; the numbers of slots are those of one part."""
     per_owner: int
-    """Slots on each device."""
-    members: tuple[Member, ...]
-
-    @property
-    def owners(self) -> int:
-        """Devices that iterate on different matrices."""
-        return self.pieces * self.copies * self.parts
+    """Slots of an owner."""
+    members: tuple[tuple[int, int], ...]
+    """Leaves, as places in `OrthogonalizationPlan.leaves`, and how many of their matrices."""
 
     @property
     def slots(self) -> int:
         """Matrices of one part of the stack, zero padding included."""
-        return self.per_owner * self.pieces * self.copies
-
-    @property
-    def filled(self) -> int:
-        """Matrices of one part of the stack, without padding."""
-        return sum(member.count for member in self.members)
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of all parts of the stack, without padding."""
-        return self.filled * self.parts
+        return self.per_owner * self.owners
 
     @property
     def padded_elements(self) -> int:
-        """Elements of all slots on all owners."""
+        """Elements of all slots of all parts."""
         return self.slots * self.parts * self.rows * self.cols
 
     @property
     def transfer_elements(self) -> int:
         """Elements that both all-to-alls and the gathering over copies leave on a device."""
-        exchanged = 2 * self.per_owner * self.rows * self.cols if self.pieces > 1 else 0
-        gathered = self.slots * self.rows * self.cols // self.pieces if self.copies > 1 else 0
-        return exchanged + gathered
+        exchanges = 2 if any(self.cuts) else 0
+        gathered = self.slots * self.num_copies // self.owners if self.num_copies > 1 else 0
+        return (exchanges * self.per_owner + gathered) * self.rows * self.cols
 
     def flops(self, steps: int = _STEPS) -> int:
         """Multiplications and additions on one device."""
@@ -258,9 +224,10 @@ class OrthogonalizationPlan:
         header = ("group", "matrices", "owners", "slots", "exchange", "MB", "GFLOP", "members")
         rows: list[tuple[str, ...]] = [header]
         for g in self.groups:
-            members = [f"{self.leaves[m.leaf].layout.name}[{m.count}]" for m in g.members]
-            numbers = g.matrices, g.owners, g.slots * g.parts
-            exchange = " ".join(g.roles.rows + g.roles.cols) or "-"
+            members = [f"{self.leaves[leaf].layout.name}[{count}]" for leaf, count in g.members]
+            matrices = g.parts * sum(count for _, count in g.members)
+            numbers = matrices, g.owners * g.parts, g.slots * g.parts
+            exchange = " ".join(itertools.chain(*g.cuts)) or "-"
             costs = f"{_ITEMSIZE * g.transfer_elements / 1e6:.1f}", f"{g.flops() / 1e9:.1f}"
             shape = f"{g.rows} x {g.cols}"
             rows.append((shape, *map(str, numbers), exchange, *costs, ", ".join(members)))
@@ -321,13 +288,10 @@ def plan_orthogonalization(
         _matrix_leaf(index, leaf, spec, layout, mesh, owned)
         for (index, (_, leaf, spec)), layout in zip(matrices.items(), layouts, strict=True)
     )
-    # Filling free slots splits leaves, so it must save some.
-    assignments = [_assign(leaves, mesh, fill=fill) for fill in (False, True)]
-    groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
     return OrthogonalizationPlan(
         num_leaves=len(flat),
         leaves=leaves,
-        groups=groups,
+        groups=_groups(leaves, mesh),
         mesh=mesh,
         max_batch_bytes=max_batch_bytes,
     )
@@ -359,50 +323,43 @@ def _cutting(layouts: Sequence[Layout]) -> set[str]:
     return {axis for layout in layouts for names in layout.cuts for axis in names}
 
 
-def _assign(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, *, fill: bool) -> tuple[Group, ...]:
-    """Groups of matrices of one shape, whose free slots narrower ones may fill."""
-    queues: dict[tuple[tuple[int, ...], Roles], list[Member]] = {}
+def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None) -> tuple[Group, ...]:
+    """Rounds in which each owner gets one matrix, wide matrices first; those of one width are a
+    group. So only a last round has free slots, and of the others narrow matrices fill some."""
+    alike: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        whole = Member(leaf=place, start=0, stop=leaf.sizes(leaf.layout.local_shape)[0])
-        queues.setdefault((leaf.matrix_shape, leaf.roles), []).append(whole)
-    order = sorted(queues, key=lambda key: math.prod(key[0]), reverse=True)
+        alike.setdefault((leaf.matrix_shape[0], leaf.cuts, leaf.copies), []).append(place)
     groups = []
-    for position, ((rows, cols), roles) in enumerate(order):
-        members = queues[order[position]]
-        if not members:
-            continue  # all of them fill slots of larger groups
-        pieces, copies = (num_devices(a, mesh) for a in (roles.rows + roles.cols, roles.copy))
-        group = Group(
-            rows=rows,
-            cols=cols,
-            roles=roles,
-            pieces=pieces,
-            copies=copies,
-            parts=num_devices(roles.stack, mesh),
-            per_owner=-(-sum(member.count for member in members) // (pieces * copies)),
-            members=tuple(members),
-        )
-        for other in order[position + 1 :] if fill else ():
-            (other_rows, other_cols), other_roles = other
-            fits = (other_rows, other_roles) == (rows, roles) and cols <= _MAX_WIDENING * other_cols
-            if fits:
-                taken, queues[other] = _take(queues[other], group.slots - group.filled)
-                group = replace(group, members=(*group.members, *taken))
-        groups.append(group)
-    return tuple(groups)
-
-
-def _take(queue: list[Member], count: int) -> tuple[list[Member], list[Member]]:
-    """The first `count` matrices of a queue, and the rest."""
-    taken, rest = [], []
-    for member in queue:
-        split = member.start + min(count, member.count)
-        if split > member.start:
-            taken.append(replace(member, stop=split))
-        if split < member.stop:
-            rest.append(replace(member, start=split))
-        count -= split - member.start
-    return taken, rest
+    for (rows, (stack, *cuts), copies), places in alike.items():
+        owners = num_devices((*itertools.chain(*cuts), *copies), mesh)
+        widths = [(leaves[i].matrix_shape[1], i) for i in places]
+        queue = [
+            (cols, place)
+            for cols, place in sorted(widths, key=lambda entry: entry[0], reverse=True)
+            for _ in range(leaves[place].sizes(leaves[place].layout.local_shape)[0])
+        ]
+        rounds: dict[int, list[list[int]]] = {}
+        start = 0
+        while start < len(queue):
+            width, chosen = queue[start][0], queue[start : start + owners]
+            taken = [place for cols, place in chosen if width <= _MAX_WIDENING * cols]
+            rounds.setdefault(width, []).append(taken)
+            start += len(taken)
+        groups += [
+            Group(
+                rows=rows,
+                cols=width,
+                cuts=(cuts[0], cuts[1]),
+                copies=copies,
+                owners=owners,
+                num_copies=num_devices(copies, mesh),
+                parts=num_devices(stack, mesh),
+                per_owner=len(taken),
+                members=tuple(Counter(itertools.chain(*taken)).items()),
+            )
+            for width, taken in rounds.items()
+        ]
+    return tuple(sorted(groups, key=lambda group: group.rows * group.cols, reverse=True))
 
 
 # --- the iterations ------------------------------------------------------------------------------
@@ -620,17 +577,21 @@ def _on_mesh(
     def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
         pairs = zip(blocks, plan.leaves, strict=True)
         stacks = [leaf.to_stack(block.astype(dtype)) for block, leaf in pairs]
+        widths = [stack.shape[2] for stack in stacks]
         done: list[list[jax.Array]] = [[] for _ in stacks]
         for group in plan.groups:
-            x = _gather_members(stacks, group)
-            exchange = Exchange(cuts=(group.roles.rows, group.roles.cols), copies=group.roles.copy)
-            y = _iterate(exchange.to_owners(x), iteration, plan.max_batch_bytes, dtype)
-            y, start = exchange.from_owners(y, x.shape[1:]), 0
-            # A leaf's earlier matrices are in larger groups, so its parts come in order.
-            for member in group.members:
-                width = stacks[member.leaf].shape[2]
-                done[member.leaf].append(y[start : start + member.count, :, :width])
-                start += member.count
+            taken = []
+            for leaf, count in group.members:
+                taken.append(stacks[leaf][:count])
+                stacks[leaf] = stacks[leaf][count:]
+            width = max(x.shape[2] for x in taken)
+            x = pad_axis(jnp.concatenate([pad_axis(x, 2, width) for x in taken]), 0, group.slots)
+            own = to_owners(x, group.cuts, group.copies)
+            y = _iterate(own, iteration, plan.max_batch_bytes, dtype)
+            y = from_owners(y, group.cuts, x.shape[1:], group.copies)
+            for leaf, count in group.members:
+                done[leaf].append(y[:count, :, : widths[leaf]])
+                y = y[count:]
         return [
             leaf.from_stack(jnp.concatenate(parts), block.shape)
             for parts, leaf, block in zip(done, plan.leaves, blocks, strict=True)
@@ -638,13 +599,6 @@ def _on_mesh(
 
     assert plan.mesh is not None
     return on_mesh(local, plan.mesh, [leaf.layout.partition for leaf in plan.leaves], matrices)
-
-
-def _gather_members(stacks: Sequence[jax.Array], group: Group) -> Float[Array, "slots rows cols"]:
-    """This device's pieces of all matrices of a group, padded by zeros."""
-    width = max(stacks[member.leaf].shape[2] for member in group.members)
-    parts = [pad_axis(stacks[m.leaf][m.start : m.stop], 2, width) for m in group.members]
-    return pad_axis(jnp.concatenate(parts), 0, group.slots)
 
 
 def _iterate(

@@ -59,9 +59,9 @@ from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
-    Exchange,
     Layout,
     check_is_mesh,
+    from_owners,
     layouts_of,
     mesh_of,
     num_devices,
@@ -69,6 +69,7 @@ from maxmars.optim._exchange import (
     pad_axis,
     partition_of,
     placed_zeros,
+    to_owners,
 )
 from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, unfolded
 from maxmars.optim._rules import (
@@ -467,7 +468,10 @@ class Home:
     """The axes: those that stack matrices, then the others."""
     stacked: int
     """How many of them stack matrices."""
-    exchange: Exchange
+    pieces: tuple[Axes, ...] = ()
+    """For each axis of a matrix, the mesh axes over which its pieces are exchanged."""
+    copies: Axes = ()
+    """Mesh axes along which owners hold the same."""
     owners: int
     """Devices among which the exchange deals out matrices; 1 where each holds its own already."""
     matrix_shape: tuple[int, int]
@@ -484,7 +488,8 @@ class Home:
         """From a device's part of the array to the matrices that it owns."""
         x = x.reshape(unfolded(x.shape, self.unfold)).transpose(self.order)
         x = x.reshape(-1, *x.shape[self.stacked :])
-        x = self.exchange.to_owners(pad_axis(x, 0, -(-len(x) // self.owners) * self.owners))
+        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
+        x = to_owners(x, self.pieces, self.copies)
         if self.dealt is None:
             return x.reshape(-1, *self.matrix_shape)
         x = x.reshape(1, -1, self.matrix_shape[1 - self.dealt])
@@ -495,7 +500,9 @@ class Home:
         view = unfolded(shape, self.unfold)
         ordered = tuple(view[axis] for axis in self.order)
         stack, piece = math.prod(ordered[: self.stacked]), ordered[self.stacked :]
-        y = self.exchange.from_owners(y.mT if self.dealt else y, piece).reshape(-1, *piece)
+        y = from_owners(y.mT if self.dealt else y, self.pieces, piece, self.copies).reshape(
+            -1, *piece
+        )
         return y[:stack].reshape(ordered).transpose(np.argsort(self.order)).reshape(shape)
 
 
@@ -600,7 +607,7 @@ def _homes(
         cuts=cuts,
         order=(*stack, *inner),
         stacked=len(stack),
-        exchange=Exchange(cuts=tuple(cuts[axis] for axis in inner)),
+        pieces=tuple(cuts[axis] for axis in inner),
         owners=owners,
         matrix_shape=(rows, cols),
         dealt=dealt,
@@ -614,10 +621,9 @@ def _homes(
         and layout.local_shape[stack[0]] % owners == 0
     )
     moment, batch = grads, [cuts[axis] for axis in spec.batch]
-    none = Exchange(cuts=())
     if kept:
         moved = tuple((*c, *axes) if axis in stack else () for axis, c in enumerate(cuts))
-        moment = replace(grads, cuts=moved, exchange=none, owners=1)
+        moment = replace(grads, cuts=moved, pieces=(), owners=1)
         batch = [(*names, *axes) for names in batch]
 
     def square(side: int) -> Home | None:
@@ -625,18 +631,19 @@ def _homes(
         if not sides[side]:
             return None
         size = (rows, cols)[side]
-        inner_cuts, exchange = ((), ()), none
+        inner_cuts, copies = ((), ()), ()
         if dealt is None and not kept:
             inner_cuts = axes[:1], axes[1:]
             if any(size % num_devices(names, mesh) for names in inner_cuts):
                 inner_cuts = (), ()
-            exchange = Exchange(cuts=inner_cuts, copies=() if any(inner_cuts) else axes)
+            copies = () if any(inner_cuts) else axes
         return Home(
             shape=(*(shape[axis] for axis in spec.batch), size, size),
             cuts=(*batch, *inner_cuts),
             order=tuple(range(len(batch) + 2)),
             stacked=len(batch),
-            exchange=exchange,
+            pieces=inner_cuts,
+            copies=copies,
             owners=owners if dealt is None and not kept else 1,
             matrix_shape=(size, size),
         )
