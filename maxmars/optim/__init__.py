@@ -7,6 +7,7 @@ tx = mars(3e-3, weight_decay=0.01)
 """
 
 from maxmars.optim._describe import describe
+from maxmars.optim._exchange import on_whole_matrices
 from maxmars.optim._mars import (
     ClipByMatrixNormState,
     CorrectedEmaState,
@@ -61,6 +62,7 @@ __all__ = [
     "muon",
     "needs_sampled_grads",
     "newton_schulz",
+    "on_whole_matrices",
     "orthogonality_error",
     "orthogonalize",
     "plan_orthogonalization",

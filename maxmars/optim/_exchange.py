@@ -6,7 +6,8 @@ each device becomes the owner of some whole matrices instead: the pieces go to t
 all-to-all over all axes that cut the matrices, and back in another.
 
 `layouts_of` says how arrays lie on a mesh, `to_owners` and `from_owners` bring pieces to owners and
-back, and `on_mesh` runs a function of each device's parts, which calls them.
+back, and `on_mesh` runs a function of each device's parts, which calls them. A `Stack` is all three
+for an array of matrices, and `on_whole_matrices` for a tree of them.
 """
 
 import itertools
@@ -17,10 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float
 
-from maxmars.optim._matrices import MatrixSpec
+from maxmars.optim._matrices import MatrixSpec, resolve_specs, unfolded
 
 Axes = tuple[str, ...]
 """Mesh axes."""
@@ -187,6 +189,124 @@ def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """How an array of matrices lies on a mesh, and how whole ones get to their owners."""
+
+    mesh: AnyMesh | None
+    shape: tuple[int, ...]
+    """Of the array."""
+    unfold: tuple[tuple[int, int], ...] = ()
+    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
+    cuts: tuple[Axes, ...]
+    """For each axis, the mesh axes that cut it."""
+    stack: tuple[int, ...]
+    """The axes that stack matrices."""
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    copies: Axes = ()
+    """Mesh axes along which devices hold the same and are owners nevertheless."""
+
+    @property
+    def pieces(self) -> tuple[Axes, ...]:
+        """For each axis of a matrix, the mesh axes over which its pieces are exchanged."""
+        return tuple(self.cuts[axis] for axis in (*self.rows, *self.cols))
+
+    @property
+    def owners(self) -> int:
+        """Devices that divide the matrices among them; 1 where each has its own already."""
+        return num_devices((*itertools.chain(*self.pieces), *self.copies), self.mesh)
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """Of the array."""
+        return partition_of(self.cuts, self.unfold)
+
+    def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
+        """From a device's part of the array to the whole matrices that it owns, padded by zeros."""
+        x = x.reshape(unfolded(x.shape, self.unfold))
+        x = x.transpose(*self.stack, *self.rows, *self.cols)
+        x = x.reshape(-1, *x.shape[len(self.stack) :])
+        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
+        x = to_owners(x, self.pieces, self.copies)
+        rows = math.prod(x.shape[1 : 1 + len(self.rows)])
+        return x.reshape(len(x), rows, -1)
+
+    def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_owners`; `shape` is that of the device's part."""
+        view, order = unfolded(shape, self.unfold), (*self.stack, *self.rows, *self.cols)
+        ordered = tuple(view[axis] for axis in order)
+        piece = ordered[len(self.stack) :]
+        y = from_owners(y, self.pieces, piece, self.copies).reshape(-1, *piece)
+        y = y[: math.prod(ordered[: len(self.stack)])]
+        return y.reshape(ordered).transpose(np.argsort(order)).reshape(shape)
+
+
+def on_whole_matrices(
+    function: Callable[[jax.Array], jax.Array],
+    updates: Any,
+    matrix_specs: Any = None,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """Replace each matrix of a tree by a function of it, on a mesh by its owner.
+
+    What an optimizer of your own needs in order to decompose, invert or orthogonalise matrices that
+    are sharded. The pieces of each parameter's matrices go to their owners in one all-to-all, and
+    back in another; nothing is sent where no mesh axis cuts a matrix.
+
+    Args:
+      function: of some of the matrices of a parameter, [count, rows, cols], to as many of the same
+        shape; of each by itself, as the mesh decides the count. Zero matrices may be among them,
+        whose results are dropped.
+      updates: a tree of arrays, which travel in their own dtypes.
+      matrix_specs: `MatrixSpec`s, see `resolve_specs`; on a mesh with a `partition` each. A block
+        of `split` is a matrix. Vectors pass as they are.
+      mesh: the mesh of the updates; None for one device, or for Explicit axes, whose types know it.
+
+    Returns:
+      A tree like `updates`, in the same partition.
+
+    Raises:
+      ValueError: a spec or a partition does not fit.
+    """
+    check_is_mesh(mesh)
+    flat, treedef = jax.tree.flatten_with_path(updates)
+    specs = jax.tree.leaves(resolve_specs(matrix_specs, updates))
+    found = {
+        i: (path, x, spec)
+        for i, ((path, x), spec) in enumerate(zip(flat, specs, strict=True))
+        if spec.is_matrix and x.size
+    }
+    mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
+    stacks = [
+        Stack(
+            mesh=mesh,
+            shape=layout.array_shape,
+            unfold=spec.unfold,
+            cuts=layout.cuts,
+            stack=spec.stack,
+            rows=spec.block_rows,
+            cols=spec.block_cols,
+        )
+        for layout, (_, _, spec) in zip(
+            layouts_of(found.values(), mesh), found.values(), strict=True
+        )
+    ]
+
+    def local(parts: Sequence[jax.Array]) -> list[jax.Array]:
+        return [
+            stack.from_owners(function(stack.to_owners(x)), x.shape)
+            for x, stack in zip(parts, stacks, strict=True)
+        ]
+
+    results = [x for _, x in flat]
+    arrays = [jnp.asarray(results[i]) for i in found]
+    partitions = [stack.partition for stack in stacks]
+    for i, y in zip(found, on_mesh(local, mesh, partitions, arrays), strict=True):
+        results[i] = y
+    return jax.tree.unflatten(treedef, results)
+
+
 def to_owners(
     x: Float[Array, "slots ..."], cuts: Sequence[Axes], copies: Axes = ()
 ) -> Float[Array, "own ..."]:
@@ -243,7 +363,7 @@ def _all_to_all(x: Float[Array, "slots ..."], cuts: Sequence[Axes]) -> Float[Arr
 
 def on_mesh(
     function: Callable[..., Sequence[jax.Array]],
-    mesh: AnyMesh,
+    mesh: AnyMesh | None,
     partitions: Sequence[PartitionSpec],
     arrays: Sequence[jax.Array],
     *scalars: jax.Array,
@@ -252,11 +372,13 @@ def on_mesh(
 
     Args:
       function: returns as many parts, shaped like the given ones.
-      mesh: the mesh.
+      mesh: the mesh, or None for one device, whose parts are the arrays.
       partitions: of the arrays, and so of the results.
       arrays: the arrays.
       scalars: what every device has whole.
     """
+    if mesh is None or not arrays:
+        return function(list(arrays), *scalars)
     partitions = list(partitions)
     mapped = jax.shard_map(
         function,

@@ -24,54 +24,46 @@ decay reads the parameters before the step.
 Where a Gram matrix has equal eigenvalues (a first G with fewer columns than rows leaves many zeros)
 any basis of their space is right. Which one comes out depends on rounding, and so do the updates.
 
-On a mesh, a matrix cannot be preconditioned in pieces, so whole matrices have owners. For each
-leaf, the mesh axes that cut its matrices deal them out: every device sends its pieces of the
-gradients to the owners in one joint all-to-all, owners do everything else for whole matrices, and
-the pieces of the update go back in one all-to-all. Axes that cut the stack of matrices need no
-transfers, and along axes that hold copies every slice repeats the work.
+On a mesh, a matrix cannot be preconditioned in pieces, so whole matrices have owners. The devices
+that cut a leaf's matrices divide its stack instead: every device sends its pieces of the gradients
+to the owners in one joint all-to-all, owners do everything else for whole matrices, and the pieces
+of the update go back in one all-to-all. A lone matrix has one owner. Axes that cut the stack need
+no transfers, and along axes that hold copies every slice repeats the work.
 
 Where the owners divide the stack, the state stays with them: it is cut along the stack, and the two
 all-to-alls are all there is. Where they do not, it is cut like the leaf (a Gram matrix along its
 rows and columns) and travels too, as padding a checkpoint would tie it to the mesh. A Gram matrix
 whose side the axes do not divide is copied.
 
-A lone matrix with one preconditioned side, such as an embedding table, has no single owner: the
-other side's rows are dealt out like matrices, and their Gram matrices summed up. That Gram matrix
-and its basis are copied.
-
 The file goes from the optimizer to the step of a stack of matrices, where its state lies on a
 mesh, and the eigenvectors.
 """
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
-    Axes,
     Layout,
+    Stack,
     check_is_mesh,
-    from_owners,
     layouts_of,
     mesh_of,
     num_devices,
     on_mesh,
-    pad_axis,
-    partition_of,
     placed_zeros,
-    to_owners,
 )
-from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, unfolded
+from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs
 from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
@@ -95,8 +87,7 @@ MAX_PRECONDITION_DIM = 2048
 Matrices = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
 Square = Float[Array, "stack side side"]
 Decomposition = Callable[[Square], Square]
-Sum = Callable[[jax.Array], jax.Array]
-Step = Callable[[Matrices, "ScaleBySoapState", jax.Array, Sum], tuple[Matrices, "ScaleBySoapState"]]
+Step = Callable[[Matrices, "ScaleBySoapState", jax.Array], tuple[Matrices, "ScaleBySoapState"]]
 
 
 class ScaleBySoapState(NamedTuple):
@@ -167,10 +158,10 @@ def scale_by_soap(
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
 
     def step(
-        grads: Matrices, part: ScaleBySoapState, count: jax.Array, sum_grams: Sum
+        grads: Matrices, part: ScaleBySoapState, count: jax.Array
     ) -> tuple[Matrices, ScaleBySoapState]:
         directions, new = _adam(grads, part, count, b1, b2, eps)
-        new = _update_grams(grads, new, shampoo_beta, sum_grams)
+        new = _update_grams(grads, new, shampoo_beta)
         # Hyperparameters of a wider dtype widen what they are multiplied with.
         return directions, _update_bases(cast_like(new, part), count, precondition_frequency)
 
@@ -181,34 +172,34 @@ def scale_by_soap(
         rows, cols = (math.prod(shape[i] for i in axes) for axes in (spec.rows, spec.cols))
         return rows <= limit, cols <= limit
 
-    def zeros(param: Any, homes: Homes | None) -> ScaleBySoapState:
-        if homes is None:
+    def zeros(param: Any, stacks: Stacks | None) -> ScaleBySoapState:
+        if stacks is None:
             mu, nu = jnp.zeros_like(param, mu_dtype), jnp.zeros_like(param)
             return ScaleBySoapState(None, mu, nu, None, None, None, None)
         wide = wide_dtype(param.dtype)
         dtypes = [None, mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide]
         arrays = [
-            None if home is None else placed_zeros(home.shape, dtype, home.partition, homes.mesh)
-            for home, dtype in zip(homes.state, dtypes, strict=True)
+            None if stack is None else placed_zeros(stack.shape, dtype, stack.partition, stack.mesh)
+            for stack, dtype in zip(stacks.state, dtypes, strict=True)
         ]
         return ScaleBySoapState(*arrays)
 
     def init_fn(params: Tree) -> ScaleBySoapState:
         warn_without_specs(matrix_specs, params)
         leaves, treedef = jax.tree.flatten(params)
-        homes = _homes_of(params, matrix_specs, mesh, sides)
-        parts = [zeros(param, home) for param, home in zip(leaves, homes, strict=True)]
+        stacks = _stacks_of(params, matrix_specs, mesh, sides)
+        parts = [zeros(param, stack) for param, stack in zip(leaves, stacks, strict=True)]
         return _joined(jnp.zeros([], jnp.int32), parts, treedef)
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaleBySoapState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        homes = _homes_of(updates, matrix_specs, mesh, sides)
+        stacks = _stacks_of(updates, matrix_specs, mesh, sides)
         results = [
-            step(g, part, state.count, lambda gram: gram)
-            if home is None
-            else home.run(step, g, part, state.count)
-            for g, part, home in zip(leaves, _parts(state, treedef), homes, strict=True)
+            step(g, part, state.count)
+            if own is None
+            else _by_owners(step, own, g, part, state.count)
+            for g, part, own in zip(leaves, _parts(state, treedef), stacks, strict=True)
         ]
         directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -318,10 +309,12 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         treedef = jax.tree.structure(x.mu)
         parts = _parts(x, treedef)
         sides = iter([(part.row_gram is not None, part.col_gram is not None) for part in parts])
-        homes = _homes_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
+        found = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
         none = ScaleBySoapState(*[None] * 7)
-        shardings = [none if home is None else home.shardings for home in homes]
-        return _joined(None, shardings, treedef)
+        states = [none if stacks is None else stacks.state for stacks in found]
+        return jax.tree.map(
+            lambda stack: NamedSharding(mesh, stack.partition), _joined(None, states, treedef)
+        )
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
 
@@ -372,15 +365,12 @@ def _adam(
     return jnp.where(first, 0, directions), part._replace(mu=mu, nu=nu)
 
 
-def _update_grams(
-    grads: Matrices, part: ScaleBySoapState, beta: Scalar, sum_grams: Sum
-) -> ScaleBySoapState:
-    """`sum_grams` sums Gram matrices over the devices that a matrix is dealt out to."""
+def _update_grams(grads: Matrices, part: ScaleBySoapState, beta: Scalar) -> ScaleBySoapState:
     row_gram, col_gram = part.row_gram, part.col_gram
     if row_gram is not None:
-        row_gram = beta * row_gram + (1 - beta) * sum_grams(_matmul(grads, grads.mT))
+        row_gram = beta * row_gram + (1 - beta) * _matmul(grads, grads.mT)
     if col_gram is not None:
-        col_gram = beta * col_gram + (1 - beta) * sum_grams(_matmul(grads.mT, grads))
+        col_gram = beta * col_gram + (1 - beta) * _matmul(grads.mT, grads)
     return part._replace(row_gram=row_gram, col_gram=col_gram)
 
 
@@ -455,120 +445,47 @@ def _matmul(
 # --- who preconditions which matrix, and where the state lies on a mesh --------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """Where an array lies between steps, and how its matrices get to their owners and back."""
+class Stacks(NamedTuple):
+    """How a parameter of matrices and its state lie on a mesh."""
 
-    shape: tuple[int, ...]
-    unfold: tuple[tuple[int, int], ...] = ()
-    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
-    cuts: tuple[Axes, ...]
-    """For each axis, the mesh axes that cut it."""
-    order: tuple[int, ...]
-    """The axes: those that stack matrices, then the others."""
-    stacked: int
-    """How many of them stack matrices."""
-    pieces: tuple[Axes, ...] = ()
-    """For each axis of a matrix, the mesh axes over which its pieces are exchanged."""
-    copies: Axes = ()
-    """Mesh axes along which owners hold the same."""
-    owners: int
-    """Devices among which the exchange deals out matrices; 1 where each holds its own already."""
-    matrix_shape: tuple[int, int]
-    """Of a whole matrix."""
-    dealt: int | None = None
-    """0 or 1 where not matrices are stacked but rows or columns of one."""
-
-    @property
-    def partition(self) -> PartitionSpec:
-        """How it lies on the mesh."""
-        return partition_of(self.cuts, self.unfold)
-
-    def to_owners(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
-        """From a device's part of the array to the matrices that it owns."""
-        x = x.reshape(unfolded(x.shape, self.unfold)).transpose(self.order)
-        x = x.reshape(-1, *x.shape[self.stacked :])
-        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
-        x = to_owners(x, self.pieces, self.copies)
-        if self.dealt is None:
-            return x.reshape(-1, *self.matrix_shape)
-        x = x.reshape(1, -1, self.matrix_shape[1 - self.dealt])
-        return x.mT if self.dealt else x
-
-    def from_owners(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_owners`; `shape` is that of the device's part."""
-        view = unfolded(shape, self.unfold)
-        ordered = tuple(view[axis] for axis in self.order)
-        stack, piece = math.prod(ordered[: self.stacked]), ordered[self.stacked :]
-        y = from_owners(y.mT if self.dealt else y, self.pieces, piece, self.copies).reshape(
-            -1, *piece
-        )
-        return y[:stack].reshape(ordered).transpose(np.argsort(self.order)).reshape(shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Homes:
-    """A parameter of matrices and its state, on a mesh or (None) on one device."""
-
-    mesh: AnyMesh | None
-    grads: Home
+    grads: Stack
     """Of gradients and updates."""
     state: ScaleBySoapState
-    """The `Home` of each array of the state; None as there."""
-    sum_axes: Axes
-    """Mesh axes over which Gram matrices are summed up."""
-
-    @property
-    def shardings(self) -> ScaleBySoapState:
-        """The sharding of each array of the state; None as there, and without a mesh."""
-
-        def sharding(home: Home) -> NamedSharding | None:
-            return None if self.mesh is None else NamedSharding(self.mesh, home.partition)
-
-        return jax.tree.map(sharding, self.state)
-
-    def run(
-        self, step: Step, grads: jax.Array, part: ScaleBySoapState, count: jax.Array
-    ) -> tuple[jax.Array, ScaleBySoapState]:
-        """`step` on whole matrices [stack, rows, cols], each by its owner.
-
-        Args:
-          step: function of gradients, state, count and of how to sum up Gram matrices.
-          grads: the parameter's gradient.
-          part: its state.
-          count: what `step` gets.
-
-        Returns:
-          The update and the new state, each in its partition.
-        """
-        homes = [self.grads, *jax.tree.leaves(self.state)]
-        arrays, treedef = jax.tree.flatten((grads, part))
-
-        def sum_grams(gram: jax.Array) -> jax.Array:
-            return jax.lax.psum(gram, self.sum_axes) if self.sum_axes else gram
-
-        def local(parts: Any, count: jax.Array) -> list[jax.Array]:
-            owned = [home.to_owners(x) for home, x in zip(homes, parts, strict=True)]
-            own_grads, own_part = jax.tree.unflatten(treedef, owned)
-            result = step(own_grads, own_part, count, sum_grams)
-            return [
-                home.from_owners(y, x.shape)
-                for home, y, x in zip(homes, jax.tree.leaves(result), parts, strict=True)
-            ]
-
-        if self.mesh is None:
-            return jax.tree.unflatten(treedef, local(arrays, count))
-        partitions = [home.partition for home in homes]
-        return jax.tree.unflatten(treedef, on_mesh(local, self.mesh, partitions, arrays, count))
+    """The `Stack` of each array of the state; None as there."""
 
 
-def _homes_of(
+def _by_owners(
+    step: Step, stacks: Stacks, grads: jax.Array, part: ScaleBySoapState, count: jax.Array
+) -> tuple[jax.Array, ScaleBySoapState]:
+    """`step` on whole matrices [stack, rows, cols], each by its owner.
+
+    Returns:
+      The update and the new state, each in its partition.
+    """
+    arrays, treedef = jax.tree.flatten((grads, part))
+    each = jax.tree.leaves(stacks)
+
+    def local(parts: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
+        owned = [stack.to_owners(x) for stack, x in zip(each, parts, strict=True)]
+        own_grads, own_part = jax.tree.unflatten(treedef, owned)
+        result = step(own_grads, own_part, count)
+        return [
+            stack.from_owners(y, x.shape)
+            for stack, y, x in zip(each, jax.tree.leaves(result), parts, strict=True)
+        ]
+
+    partitions = [stack.partition for stack in each]
+    results = on_mesh(local, stacks.grads.mesh, partitions, arrays, count)
+    return jax.tree.unflatten(treedef, results)
+
+
+def _stacks_of(
     params: Tree,
     matrix_specs: Any,
     mesh: AnyMesh | None,
     sides: Callable[[Any, MatrixSpec], tuple[bool, bool]],
-) -> list[Homes | None]:
-    """The homes of each parameter; None where no side is preconditioned."""
+) -> list[Stacks | None]:
+    """The stacks of each parameter; None where no side is preconditioned."""
     flat = jax.tree.leaves_with_path(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     chosen = [sides(x, spec) for (_, x), spec in zip(flat, specs, strict=True)]
@@ -580,78 +497,60 @@ def _homes_of(
     mesh = mesh_of(jax.tree.leaves(params)) if mesh is None else mesh
     layouts = dict(zip(leaves, layouts_of(leaves.values(), mesh), strict=True))
     return [
-        _homes(layouts[i], spec, chosen[i], mesh) if i in layouts else None
+        _stacks(layouts[i], spec, chosen[i], mesh) if i in layouts else None
         for i, spec in enumerate(specs)
     ]
 
 
-def _homes(
+def _stacks(
     layout: Layout, spec: MatrixSpec, sides: tuple[bool, bool], mesh: AnyMesh | None
-) -> Homes:
+) -> Stacks:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
     shape, cuts = layout.shape, layout.cuts
-    # Three questions decide where everything lies.
-    # 1. What is a matrix of its own, which an owner gets whole? The leaf's matrices; but of a lone
-    #    matrix with one preconditioned side the rows of the other side (`dealt`), as they are
-    #    independent but for the sum of their Gram matrices.
-    dealt = None if spec.batch or all(sides) else sides.index(False)
-    stack = spec.batch if dealt is None else (spec.rows, spec.cols)[dealt]
-    inner = tuple(axis for axis in spec.inner if axis not in stack)
-    # 2. Who are the owners? The devices along the mesh axes that cut a matrix.
-    axes = tuple(name for axis in inner for name in cuts[axis])
-    owners = num_devices(axes, mesh)
-    rows, cols = (math.prod(shape[axis] for axis in side) for side in (spec.rows, spec.cols))
-    grads = Home(
+    grads = Stack(
+        mesh=mesh,
         shape=layout.array_shape,
         unfold=spec.unfold,
         cuts=cuts,
-        order=(*stack, *inner),
-        stacked=len(stack),
-        pieces=tuple(cuts[axis] for axis in inner),
-        owners=owners,
-        matrix_shape=(rows, cols),
-        dealt=dealt,
+        stack=spec.batch,
+        rows=spec.rows,
+        cols=spec.cols,
     )
-    # 3. Does the state stay with the owners between steps (`kept`)? Where they divide the stack:
-    #    then it is an array that is cut along the stack's axis, which any mesh can restore.
+    axes = tuple(itertools.chain(*grads.pieces))
+    # Where the owners divide the stack, the state stays with them between steps: then it is an
+    # array that is cut along the stack's axis, which any mesh can restore.
     within_blocks = {axis + 1 for axis, _ in spec.unfold}
-    kept = (
-        len(stack) == 1
-        and stack[0] not in within_blocks
-        and layout.local_shape[stack[0]] % owners == 0
+    stays = (
+        len(spec.batch) == 1
+        and spec.batch[0] not in within_blocks
+        and layout.local_shape[spec.batch[0]] % grads.owners == 0
     )
     moment, batch = grads, [cuts[axis] for axis in spec.batch]
-    if kept:
-        moved = tuple((*c, *axes) if axis in stack else () for axis, c in enumerate(cuts))
-        moment = replace(grads, cuts=moved, pieces=(), owners=1)
-        batch = [(*names, *axes) for names in batch]
+    if stays:
+        batch = [(*batch[0], *axes)]
+        moved = tuple(batch[0] if axis in spec.batch else () for axis in range(len(cuts)))
+        moment = replace(grads, cuts=moved)
 
-    def square(side: int) -> Home | None:
+    def square(side: int) -> Stack | None:
         """Of a Gram matrix or basis: with the owners, else cut, else copied."""
         if not sides[side]:
             return None
-        size = (rows, cols)[side]
-        inner_cuts, copies = ((), ()), ()
-        if dealt is None and not kept:
-            inner_cuts = axes[:1], axes[1:]
-            if any(size % num_devices(names, mesh) for names in inner_cuts):
-                inner_cuts = (), ()
-            copies = () if any(inner_cuts) else axes
-        return Home(
+        size = math.prod(shape[axis] for axis in (spec.rows, spec.cols)[side])
+        pieces = ((), ()) if stays else (axes[:1], axes[1:])
+        divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
+        return Stack(
+            mesh=mesh,
             shape=(*(shape[axis] for axis in spec.batch), size, size),
-            cuts=(*batch, *inner_cuts),
-            order=tuple(range(len(batch) + 2)),
-            stacked=len(batch),
-            pieces=inner_cuts,
-            copies=copies,
-            owners=owners if dealt is None and not kept else 1,
-            matrix_shape=(size, size),
+            cuts=(*batch, *(pieces if divided else ((), ()))),
+            stack=tuple(range(len(batch))),
+            rows=(len(batch),),
+            cols=(len(batch) + 1,),
+            copies=() if divided else axes,
         )
 
-    # A state whose fields are the homes of the state's fields: count, m, v, L, R, Q_L, Q_R.
-    homes = ScaleBySoapState(None, moment, moment, square(0), square(1), square(0), square(1))
-    summed = () if dealt is None else tuple(name for names in cuts for name in names)
-    return Homes(mesh=mesh, grads=grads, state=homes, sum_axes=summed)
+    # A state whose fields are the stacks of the state's fields: count, m, v, L, R, Q_L, Q_R.
+    state = ScaleBySoapState(None, moment, moment, square(0), square(1), square(0), square(1))
+    return Stacks(grads, state)
 
 
 # --- QR and eigenvectors, where a linear algebra library may block -------------------------------

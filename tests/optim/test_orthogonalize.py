@@ -19,6 +19,7 @@ from maxmars.distributed.collectives import collectives, total_bytes
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
+    on_whole_matrices,
     orthogonality_error,
     orthogonalize,
     plan_orthogonalization,
@@ -265,6 +266,36 @@ def test_replicated_and_partly_partitioned_leaves(x64):
     for name, x in ours.items():
         np.testing.assert_allclose(x, expected[name], atol=1e-13, err_msg=name)
         assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
+
+
+def whitened(x):
+    """(X Xᵀ + I)^(-1) X: neither commutes with other shapes of X nor is of its pieces."""
+    return jnp.linalg.solve(x @ x.mT + jnp.eye(x.shape[1], dtype=x.dtype), x)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_function_of_whole_matrices(axis_type, x64):
+    mesh = make_mesh((1, 4, 2), axis_type)
+    updates = random_matrices(3, dtype="float64") | {"bias": np.arange(16.0)}
+    matrix_specs = specs("qkv") | {"bias": None}
+    expected = on_whole_matrices(whitened, updates, matrix_specs)
+    one = updates["c_attn"][1, :, 2].reshape(16, 16)
+    ours = expected["c_attn"][1, :, 2].reshape(16, 16)
+    np.testing.assert_allclose(ours, whitened(one[None])[0], atol=1e-12)
+    np.testing.assert_array_equal(expected["bias"], updates["bias"])
+
+    layout = gpt2_matrices.shardings(mesh) | {"bias": NamedSharding(mesh, PartitionSpec())}
+    sharded = jax.device_put(updates, layout)
+    given = mesh if axis_type == AxisType.Auto else None  # types of Explicit axes know it
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda u: on_whole_matrices(whitened, u, matrix_specs, given))
+        results = run(sharded)
+    for name, x in results.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-12, err_msg=name)
+        assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
+    found = collectives(run.lower(sharded).compile(), mesh)
+    assert {collective.op for collective in found} == {"all-to-all"}
+    assert sum(collective.count for collective in found) == 2 * 4
 
 
 WEIGHT = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("fsdp", "tensor"))
