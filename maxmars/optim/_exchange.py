@@ -5,15 +5,15 @@ matrix on every device, which is what XLA does if left alone, moves tens of giga
 each device becomes the owner of some whole matrices instead: the pieces go to the owners in one
 all-to-all over all axes that cut the matrices, and back in another.
 
-`layouts_of` says how arrays lie on a mesh, `to_owners` and `from_owners` bring pieces to owners and
-back, and `on_mesh` runs a function of each device's parts, which calls them. A `Stack` is all three
-for an array of matrices, and `on_whole_matrices` for a tree of them.
+A `Stack` says how an array of matrices lies on a mesh and brings its pieces to owners and back,
+inside of a function that `on_mesh` runs on each device's parts; `on_whole_matrices` does so for a
+tree of them.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,101 +39,129 @@ def check_is_mesh(mesh: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How an array lies on a mesh."""
+class Stack:
+    """How an array of matrices lies on a mesh, and how whole ones get to their owners."""
 
     name: str
     """Its key path, for people."""
-    array_shape: tuple[int, ...]
+    mesh: AnyMesh | None
     shape: tuple[int, ...]
-    """Of its view, as `MatrixSpec.unfold` has it; so are the others."""
+    """Of the array."""
+    unfold: tuple[tuple[int, int], ...] = ()
+    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
     cuts: tuple[Axes, ...]
     """For each axis, the mesh axes of more than one device that cut it."""
-    local_shape: tuple[int, ...]
-    """Of the part on one device."""
-    unfold: tuple[tuple[int, int], ...]
+    stack: tuple[int, ...]
+    """The axes that stack matrices."""
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    copies: Axes = ()
+    """Mesh axes along which devices hold the same and are owners nevertheless."""
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape of the array's view."""
+        return unfolded(self.shape, self.unfold)
+
+    @property
+    def local_view(self) -> tuple[int, ...]:
+        """The shape of the view of a device's part."""
+        parts = [num_devices(names, self.mesh) for names in self.cuts]
+        return tuple(size // count for size, count in zip(self.view, parts, strict=True))
 
     @property
     def partition(self) -> PartitionSpec:
         """Of the array, without mesh axes of one device."""
-        return partition_of(self.cuts, self.unfold)
+        inside = {axis + 1 for axis, _ in self.unfold}  # blocks are whole
+        return PartitionSpec(*(c or None for i, c in enumerate(self.cuts) if i not in inside))
+
+    @property
+    def pieces(self) -> tuple[Axes, ...]:
+        """For each axis of a matrix, the mesh axes over which its pieces are exchanged."""
+        return tuple(self.cuts[axis] for axis in (*self.rows, *self.cols))
+
+    @property
+    def owners(self) -> int:
+        """Devices that divide the matrices among them; 1 where each has its own already."""
+        return num_devices((*itertools.chain(*self.pieces), *self.copies), self.mesh)
+
+    def sizes(self, view: tuple[int, ...]) -> tuple[int, int, int]:
+        """Number, rows and columns of the matrices in (a part of) the array of this view."""
+        stack, rows, cols = (
+            math.prod(view[axis] for axis in axes) for axes in (self.stack, self.rows, self.cols)
+        )
+        return stack, rows, cols
+
+    def to_stack(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
+        """The (pieces of) matrices of (a part of) the array."""
+        x = x.reshape(unfolded(x.shape, self.unfold))
+        sizes = self.sizes(x.shape)
+        return x.transpose(*self.stack, *self.rows, *self.cols).reshape(sizes)
+
+    def from_stack(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_stack`; `shape` is that of the part."""
+        view, order = unfolded(shape, self.unfold), (*self.stack, *self.rows, *self.cols)
+        y = y.reshape([view[axis] for axis in order])
+        return y.transpose(np.argsort(order)).reshape(shape)
+
+    def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
+        """From a device's part of the array to the whole matrices that it owns, padded by zeros."""
+        view = unfolded(x.shape, self.unfold)
+        x = self.to_stack(x)
+        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
+        x = x.reshape(len(x), *(view[axis] for axis in (*self.rows, *self.cols)))
+        x = to_owners(x, self.pieces, self.copies)
+        return x.reshape(len(x), *self.sizes(self.view)[1:])
+
+    def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_owners`; `shape` is that of the device's part."""
+        view = unfolded(shape, self.unfold)
+        piece = [view[axis] for axis in (*self.rows, *self.cols)]
+        y = from_owners(y, self.pieces, piece, self.copies)
+        sizes = self.sizes(view)
+        return self.from_stack(y[: sizes[0]].reshape(sizes), shape)
 
 
-def partition_of(cuts: Sequence[Axes], unfold: tuple[tuple[int, int], ...] = ()) -> PartitionSpec:
-    """The PartitionSpec of an array whose view these mesh axes cut."""
-    inside = {axis + 1 for axis, _ in unfold}  # blocks are whole
-    return PartitionSpec(*(names or None for i, names in enumerate(cuts) if i not in inside))
-
-
-def layouts_of(leaves: Iterable[tuple[Any, Any, MatrixSpec]], mesh: AnyMesh | None) -> list[Layout]:
-    """The layouts of arrays that hold matrices.
+def stacks_of(
+    tree: Any, matrix_specs: Any, mesh: AnyMesh | None, *, blocks: bool
+) -> dict[int, Stack]:
+    """The matrices of a tree, by the numbers of its leaves.
 
     Args:
-      leaves: key path, array (or tracer, or `jax.ShapeDtypeStruct`) and matrices of each; without a
-        partition there, the array's sharding is asked.
-      mesh: the mesh, or None for one device.
+      tree: arrays, tracers or `jax.ShapeDtypeStruct`s.
+      matrix_specs: see `resolve_specs`; of one without a partition the array's sharding is asked.
+      mesh: the mesh; None for one device or for Explicit axes, whose types know it.
+      blocks: whether a block of `MatrixSpec.split` is a matrix.
 
     Raises:
       ValueError: a partition is unknown, names another axis, or does not divide its array.
     """
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), array, spec)
-        for path, array, spec in leaves
-    ]
-    all_cuts = [_cuts(name, array, spec, mesh) for name, array, spec in named]
-    known = () if mesh is None else mesh.axis_names
-    absent = {
-        axis: name
-        for (name, *_), cuts in zip(named, all_cuts, strict=True)
-        for axis in itertools.chain(*cuts)
-        if axis not in known
+    flat = jax.tree.leaves_with_path(tree)
+    specs = jax.tree.leaves(resolve_specs(matrix_specs, tree))
+    mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
+    return {
+        i: _stack_of(jax.tree_util.keystr(path, simple=True, separator="."), x, spec, mesh, blocks)
+        for i, ((path, x), spec) in enumerate(zip(flat, specs, strict=True))
+        if spec.is_matrix and math.prod(x.shape)
     }
-    if absent:
-        raise ValueError(
-            f"the partition of {', '.join(dict.fromkeys(absent.values()))} names "
-            f"{', '.join(map(repr, absent))}, which the mesh does not have; it has "
-            f"{', '.join(map(str, known))}."
-        )
-    return [_layout(*leaf, cuts, mesh) for leaf, cuts in zip(named, all_cuts, strict=True)]
 
 
-def viewed(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The array with its axes unfolded, also over Explicit axes, where each part of it has whole
-    blocks then."""
-    if not spec.unfold:
-        return x
-    mesh = mesh_of([x])
-    if mesh is None:
-        return x.reshape(spec.view(x.shape))
-    layout = _layout("", x, spec, entries_of(jax.typeof(x).sharding.spec, spec), mesh)
-    sharding = NamedSharding(mesh, partition_of(layout.cuts))
-    return jax.lax.reshape(x, layout.shape, out_sharding=sharding)
-
-
-def folded(y: jax.Array, x: jax.Array) -> jax.Array:
-    """The inverse of `viewed(x, spec)`."""
-    if y.shape == x.shape:
-        return y
-    explicit = mesh_of([x]) is not None
-    return jax.lax.reshape(y, x.shape, out_sharding=jax.typeof(x).sharding if explicit else None)
-
-
-def _cuts(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None) -> list[Axes]:
-    """What the partition names for each axis of the view."""
-    if mesh is None:
-        return [()] * (spec.ndim + len(spec.unfold))
+def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blocks: bool) -> Stack:
     partition = known_partition(array) if spec.partition is None else spec.partition
-    if partition is None:
+    if mesh is None:
+        partition = PartitionSpec()
+    elif partition is None:
         raise ValueError(
             f"{name} is a matrix on a mesh without a known partition; give its "
             "MatrixSpec(partition=...), PartitionSpec() for a copy on every device."
         )
-    return entries_of(partition, spec)
-
-
-def _layout(
-    name: str, array: Any, spec: MatrixSpec, cuts: list[Axes], mesh: AnyMesh | None
-) -> Layout:
+    cuts = entries_of(partition, spec)
+    known = () if mesh is None else mesh.axis_names
+    if absent := [axis for axis in itertools.chain(*cuts) if axis not in known]:
+        raise ValueError(
+            f"the partition of {name} names {', '.join(map(repr, absent))}, which the mesh does "
+            f"not have; it has {', '.join(map(str, known))}."
+        )
     shape = spec.view(array.shape)
     cuts = [tuple(axis for axis in names if num_devices((axis,), mesh) > 1) for names in cuts]
     for axis, _ in spec.unfold:
@@ -145,14 +173,37 @@ def _layout(
             f"{name} of shape {shape} is partitioned into {parts} parts, which do not "
             "divide it; take a mesh or a partition that does."
         )
-    return Layout(
+    return Stack(
         name=name,
-        array_shape=tuple(array.shape),
-        shape=shape,
-        cuts=tuple(cuts),
-        local_shape=tuple(size // count for size, count in zip(shape, parts, strict=True)),
+        mesh=mesh,
+        shape=tuple(array.shape),
         unfold=spec.unfold,
+        cuts=tuple(cuts),
+        stack=spec.stack if blocks else spec.batch,
+        rows=spec.block_rows if blocks else spec.rows,
+        cols=spec.block_cols if blocks else spec.cols,
     )
+
+
+def viewed(x: jax.Array, spec: MatrixSpec) -> jax.Array:
+    """The array with its axes unfolded, also over Explicit axes, where each part of it has whole
+    blocks then."""
+    if not spec.unfold:
+        return x
+    mesh = mesh_of([x])
+    if mesh is None:
+        return x.reshape(spec.view(x.shape))
+    stack = _stack_of("", x, replace(spec, partition=None), mesh, blocks=False)
+    sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in stack.cuts)))
+    return jax.lax.reshape(x, stack.view, out_sharding=sharding)
+
+
+def folded(y: jax.Array, x: jax.Array) -> jax.Array:
+    """The inverse of `viewed(x, spec)`."""
+    if y.shape == x.shape:
+        return y
+    explicit = mesh_of([x]) is not None
+    return jax.lax.reshape(y, x.shape, out_sharding=jax.typeof(x).sharding if explicit else None)
 
 
 def known_partition(array: Any) -> PartitionSpec | None:
@@ -189,59 +240,6 @@ def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """How an array of matrices lies on a mesh, and how whole ones get to their owners."""
-
-    mesh: AnyMesh | None
-    shape: tuple[int, ...]
-    """Of the array."""
-    unfold: tuple[tuple[int, int], ...] = ()
-    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
-    cuts: tuple[Axes, ...]
-    """For each axis, the mesh axes that cut it."""
-    stack: tuple[int, ...]
-    """The axes that stack matrices."""
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
-    copies: Axes = ()
-    """Mesh axes along which devices hold the same and are owners nevertheless."""
-
-    @property
-    def pieces(self) -> tuple[Axes, ...]:
-        """For each axis of a matrix, the mesh axes over which its pieces are exchanged."""
-        return tuple(self.cuts[axis] for axis in (*self.rows, *self.cols))
-
-    @property
-    def owners(self) -> int:
-        """Devices that divide the matrices among them; 1 where each has its own already."""
-        return num_devices((*itertools.chain(*self.pieces), *self.copies), self.mesh)
-
-    @property
-    def partition(self) -> PartitionSpec:
-        """Of the array."""
-        return partition_of(self.cuts, self.unfold)
-
-    def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
-        """From a device's part of the array to the whole matrices that it owns, padded by zeros."""
-        x = x.reshape(unfolded(x.shape, self.unfold))
-        x = x.transpose(*self.stack, *self.rows, *self.cols)
-        x = x.reshape(-1, *x.shape[len(self.stack) :])
-        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
-        x = to_owners(x, self.pieces, self.copies)
-        rows = math.prod(x.shape[1 : 1 + len(self.rows)])
-        return x.reshape(len(x), rows, -1)
-
-    def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_owners`; `shape` is that of the device's part."""
-        view, order = unfolded(shape, self.unfold), (*self.stack, *self.rows, *self.cols)
-        ordered = tuple(view[axis] for axis in order)
-        piece = ordered[len(self.stack) :]
-        y = from_owners(y, self.pieces, piece, self.copies).reshape(-1, *piece)
-        y = y[: math.prod(ordered[: len(self.stack)])]
-        return y.reshape(ordered).transpose(np.argsort(order)).reshape(shape)
-
-
 def on_whole_matrices(
     function: Callable[[jax.Array], jax.Array],
     updates: Any,
@@ -270,28 +268,9 @@ def on_whole_matrices(
       ValueError: a spec or a partition does not fit.
     """
     check_is_mesh(mesh)
-    flat, treedef = jax.tree.flatten_with_path(updates)
-    specs = jax.tree.leaves(resolve_specs(matrix_specs, updates))
-    found = {
-        i: (path, x, spec)
-        for i, ((path, x), spec) in enumerate(zip(flat, specs, strict=True))
-        if spec.is_matrix and x.size
-    }
-    mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
-    stacks = [
-        Stack(
-            mesh=mesh,
-            shape=layout.array_shape,
-            unfold=spec.unfold,
-            cuts=layout.cuts,
-            stack=spec.stack,
-            rows=spec.block_rows,
-            cols=spec.block_cols,
-        )
-        for layout, (_, _, spec) in zip(
-            layouts_of(found.values(), mesh), found.values(), strict=True
-        )
-    ]
+    leaves, treedef = jax.tree.flatten(updates)
+    found = stacks_of(updates, matrix_specs, mesh, blocks=True)
+    stacks = list(found.values())
 
     def local(parts: Sequence[jax.Array]) -> list[jax.Array]:
         return [
@@ -299,12 +278,10 @@ def on_whole_matrices(
             for x, stack in zip(parts, stacks, strict=True)
         ]
 
-    results = [x for _, x in flat]
-    arrays = [jnp.asarray(results[i]) for i in found]
-    partitions = [stack.partition for stack in stacks]
-    for i, y in zip(found, on_mesh(local, mesh, partitions, arrays), strict=True):
-        results[i] = y
-    return jax.tree.unflatten(treedef, results)
+    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in found])
+    for i, y in zip(found, results, strict=True):
+        leaves[i] = y
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def to_owners(
@@ -363,8 +340,7 @@ def _all_to_all(x: Float[Array, "slots ..."], cuts: Sequence[Axes]) -> Float[Arr
 
 def on_mesh(
     function: Callable[..., Sequence[jax.Array]],
-    mesh: AnyMesh | None,
-    partitions: Sequence[PartitionSpec],
+    stacks: Sequence[Stack],
     arrays: Sequence[jax.Array],
     *scalars: jax.Array,
 ) -> Sequence[jax.Array]:
@@ -372,14 +348,14 @@ def on_mesh(
 
     Args:
       function: returns as many parts, shaped like the given ones.
-      mesh: the mesh, or None for one device, whose parts are the arrays.
-      partitions: of the arrays, and so of the results.
+      stacks: how the arrays lie on the mesh, and so the results.
       arrays: the arrays.
       scalars: what every device has whole.
     """
-    if mesh is None or not arrays:
+    mesh = stacks[0].mesh if stacks else None
+    if mesh is None:
         return function(list(arrays), *scalars)
-    partitions = list(partitions)
+    partitions = [stack.partition for stack in stacks]
     mapped = jax.shard_map(
         function,
         mesh=mesh,

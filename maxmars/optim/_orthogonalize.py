@@ -15,13 +15,12 @@ the results are gathered over it).
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -30,16 +29,16 @@ from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
-    Layout,
+    Stack,
     check_is_mesh,
     entries_of,
     from_owners,
     known_partition,
-    layouts_of,
     mesh_of,
     num_devices,
     on_mesh,
     pad_axis,
+    stacks_of,
     to_owners,
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
@@ -55,71 +54,29 @@ class MatrixLeaf:
 
     index: int
     """Its place among all leaves."""
-    spec: MatrixSpec
-    layout: Layout
-    transposed: bool
-    """Whether its matrices are turned over, so that rows <= cols."""
-    cuts: tuple[Axes, Axes, Axes]
-    """The mesh axes that cut its stack, its rows and its columns, turned over."""
-    copies: Axes
-    """The ownership axes along which devices hold the same."""
+    stack: Stack
+    """Its matrices, turned over so that rows <= cols."""
+    inputs: int
+    outputs: int
+    """Rows and columns of a matrix that is not turned over, padding left out."""
 
     @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        """Its axes of the stack, of the rows and of the columns, turned over."""
-        rows, cols = self.spec.block_rows, self.spec.block_cols
-        return (self.spec.stack, cols, rows) if self.transposed else (self.spec.stack, rows, cols)
-
-    def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Number, rows and columns of the matrices in a part whose view has this shape."""
-        return tuple(math.prod(shape[axis] for axis in axes) for axes in self.axes)
-
-    @property
-    def matrix_shape(self) -> tuple[int, ...]:
+    def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of a matrix, turned over."""
-        return self.sizes(self.layout.shape)[1:]
+        return self.stack.sizes(self.stack.view)[1:]
 
     def factor(self, scale: str | None) -> float:
-        """What `scale` multiplies an orthogonal matrix of this shape by, padding left out."""
-        outputs, inputs = self.matrix_shape if self.transposed else self.matrix_shape[::-1]
-        outputs -= self.spec.padding
+        """What `scale` multiplies an orthogonal matrix of this shape by."""
         if scale == "spectral":
-            return math.sqrt(max(1.0, outputs / inputs))
-        return 1.0 if scale is None else 0.2 * math.sqrt(max(inputs, outputs))
-
-    def to_stack(self, x: Float[Array, "..."]) -> Float[Array, "stack rows cols"]:
-        """The (pieces of) matrices of (a part of) the leaf, turned over."""
-        x = x.reshape(self.spec.view(x.shape))
-        stack, rows, cols = self.axes
-        return x.transpose(*stack, *rows, *cols).reshape(self.sizes(x.shape))
-
-    def from_stack(
-        self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]
-    ) -> Float[Array, "..."]:
-        """The inverse of `to_stack`; `shape` is that of the part."""
-        view, order = self.spec.view(shape), [axis for axes in self.axes for axis in axes]
-        y = y.reshape([view[axis] for axis in order])
-        return y.transpose(np.argsort(order)).reshape(shape)
+            return math.sqrt(max(1.0, self.outputs / self.inputs))
+        return 1.0 if scale is None else 0.2 * math.sqrt(max(self.inputs, self.outputs))
 
 
-def _matrix_leaf(
-    index: int, array: Any, spec: MatrixSpec, layout: Layout, mesh: AnyMesh | None, owned: Axes
-) -> MatrixLeaf:
-    rows, cols = spec.block_rows, spec.block_cols
-    height, width = (math.prod(layout.shape[axis] for axis in axes) for axes in (rows, cols))
-    transposed = height > width or (height == width and _turn_square(spec, array))
-
-    leaf = MatrixLeaf(
-        index=index, spec=spec, layout=layout, transposed=transposed, cuts=((), (), ()), copies=()
-    )
-
-    def cutting(axes: Sequence[int]) -> Axes:
-        return tuple(name for name in owned if any(name in layout.cuts[axis] for axis in axes))
-
-    stack, rows, cols = map(cutting, leaf.axes)
-    uncut = {*owned} - {*stack, *rows, *cols}
-    copies = tuple(name for name in owned if name in uncut and num_devices((name,), mesh) > 1)
-    return replace(leaf, cuts=(stack, rows, cols), copies=copies)
+def _matrix_leaf(index: int, array: Any, spec: MatrixSpec, stack: Stack) -> MatrixLeaf:
+    _, height, width = stack.sizes(stack.view)
+    if height > width or (height == width and _turn_square(spec, array)):
+        stack = replace(stack, rows=stack.cols, cols=stack.rows)
+    return MatrixLeaf(index=index, stack=stack, inputs=height, outputs=width - spec.padding)
 
 
 def _turn_square(spec: MatrixSpec, array: Any) -> bool:
@@ -208,7 +165,7 @@ class OrthogonalizationPlan:
     @property
     def elements(self) -> int:
         """Elements of all matrices, P."""
-        return sum(math.prod(leaf.layout.shape) for leaf in self.leaves)
+        return sum(math.prod(leaf.stack.shape) for leaf in self.leaves)
 
     @property
     def padded_elements(self) -> int:
@@ -224,7 +181,7 @@ class OrthogonalizationPlan:
         header = ("group", "matrices", "owners", "slots", "exchange", "MB", "GFLOP", "members")
         rows: list[tuple[str, ...]] = [header]
         for g in self.groups:
-            members = [f"{self.leaves[leaf].layout.name}[{count}]" for leaf, count in g.members]
+            members = [f"{self.leaves[leaf].stack.name}[{count}]" for leaf, count in g.members]
             matrices = g.parts * sum(count for _, count in g.members)
             numbers = matrices, g.owners * g.parts, g.slots * g.parts
             exchange = " ".join(itertools.chain(*g.cuts)) or "-"
@@ -270,35 +227,27 @@ def plan_orthogonalization(
         divide its leaf.
     """
     check_numbers("be positive", max_batch_bytes=max_batch_bytes)
-    flat = jax.tree.leaves_with_path(params)
+    arrays = jax.tree.leaves(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    matrices = {
-        index: (path, leaf, spec)
-        for index, ((path, leaf), spec) in enumerate(zip(flat, specs, strict=True))
-        if spec.is_matrix and math.prod(leaf.shape)
-    }
-    found = mesh_of(jax.tree.leaves(params)) if mesh is None else None
+    stacks = stacks_of(params, matrix_specs, mesh, blocks=True)
+    found = mesh_of(arrays) if mesh is None else None
     mesh = found if mesh is None else mesh
-    layouts = layouts_of(matrices.values(), mesh)
     if found is not None and ownership_axes is None:
-        usual = {*DEFAULT_OWNERSHIP_AXES, *_cutting(layouts)}
+        usual = {*DEFAULT_OWNERSHIP_AXES, *_cutting(stacks.values())}
         ownership_axes = [axis for axis in found.axis_names if axis in usual]
-    owned = _ownership_axes(mesh, ownership_axes, layouts)
-    leaves = tuple(
-        _matrix_leaf(index, leaf, spec, layout, mesh, owned)
-        for (index, (_, leaf, spec)), layout in zip(matrices.items(), layouts, strict=True)
-    )
+    owned = _ownership_axes(mesh, ownership_axes, list(stacks.values()))
+    leaves = tuple(_matrix_leaf(i, arrays[i], specs[i], stack) for i, stack in stacks.items())
     return OrthogonalizationPlan(
-        num_leaves=len(flat),
+        num_leaves=len(arrays),
         leaves=leaves,
-        groups=_groups(leaves, mesh),
+        groups=_groups(leaves, mesh, owned),
         mesh=mesh,
         max_batch_bytes=max_batch_bytes,
     )
 
 
 def _ownership_axes(
-    mesh: AnyMesh | None, axes: Sequence[str] | None, layouts: Sequence[Layout]
+    mesh: AnyMesh | None, axes: Sequence[str] | None, stacks: Sequence[Stack]
 ) -> Axes:
     names = () if mesh is None else mesh.axis_names
     absent = [axis for axis in axes or () if axis not in names]
@@ -308,8 +257,8 @@ def _ownership_axes(
             f"mesh does not have; it has {', '.join(map(str, names)) or 'no axes'}."
         )
     owned = [axis for axis in names if axis in (DEFAULT_OWNERSHIP_AXES if axes is None else axes)]
-    if others := [axis for axis in names if axis in _cutting(layouts) - {*owned}]:
-        cut = ", ".join(layout.name for layout in layouts if _cutting([layout]) & {*others})
+    if others := [axis for axis in names if axis in _cutting(stacks) - {*owned}]:
+        cut = ", ".join(stack.name for stack in stacks if _cutting([stack]) & {*others})
         are = "is not an ownership axis" if len(others) == 1 else "are no ownership axes"
         raise ValueError(
             f"the partition of {cut} names {', '.join(map(repr, others))}, which {are}; give "
@@ -318,25 +267,32 @@ def _ownership_axes(
     return tuple(owned)
 
 
-def _cutting(layouts: Sequence[Layout]) -> set[str]:
+def _cutting(stacks: Iterable[Stack]) -> set[str]:
     """The mesh axes that cut one of the leaves."""
-    return {axis for layout in layouts for names in layout.cuts for axis in names}
+    return {axis for stack in stacks for names in stack.cuts for axis in names}
 
 
-def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None) -> tuple[Group, ...]:
+def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> tuple[Group, ...]:
     """Rounds in which each owner gets one matrix, wide matrices first; those of one width are a
     group. So only a last round has free slots, and of the others narrow matrices fill some."""
     alike: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        alike.setdefault((leaf.matrix_shape[0], leaf.cuts, leaf.copies), []).append(place)
+        stack = leaf.stack
+
+        def cutting(axes: Sequence[int], stack: Stack = stack) -> Axes:
+            return tuple(name for name in owned if any(name in stack.cuts[axis] for axis in axes))
+
+        uncut = {name for name in owned if num_devices((name,), mesh) > 1} - _cutting([stack])
+        copies = tuple(name for name in owned if name in uncut)
+        cuts = tuple(map(cutting, (stack.stack, stack.rows, stack.cols)))
+        alike.setdefault((leaf.matrix_shape[0], cuts, copies), []).append(place)
     groups = []
-    for (rows, (stack, *cuts), copies), places in alike.items():
+    for (rows, (stacked, *cuts), copies), places in alike.items():
         owners = num_devices((*itertools.chain(*cuts), *copies), mesh)
-        widths = [(leaves[i].matrix_shape[1], i) for i in places]
         queue = [
-            (cols, place)
-            for cols, place in sorted(widths, key=lambda entry: entry[0], reverse=True)
-            for _ in range(leaves[place].sizes(leaves[place].layout.local_shape)[0])
+            (leaves[place].matrix_shape[1], place)
+            for place in sorted(places, key=lambda place: -leaves[place].matrix_shape[1])
+            for _ in range(leaves[place].stack.sizes(leaves[place].stack.local_view)[0])
         ]
         rounds: dict[int, list[list[int]]] = {}
         start = 0
@@ -353,7 +309,7 @@ def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None) -> tuple[Group, 
                 copies=copies,
                 owners=owners,
                 num_copies=num_devices(copies, mesh),
-                parts=num_devices(stack, mesh),
+                parts=num_devices(stacked, mesh),
                 per_owner=len(taken),
                 members=tuple(Counter(itertools.chain(*taken)).items()),
             )
@@ -527,7 +483,7 @@ def orthogonality_error(
     total, count = jnp.zeros([]), 0
     _, results = _apply(unscaled, plan, squared_error, jnp.float32)
     for leaf, result in zip(plan.leaves, results, strict=True):
-        num_matrices = leaf.sizes(leaf.layout.shape)[0]
+        num_matrices = leaf.stack.sizes(leaf.stack.view)[0]
         total += jnp.sum(result) / min(leaf.matrix_shape) + num_matrices
         count += num_matrices
     return jnp.sqrt(jnp.maximum(total, 0) / max(count, 1))
@@ -550,10 +506,10 @@ def _check_leaves(leaves: Sequence[Any], plan: OrthogonalizationPlan) -> None:
             "for this tree."
         )
     for leaf in plan.leaves:
-        layout, shape = leaf.layout, leaves[leaf.index].shape
-        if shape != layout.array_shape:
+        planned, shape = leaf.stack, leaves[leaf.index].shape
+        if shape != planned.shape:
             raise ValueError(
-                f"the plan is for {layout.name} of shape {layout.array_shape}, but its update has "
+                f"the plan is for {planned.name} of shape {planned.shape}, but its update has "
                 f"shape {shape}; plan for this tree."
             )
 
@@ -563,8 +519,8 @@ def _on_one_device(
 ) -> list[jax.Array]:
     # The cast comes first here too, so that a mesh changes no rounding.
     return [
-        leaf.from_stack(
-            _iterate(leaf.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype),
+        leaf.stack.from_stack(
+            _iterate(leaf.stack.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype),
             x.shape,
         )
         for x, leaf in zip(matrices, plan.leaves, strict=True)
@@ -576,7 +532,7 @@ def _on_mesh(
 ) -> Sequence[jax.Array]:
     def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
         pairs = zip(blocks, plan.leaves, strict=True)
-        stacks = [leaf.to_stack(block.astype(dtype)) for block, leaf in pairs]
+        stacks = [leaf.stack.to_stack(block.astype(dtype)) for block, leaf in pairs]
         widths = [stack.shape[2] for stack in stacks]
         done: list[list[jax.Array]] = [[] for _ in stacks]
         for group in plan.groups:
@@ -593,12 +549,11 @@ def _on_mesh(
                 done[leaf].append(y[:count, :, : widths[leaf]])
                 y = y[count:]
         return [
-            leaf.from_stack(jnp.concatenate(parts), block.shape)
+            leaf.stack.from_stack(jnp.concatenate(parts), block.shape)
             for parts, leaf, block in zip(done, plan.leaves, blocks, strict=True)
         ]
 
-    assert plan.mesh is not None
-    return on_mesh(local, plan.mesh, [leaf.layout.partition for leaf in plan.leaves], matrices)
+    return on_mesh(local, [leaf.stack for leaf in plan.leaves], matrices)
 
 
 def _iterate(

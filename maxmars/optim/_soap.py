@@ -54,14 +54,12 @@ from jaxtyping import Array, Float, Int
 from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
-    Layout,
     Stack,
     check_is_mesh,
-    layouts_of,
-    mesh_of,
     num_devices,
     on_mesh,
     placed_zeros,
+    stacks_of,
 )
 from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs
 from maxmars.optim._rules import (
@@ -474,9 +472,7 @@ def _by_owners(
             for stack, y, x in zip(each, jax.tree.leaves(result), parts, strict=True)
         ]
 
-    partitions = [stack.partition for stack in each]
-    results = on_mesh(local, stacks.grads.mesh, partitions, arrays, count)
-    return jax.tree.unflatten(treedef, results)
+    return jax.tree.unflatten(treedef, on_mesh(local, each, arrays, count))
 
 
 def _stacks_of(
@@ -486,61 +482,43 @@ def _stacks_of(
     sides: Callable[[Any, MatrixSpec], tuple[bool, bool]],
 ) -> list[Stacks | None]:
     """The stacks of each parameter; None where no side is preconditioned."""
-    flat = jax.tree.leaves_with_path(params)
+    leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    chosen = [sides(x, spec) for (_, x), spec in zip(flat, specs, strict=True)]
-    leaves = {
-        i: (*leaf, spec)
-        for i, (leaf, spec) in enumerate(zip(flat, specs, strict=True))
-        if any(chosen[i])
-    }
-    mesh = mesh_of(jax.tree.leaves(params)) if mesh is None else mesh
-    layouts = dict(zip(leaves, layouts_of(leaves.values(), mesh), strict=True))
-    return [
-        _stacks(layouts[i], spec, chosen[i], mesh) if i in layouts else None
-        for i, spec in enumerate(specs)
-    ]
+    chosen = [sides(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+    wanted = [spec if any(c) else None for spec, c in zip(specs, chosen, strict=True)]
+    found = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
+    return [_stacks(found[i], chosen[i]) if i in found else None for i in range(len(leaves))]
 
 
-def _stacks(
-    layout: Layout, spec: MatrixSpec, sides: tuple[bool, bool], mesh: AnyMesh | None
-) -> Stacks:
+def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
-    shape, cuts = layout.shape, layout.cuts
-    grads = Stack(
-        mesh=mesh,
-        shape=layout.array_shape,
-        unfold=spec.unfold,
-        cuts=cuts,
-        stack=spec.batch,
-        rows=spec.rows,
-        cols=spec.cols,
-    )
+    mesh, view, cuts = grads.mesh, grads.view, grads.cuts
     axes = tuple(itertools.chain(*grads.pieces))
     # Where the owners divide the stack, the state stays with them between steps: then it is an
     # array that is cut along the stack's axis, which any mesh can restore.
-    within_blocks = {axis + 1 for axis, _ in spec.unfold}
+    within_blocks = {axis + 1 for axis, _ in grads.unfold}
     stays = (
-        len(spec.batch) == 1
-        and spec.batch[0] not in within_blocks
-        and layout.local_shape[spec.batch[0]] % grads.owners == 0
+        len(grads.stack) == 1
+        and grads.stack[0] not in within_blocks
+        and grads.local_view[grads.stack[0]] % grads.owners == 0
     )
-    moment, batch = grads, [cuts[axis] for axis in spec.batch]
+    moment, batch = grads, [cuts[axis] for axis in grads.stack]
     if stays:
         batch = [(*batch[0], *axes)]
-        moved = tuple(batch[0] if axis in spec.batch else () for axis in range(len(cuts)))
+        moved = tuple(batch[0] if axis in grads.stack else () for axis in range(len(cuts)))
         moment = replace(grads, cuts=moved)
 
     def square(side: int) -> Stack | None:
         """Of a Gram matrix or basis: with the owners, else cut, else copied."""
         if not sides[side]:
             return None
-        size = math.prod(shape[axis] for axis in (spec.rows, spec.cols)[side])
+        size = grads.sizes(view)[1 + side]
         pieces = ((), ()) if stays else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
         return Stack(
+            name=grads.name,
             mesh=mesh,
-            shape=(*(shape[axis] for axis in spec.batch), size, size),
+            shape=(*(view[axis] for axis in grads.stack), size, size),
             cuts=(*batch, *(pieces if divided else ((), ()))),
             stack=tuple(range(len(batch))),
             rows=(len(batch),),
