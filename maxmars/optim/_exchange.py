@@ -85,6 +85,10 @@ class Stack:
         """Devices that divide the matrices among them; 1 where each has its own already."""
         return num_devices((*itertools.chain(*self.pieces), *self.copies), self.mesh)
 
+    def cut_by(self, axes: Sequence[int]) -> Axes:
+        """The mesh axes that cut these axes, sorted."""
+        return tuple(sorted(itertools.chain(*(self.cuts[axis] for axis in axes))))
+
     def sizes(self, view: tuple[int, ...]) -> tuple[int, int, int]:
         """Number, rows and columns of the matrices in (a part of) the array of this view."""
         stack, rows, cols = (

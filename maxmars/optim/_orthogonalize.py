@@ -214,28 +214,23 @@ def plan_orthogonalization(
         leaves whose spec has no `partition`.
       matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
       mesh: the mesh that the parameters lie on; None for one device, or for parameters on Explicit
-        axes, whose types know the mesh: axes that cut matrices are ownership axes then, too.
-      ownership_axes: mesh axes over which matrices are distributed; default: those of "fsdp" and
-        "tensor" that the mesh has. Along any other axis every slice repeats the work, which is
-        right over a slow network; add "data" where gathering the updates over it takes less time
-        than iterating on all of them.
+        axes, whose types know the mesh.
+      ownership_axes: mesh axes over which matrices are distributed, besides those that cut some;
+        default: those of "fsdp" and "tensor" that the mesh has. Along any other axis every slice
+        repeats the work, which is right over a slow network; add "data" where gathering the updates
+        over it takes less time than iterating on all of them.
       max_batch_bytes: bound on the temporaries of the iteration. What exceeds it is iterated on in
         several rounds, of one matrix at least.
 
     Raises:
-      ValueError: a partition is missing, names an axis that is not one of ownership, or does not
-        divide its leaf.
+      ValueError: a partition is missing or does not divide its leaf, or the mesh lacks an axis.
     """
     check_numbers("be positive", max_batch_bytes=max_batch_bytes)
     arrays = jax.tree.leaves(params)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     stacks = stacks_of(params, matrix_specs, mesh, blocks=True)
-    found = mesh_of(arrays) if mesh is None else None
-    mesh = found if mesh is None else mesh
-    if found is not None and ownership_axes is None:
-        usual = {*DEFAULT_OWNERSHIP_AXES, *_cutting(stacks.values())}
-        ownership_axes = [axis for axis in found.axis_names if axis in usual]
-    owned = _ownership_axes(mesh, ownership_axes, list(stacks.values()))
+    mesh = mesh_of(arrays) if mesh is None else mesh
+    owned = _ownership_axes(mesh, ownership_axes, stacks.values())
     leaves = tuple(_matrix_leaf(i, arrays[i], specs[i], stack) for i, stack in stacks.items())
     return OrthogonalizationPlan(
         num_leaves=len(arrays),
@@ -247,29 +242,17 @@ def plan_orthogonalization(
 
 
 def _ownership_axes(
-    mesh: AnyMesh | None, axes: Sequence[str] | None, stacks: Sequence[Stack]
+    mesh: AnyMesh | None, axes: Sequence[str] | None, stacks: Iterable[Stack]
 ) -> Axes:
     names = () if mesh is None else mesh.axis_names
-    absent = [axis for axis in axes or () if axis not in names]
-    if absent:
+    axes = [name for name in DEFAULT_OWNERSHIP_AXES if name in names] if axes is None else axes
+    if absent := [axis for axis in axes if axis not in names]:
         raise ValueError(
-            f"ownership_axes={tuple(axes or ())} names {', '.join(map(repr, absent))}, which the "
+            f"ownership_axes={tuple(axes)} names {', '.join(map(repr, absent))}, which the "
             f"mesh does not have; it has {', '.join(map(str, names)) or 'no axes'}."
         )
-    owned = [axis for axis in names if axis in (DEFAULT_OWNERSHIP_AXES if axes is None else axes)]
-    if others := [axis for axis in names if axis in _cutting(stacks) - {*owned}]:
-        cut = ", ".join(stack.name for stack in stacks if _cutting([stack]) & {*others})
-        are = "is not an ownership axis" if len(others) == 1 else "are no ownership axes"
-        raise ValueError(
-            f"the partition of {cut} names {', '.join(map(repr, others))}, which {are}; give "
-            f"ownership_axes={tuple(axis for axis in names if axis in {*owned, *others})}."
-        )
-    return tuple(owned)
-
-
-def _cutting(stacks: Iterable[Stack]) -> set[str]:
-    """The mesh axes that cut one of the leaves."""
-    return {axis for stack in stacks for names in stack.cuts for axis in names}
+    cutting = {name for stack in stacks for names in stack.cuts for name in names}
+    return tuple(name for name in names if name in {*axes, *cutting})
 
 
 def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> tuple[Group, ...]:
@@ -278,13 +261,9 @@ def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> 
     alike: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
         stack = leaf.stack
-
-        def cutting(axes: Sequence[int], stack: Stack = stack) -> Axes:
-            return tuple(name for name in owned if any(name in stack.cuts[axis] for axis in axes))
-
-        uncut = {name for name in owned if num_devices((name,), mesh) > 1} - _cutting([stack])
-        copies = tuple(name for name in owned if name in uncut)
-        cuts = tuple(map(cutting, (stack.stack, stack.rows, stack.cols)))
+        cuts = tuple(map(stack.cut_by, (stack.stack, stack.rows, stack.cols)))
+        copies = {name for name in owned if num_devices((name,), mesh) > 1}
+        copies = tuple(sorted(copies - {*itertools.chain(*cuts)}))
         alike.setdefault((leaf.matrix_shape[0], cuts, copies), []).append(place)
     groups = []
     for (rows, (stacked, *cuts), copies), places in alike.items():

@@ -171,19 +171,3 @@ def test_a_mesh_changes_nothing(name, axis_type, partition):
     np.testing.assert_allclose(np.asarray(ours), expected, atol=1e-5)
     shapes, plain_shapes = (jax.tree.map(jnp.shape, s) for s in (state, plain))
     assert shapes == plain_shapes
-
-
-def test_a_side_of_a_lone_matrix_may_lie_within_blocks():
-    """SOAP deals out the columns of a lone matrix with one side, which are no whole blocks here."""
-    partition, devices = PartitionSpec(None, None, "fsdp"), jax.devices()[:2]
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
-    axes = {"rows": (0, 1, 2), "cols": (3,), "unfold": ((2, 6),)}  # 4 x 6
-    trees = [{"w": tree["w"][:1]} for tree in kernels()]
-
-    def run(mesh, partition, put=lambda x: x):
-        spec = MatrixSpec(**axes, partition=partition)
-        options = {"precondition_frequency": 1, "max_precondition_dim": 4}
-        return updates_of(soap(0.1, matrix_specs=spec, mesh=mesh, **options), trees, put)[0]
-
-    ours = run(mesh, partition, lambda x: jax.device_put(x, NamedSharding(mesh, partition)))
-    np.testing.assert_allclose(np.asarray(ours), run(None, None), atol=1e-5)

@@ -231,12 +231,13 @@ def test_owners_among_copies(x64):
 
 
 def test_replicated_and_partly_partitioned_leaves(x64):
-    mesh = make_mesh((1, 4, 2))
+    mesh = make_mesh((2, 2, 2))
     rng = np.random.default_rng(0)
     updates = {
         "copy": rng.standard_normal((3, 6, 10)),
         "layers": rng.standard_normal((4, 6, 10)),
         "rows": rng.standard_normal((5, 8, 8)),
+        "by data": rng.standard_normal((5, 8, 8)),
         "both": rng.standard_normal((16, 5)),
         "alone": rng.standard_normal((24, 8)),
         "vector": rng.standard_normal((8,)),
@@ -245,6 +246,7 @@ def test_replicated_and_partly_partitioned_leaves(x64):
         "copy": PartitionSpec(),
         "layers": PartitionSpec("fsdp"),
         "rows": PartitionSpec(None, "fsdp"),
+        "by data": PartitionSpec(None, "data"),
         "both": PartitionSpec(("tensor", "fsdp")),
         "alone": PartitionSpec("fsdp", "tensor"),
         "vector": PartitionSpec("fsdp"),

@@ -139,12 +139,6 @@ REFUSED = [
     # meshes
     (lambda: planned("model"), "w names 'model'", "data, fsdp, tensor"),
     (lambda: planned("model", "expert"), "'model', 'expert'"),
-    (
-        lambda: planned("data", "tensor", ownership_axes=("fsdp",)),
-        "'data', 'tensor'",
-        "ownership_axes=('data', 'fsdp', 'tensor')",
-    ),
-    (lambda: planned("data"), "'data'", "ownership_axes=('data', 'fsdp', 'tensor')"),
     (lambda: planned(ownership_axes=("x", "y")), "'x', 'y'"),
     (lambda: planned("fsdp", shape=(6, 8)), "w of shape (6, 8)", "(4, 1)"),
     (lambda: planned(max_batch_bytes=0), "max_batch_bytes=0"),
