@@ -262,7 +262,7 @@ def print_plan(plan: Plan) -> None:
     chip = "fake CPU device" if topology.chip is None else topology.chip.name
     reason = None
     if isinstance(config.model, ModuleConfig):
-        model = f"model {config.model.make!r}"
+        model = f"model {config.model.make!r}, remat {config.model.remat}"
     else:
         attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
         model = f"remat {config.model.remat}, attention {attention.implementation}"

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import Mesh
 
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
+from maxmars.config import GPT2Config, MeshConfig, ModuleConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
@@ -44,6 +44,8 @@ from maxmars.data.own_data import Types
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
+from maxmars.model.gpt2 import GPT2
+from maxmars.model.language_model import remat_policies
 from maxmars.model.parameters import Parameters
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
@@ -55,9 +57,9 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 # and 144, 0.12.0.1 695 and 156. Where the kernel refuses AMX: 110 and 95 to 88 and 145.
 _FIRST_FAST_JAXLIB = (0, 11, 2)
 
-Remat = Literal["full", "attention", "dots"] | None
-POLICIES: tuple[Remat, ...] = (None, "dots", "attention", "full")
-"""Policies of rematerialisation, from the least arithmetic to the least memory."""
+Remat = str | None
+POLICIES: tuple[Remat, ...] = (None, *GPT2.remat_policies)
+"""GPT-2's policies of rematerialisation, from the least arithmetic to the least memory."""
 
 USABLE = 0.95
 """Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
@@ -277,7 +279,7 @@ def search(
         found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
         return needs
 
-    remat, _ = best_policy(fewest, usable_bytes, policies_of(config.model))
+    remat, _ = best_policy(fewest, usable_bytes, remat_policies(config.model))
     return found[remat]
 
 
@@ -392,8 +394,9 @@ def choose_remat(
     """
     if config.model.remat != "auto":
         return config
+    policies = remat_policies(config.model)
     before: Remat = None  # which a run from before choices were recorded may have had, or not
-    if kept is not None and kept.model.remat != "auto":
+    if kept is not None and kept.model.remat in policies:
         before = kept.model.remat
     limit = memory_bytes or device_memory_bytes(mesh.local_devices[0])
     if not processes.all_processes(limit is not None):
@@ -408,7 +411,7 @@ def choose_remat(
             return Needs(None)  # another process's devices have less memory
         return needs
 
-    policies = POLICIES[POLICIES.index(before) :]
+    policies = policies[policies.index(before) :]
     policies = possible_policies(config, mesh, state, usable, policies)
     remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
@@ -417,17 +420,9 @@ def choose_remat(
     return with_remat(config, remat)
 
 
-def with_remat(config: TrainConfig, remat: Remat | Literal["auto"]) -> TrainConfig:
-    """The config with this policy; a module of the user's own has none but None."""
-    if config.model.remat == remat:
-        return config
-    assert isinstance(config.model, GPT2Config)
+def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
+    """The config with this policy, or `auto`."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-
-
-def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
-    """The policies that a search may try."""
-    return POLICIES if isinstance(model, GPT2Config) else (None,)
 
 
 def possible_policies(
@@ -440,8 +435,11 @@ def possible_policies(
     """Those of the policies whose steps are worth compiling; the last one always is.
 
     The others do not fit even if `estimated_bytes` is 1.7 times too high; 1.5 times what the
-    compiler for TPUs took is the most that was seen.
+    compiler for TPUs took is the most that was seen. Of a module of the user's own nothing is
+    estimated.
     """
+    if isinstance(config.model, ModuleConfig):
+        return policies
 
     def is_possible(remat: Remat) -> bool:
         return estimated_bytes(with_remat(config, remat), mesh, state) <= 1.7 * usable_bytes
