@@ -29,7 +29,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -422,7 +422,8 @@ def choose_remat(
 
 def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
     """The config with this policy, or `auto`."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+    model: Any = config.model
+    return dataclasses.replace(config, model=dataclasses.replace(model, remat=remat))
 
 
 def possible_policies(

@@ -145,7 +145,7 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
     model = config.model
-    found = {"num_microbatches": config.microbatches, "model.remat": model.remat}
+    found: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
     if platform == "tpu":
         found["tpu_compiler_options"] = compiler_options(config, platform)
     if isinstance(model, GPT2Config):
