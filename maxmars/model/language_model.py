@@ -242,12 +242,6 @@ def supports(config: ModelConfig, ability: Ability) -> bool:
     return getattr(module, ability, None) is not None or ability in arguments
 
 
-def remat_policies(config: ModelConfig) -> tuple[str | None, ...]:
-    """The policies of rematerialisation of a model, from the least arithmetic to the least memory;
-    the first, None, keeps everything."""
-    return (None, *getattr(abstract_module(config), "remat_policies", ()))
-
-
 # --- a model of parameters ------------------------------------------------------------------------
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
-from maxmars.model.language_model import remat_policies
-from maxmars.model.parameters import Parameters
+from maxmars.model.parameters import Parameters, remat_policies
 from maxmars.plan.compile import compile_prepared
 from maxmars.plan.plan import Plan, make_plan
 from maxmars.train.auto import choose_microbatches, with_remat

@@ -45,8 +45,7 @@ from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import GPT2
-from maxmars.model.language_model import remat_policies
-from maxmars.model.parameters import Parameters
+from maxmars.model.parameters import Parameters, remat_policies
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
@@ -100,17 +99,23 @@ def prepare(
     """
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
     check_optimizer(config.optimizer, parameters)
-    config = choose_precision(config, mesh, log)
+    config, policies = choose_precision(config, mesh, log), remat_policies(config.model)
 
     def needs(config: TrainConfig) -> Needs:
         return (measure or measured)(make_train_step(config, parameters, types))
 
     if max_bytes is not None:
-        config = search(config, mesh, needs, max_bytes)
+        config = search(config, mesh, policies, needs, max_bytes)
     else:
         memory = memory_bytes or memory_bytes_of(mesh)
         config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
-        config = choose_remat(config, mesh, state, needs, log, kept=kept, memory_bytes=memory_bytes)
+        config = choose_remat(
+            config, mesh, state, policies, needs, log, kept=kept, memory_bytes=memory_bytes
+        )
+    if isinstance(config.model, GPT2Config):
+        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+        if attention.reason is not None:
+            log(f"attention is {attention.implementation} and slower: {attention.reason}")
     return make_train_step(config, parameters, types)
 
 
@@ -262,7 +267,11 @@ def _counts(config: TrainConfig, mesh: Mesh) -> list[int]:
 
 
 def search(
-    config: TrainConfig, mesh: Mesh, measure: Callable[[TrainConfig], Needs], usable_bytes: int
+    config: TrainConfig,
+    mesh: Mesh,
+    policies: Sequence[Remat],
+    measure: Callable[[TrainConfig], Needs],
+    usable_bytes: int,
 ) -> TrainConfig:
     """The config with the `best_policy`, each with the fewest microbatches that fit; where nothing
     fits, with the last policy and the most microbatches.
@@ -279,7 +288,7 @@ def search(
         found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
         return needs
 
-    remat, _ = best_policy(fewest, usable_bytes, remat_policies(config.model))
+    remat, _ = best_policy(fewest, usable_bytes, policies)
     return found[remat]
 
 
@@ -373,6 +382,7 @@ def choose_remat(
     config: TrainConfig,
     mesh: Mesh,
     state: TrainState,
+    policies: Sequence[Remat],
     measure: Callable[[TrainConfig], Needs],
     log: Callable[[str], None],
     *,
@@ -387,6 +397,7 @@ def choose_remat(
       config: what to train; it fits the mesh.
       mesh: its devices.
       state: its abstract state.
+      policies: of its model; see `remat_policies`.
       measure: what the step of a config needs; it compiles.
       log: gets the choice and its reason, in one line.
       kept: what the run had before, whose policy stays unless one of less memory is needed.
@@ -394,7 +405,6 @@ def choose_remat(
     """
     if config.model.remat != "auto":
         return config
-    policies = remat_policies(config.model)
     before: Remat = None  # which a run from before choices were recorded may have had, or not
     if kept is not None and kept.model.remat in policies:
         before = kept.model.remat
