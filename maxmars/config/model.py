@@ -124,9 +124,13 @@ class ModuleConfig(CheckedConfig):
     """Number of token ids that the softmax covers."""
     max_seq_len: Count[int]
     """Context length in tokens; also the length of a training sequence."""
+    remat: str | None = None
+    """Rematerialisation: one of the module's own `remat_policies`, which the trainer puts into its
+    attribute `remat`. None keeps everything. `auto` keeps as much as fits the device's memory, as
+    for GPT-2."""
 
     # What these fields of GPT2Config say, a module decides by options of its own.
-    param_dtype = compute_dtype = remat = document_end_id = None
+    param_dtype = compute_dtype = document_end_id = None
 
     def __post_init__(self) -> None:
         make = Source.of(self.make, field="model.make", example="my_model.py:make")

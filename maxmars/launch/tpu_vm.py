@@ -50,11 +50,7 @@ STOPPED = 75
 _SSH_TRIES = 4
 _ASK_TRIES = 30
 _END_S = 180  # for the last host to end after the first
-_USERS_ERRORS = ("exited 1", "exited 2")
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
-_MOST_VAIN = 10
-_LONGEST_PAUSE_S = 600.0
-_STEP = re.compile(r"\bstep +\d+/\d+ ")  # as the run reports it
 # What gcloud says when another try would fail as well: at once, and where ssh never worked.
 _NO_PERMISSION = re.compile(
     r"not present in the SSH agent|PERMISSION_DENIED|does not have permission|"
@@ -428,12 +424,11 @@ class HostsLostError(Exception):
     """Not every host answers."""
 
 
-class HostBrokenError(HostsLostError):
-    """Some hosts of a TPU that is there answer, and others do not."""
-
-
 class Launcher:
-    """Brings a run to its end on one TPU."""
+    """Brings a run to its end on one TPU.
+
+    The run itself (`train.lives`) refuses starts that come to nothing, and ends with 1.
+    """
 
     def __init__(self, options: TpuOptions, job: Job) -> None:
         """Take over a run, at whatever point it stands."""
@@ -441,7 +436,6 @@ class Launcher:
         self._restarts = 0
         self._answered = False  # whether gcloud has answered
         self._reached = False  # whether ssh has worked on this TPU
-        self._vain = 0  # starts in a row on a TPU that was there, of which no step was seen
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
 
     def run(self) -> int:
@@ -453,7 +447,6 @@ class Launcher:
         require("gcloud")
         _check_agent(self._tpu)
         while True:
-            broken = False
             try:
                 hosts = self._obtain()
                 self._start(hosts)
@@ -467,18 +460,14 @@ class Launcher:
                     return STOPPED
                 reason = self._why_it_ended(ended)
             except HostsLostError as error:
-                reason, broken = str(error), isinstance(error, HostBrokenError)
+                reason = str(error)
             self._restarts += 1
-            self._pause(reason)
             if self._restarts > self._tpu.max_restarts:
                 raise ValueError(
                     f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
                     f"command continues the run. {self._cost}"
                 )
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
-            if broken:
-                log(f"{self._tpu.name}: deleting it, as a new one has other hosts")
-                self._ask(self._tpu.remove)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Ask gcloud, again and again where it has answered before."""
@@ -493,30 +482,6 @@ class Launcher:
                 log(f"{error}; asking again")
                 time.sleep(self._tpu.poll_s)
         raise AssertionError("unreachable")
-
-    def _pause(self, reason: str) -> None:
-        """Wait after starts that came to nothing; the run itself judges those that made steps.
-
-        Raises:
-          ValueError: there were too many of them in a row.
-        """
-        if self._ask(self._tpu.state).phase != "ready":  # it was preempted
-            self._vain = 0
-            return
-        self._vain += 1
-        if self._vain > _MOST_VAIN:
-            raise ValueError(
-                f"{reason}, and no step was seen in {self._vain} starts in a row; look at the logs "
-                f"in {self._job.workdir}/logs. The same command tries anew. {self._cost}"
-            )
-        if self._vain > 1:
-            time.sleep(min(self._tpu.poll_s * 2 ** (self._vain - 2), _LONGEST_PAUSE_S))
-
-    def _show(self, text: str) -> None:
-        """Show a line of the run."""
-        if _STEP.search(text):
-            self._vain = 0
-        log(text)
 
     def _finish(self) -> int:
         log(f"done: all steps; results are in {self._job.workdir}")
@@ -533,7 +498,7 @@ class Launcher:
         if tpu.phase != "ready":
             return f"the TPU was preempted ({tpu.text})"
         hosts = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-        if any(state in _USERS_ERRORS for state in ended.values()):
+        if any(map(_is_own_error, ended.values())):
             raise ValueError(
                 f"the run failed ({hosts}); its log is above, each host's in "
                 f"{self._job.workdir}/logs. {self._cost}"
@@ -628,7 +593,10 @@ class Launcher:
             self._wait_for_ssh(done)
         text = f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
         if states:
-            raise HostBrokenError(text)
+            raise ValueError(
+                f"{text}; if they stay away, `maxmars launch tpu-vm delete {self._tpu.where}`, and "
+                f"the same command then makes a new TPU with other hosts. {self._cost}"
+            )
         if not self._reached:
             raise ValueError(f"ssh never worked on {self._tpu.name}: {problem(done)}. {self._cost}")
         raise HostsLostError(text)
@@ -638,7 +606,7 @@ class Launcher:
         failures, seen = 0, 0
         while failures < _SSH_TRIES:
             before = seen
-            ended, seen = self._tpu.follow_log(seen, self._show)
+            ended, seen = self._tpu.follow_log(seen)
             if ended:
                 return
             self._wait_for_ssh()
@@ -665,6 +633,13 @@ class Launcher:
         if state.phase != "ready":
             raise HostsLostError(state.text)
         time.sleep(self._tpu.poll_s)
+
+
+def _is_own_error(state: str) -> bool:
+    """Whether a host's process failed by an error that would come back: as under SLURM, only 75 and
+    an end by a signal are no such error."""
+    verb, _, code = state.partition(" ")
+    return verb == "exited" and code not in ("0", str(STOPPED)) and int(code) < 128
 
 
 def _check_agent(tpu: TpuOptions) -> None:

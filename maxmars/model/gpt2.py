@@ -232,6 +232,8 @@ class Embedding(nnx.Module):
 class GPT2(nnx.Module):
     """GPT-2 with tied input and output embeddings."""
 
+    remat_policies = ("dots", "attention", "full")
+
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         """Initialise as GPT-2: normal with standard deviation 0.02, and 0.02 / √(2 L) for c_proj.
 

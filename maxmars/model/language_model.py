@@ -28,7 +28,7 @@ from maxmars.model import cross_entropy
 from maxmars.model.own_model import described, shape_of_floats, wrong
 from maxmars.model.parameters import Parameters, abstract_module
 
-Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"]
+Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export", "remat_policies"]
 """What a module may have.
 
 Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
@@ -43,6 +43,8 @@ tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_em
   input takes them, so that one gradient of the table crosses devices.
 export: the model in Hugging Face's terms; the fields of `config.json`, and the arrays by name. Of
   GPT-2 `huggingface.gpt2_model` knows them.
+remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
+  least memory. Its attribute `remat` is then the one to use, or None for none.
 """
 Window = Int[Array, "B window"]
 """Rows of T + 1 numbers: T inputs, and each but the first a target."""

@@ -73,6 +73,8 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
                     "numpy array",
                 )
     _put_matrix_specs(config, module)
+    if config.remat is not None:
+        _put_remat(config, module)
     return module
 
 
@@ -107,6 +109,23 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
         )
     if getattr(module, "cap_logits", None) is not None:
         _check_cap(config, module)
+
+
+def _put_remat(config: ModuleConfig, module: Any) -> None:
+    policies = getattr(module, "remat_policies", None)
+    if not policies:
+        raise wrong(
+            config,
+            f"the {type(module).__name__} has no remat_policies, the names of what model.remat="
+            f"{config.remat!r} may be; give it some, or leave model.remat out",
+        )
+    if config.remat not in ("auto", *policies):
+        raise wrong(
+            config,
+            f"the {type(module).__name__} has no policy model.remat={config.remat!r}; there are "
+            f"{', '.join(policies)}, auto and None",
+        )
+    module.remat = None if config.remat == "auto" else config.remat
 
 
 def _check_cap(config: ModuleConfig, module: Any) -> None:

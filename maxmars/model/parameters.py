@@ -46,6 +46,12 @@ def abstract_module(config: ModelConfig) -> nnx.Module:
     return nnx.eval_shape(lambda: _make_module(config, 0))
 
 
+def remat_policies(config: ModelConfig) -> tuple[str | None, ...]:
+    """The policies of rematerialisation of a model, from the least arithmetic to the least memory;
+    the first, None, keeps everything."""
+    return (None, *getattr(abstract_module(config), "remat_policies", ()))
+
+
 def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
     rngs = nnx.Rngs(jax.random.key(seed))
     if isinstance(config, GPT2Config):

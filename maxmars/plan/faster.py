@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
-from maxmars.model.parameters import Parameters
+from maxmars.model.parameters import Parameters, remat_policies
 from maxmars.plan.compile import compile_prepared
 from maxmars.plan.plan import Plan, make_plan
 from maxmars.train.auto import choose_microbatches, with_remat
@@ -70,7 +70,7 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     if is_fast and best.exchange is not None and isinstance(optimizer, MarsConfig | MuonConfig):
         optimizer = dataclasses.replace(optimizer, own_over_data=True)
         best = _faster_of(best, dataclasses.replace(best.config, optimizer=optimizer), tried, log)
-    if isinstance(asked.model, GPT2Config) and asked.model.remat != "auto":
+    if asked.model.remat != "auto" and len(remat_policies(asked.model)) > 1:
         config = dataclasses.replace(best.config, num_microbatches=None)
         best = _faster_of(best, with_remat(config, "auto"), tried, log)
     saved = 1 - best.step_seconds / plan.step_seconds

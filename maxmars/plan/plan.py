@@ -260,14 +260,11 @@ def print_plan(plan: Plan) -> None:
     axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
     chip = "fake CPU device" if topology.chip is None else topology.chip.name
-    reason = None
     if isinstance(config.model, ModuleConfig):
-        model = f"model {config.model.make!r}"
+        model = f"model {config.model.make!r}, remat {config.model.remat}"
     else:
         attention = choose_attention(config.model, plan.mesh.devices.flat[0].platform)
         model = f"remat {config.model.remat}, attention {attention.implementation}"
-        if attention.reason is not None:
-            reason = f"attention is {attention.implementation} and slower: {attention.reason}"
     print(
         f"{config.name}: {plan.num_parameters / 1e6:.1f}M parameters on {topology.name}"
         f"{slices} = {plan.mesh.size} x {chip} ({axes})\n"
@@ -277,8 +274,6 @@ def print_plan(plan: Plan) -> None:
     )
     for message in plan.messages:
         print(message)
-    if reason is not None:
-        print(reason)
     memory = _table("Memory of one chip", "train step", _right("MB"))
     for name, size in _memory_rows(plan):
         memory.add_row(name, _mb(size), style="bold" if name.startswith("peak") else None)

@@ -29,14 +29,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import Mesh
 
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, TrainConfig
+from maxmars.config import GPT2Config, MeshConfig, ModuleConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
@@ -44,7 +44,8 @@ from maxmars.data.own_data import Types
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
-from maxmars.model.parameters import Parameters
+from maxmars.model.gpt2 import GPT2
+from maxmars.model.parameters import Parameters, remat_policies
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
@@ -55,9 +56,9 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 # and 144, 0.12.0.1 695 and 156. Where the kernel refuses AMX: 110 and 95 to 88 and 145.
 _FIRST_FAST_JAXLIB = (0, 11, 2)
 
-Remat = Literal["full", "attention", "dots"] | None
-POLICIES: tuple[Remat, ...] = (None, "dots", "attention", "full")
-"""Policies of rematerialisation, from the least arithmetic to the least memory."""
+Remat = str | None
+POLICIES: tuple[Remat, ...] = (None, *GPT2.remat_policies)
+"""GPT-2's policies of rematerialisation, from the least arithmetic to the least memory."""
 
 USABLE = 0.95
 """Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
@@ -98,17 +99,23 @@ def prepare(
     """
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
     check_optimizer(config.optimizer, parameters)
-    config = choose_precision(config, mesh, log)
+    config, policies = choose_precision(config, mesh, log), remat_policies(config.model)
 
     def needs(config: TrainConfig) -> Needs:
         return (measure or measured)(make_train_step(config, parameters, types))
 
     if max_bytes is not None:
-        config = search(config, mesh, needs, max_bytes)
+        config = search(config, mesh, policies, needs, max_bytes)
     else:
         memory = memory_bytes or memory_bytes_of(mesh)
         config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
-        config = choose_remat(config, mesh, state, needs, log, kept=kept, memory_bytes=memory_bytes)
+        config = choose_remat(
+            config, mesh, state, policies, needs, log, kept=kept, memory_bytes=memory_bytes
+        )
+    if isinstance(config.model, GPT2Config):
+        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+        if attention.reason is not None:
+            log(f"attention is {attention.implementation} and slower: {attention.reason}")
     return make_train_step(config, parameters, types)
 
 
@@ -260,7 +267,11 @@ def _counts(config: TrainConfig, mesh: Mesh) -> list[int]:
 
 
 def search(
-    config: TrainConfig, mesh: Mesh, measure: Callable[[TrainConfig], Needs], usable_bytes: int
+    config: TrainConfig,
+    mesh: Mesh,
+    policies: Sequence[Remat],
+    measure: Callable[[TrainConfig], Needs],
+    usable_bytes: int,
 ) -> TrainConfig:
     """The config with the `best_policy`, each with the fewest microbatches that fit; where nothing
     fits, with the last policy and the most microbatches.
@@ -277,7 +288,7 @@ def search(
         found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
         return needs
 
-    remat, _ = best_policy(fewest, usable_bytes, policies_of(config.model))
+    remat, _ = best_policy(fewest, usable_bytes, policies)
     return found[remat]
 
 
@@ -371,6 +382,7 @@ def choose_remat(
     config: TrainConfig,
     mesh: Mesh,
     state: TrainState,
+    policies: Sequence[Remat],
     measure: Callable[[TrainConfig], Needs],
     log: Callable[[str], None],
     *,
@@ -385,6 +397,7 @@ def choose_remat(
       config: what to train; it fits the mesh.
       mesh: its devices.
       state: its abstract state.
+      policies: of its model; see `remat_policies`.
       measure: what the step of a config needs; it compiles.
       log: gets the choice and its reason, in one line.
       kept: what the run had before, whose policy stays unless one of less memory is needed.
@@ -393,7 +406,7 @@ def choose_remat(
     if config.model.remat != "auto":
         return config
     before: Remat = None  # which a run from before choices were recorded may have had, or not
-    if kept is not None and kept.model.remat != "auto":
+    if kept is not None and kept.model.remat in policies:
         before = kept.model.remat
     limit = memory_bytes or device_memory_bytes(mesh.local_devices[0])
     if not processes.all_processes(limit is not None):
@@ -408,7 +421,7 @@ def choose_remat(
             return Needs(None)  # another process's devices have less memory
         return needs
 
-    policies = POLICIES[POLICIES.index(before) :]
+    policies = policies[policies.index(before) :]
     policies = possible_policies(config, mesh, state, usable, policies)
     remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
@@ -417,17 +430,10 @@ def choose_remat(
     return with_remat(config, remat)
 
 
-def with_remat(config: TrainConfig, remat: Remat | Literal["auto"]) -> TrainConfig:
-    """The config with this policy; a module of the user's own has none but None."""
-    if config.model.remat == remat:
-        return config
-    assert isinstance(config.model, GPT2Config)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-
-
-def policies_of(model: ModelConfig) -> tuple[Remat, ...]:
-    """The policies that a search may try."""
-    return POLICIES if isinstance(model, GPT2Config) else (None,)
+def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
+    """The config with this policy, or `auto`."""
+    model: Any = config.model
+    return dataclasses.replace(config, model=dataclasses.replace(model, remat=remat))
 
 
 def possible_policies(
@@ -440,8 +446,11 @@ def possible_policies(
     """Those of the policies whose steps are worth compiling; the last one always is.
 
     The others do not fit even if `estimated_bytes` is 1.7 times too high; 1.5 times what the
-    compiler for TPUs took is the most that was seen.
+    compiler for TPUs took is the most that was seen. Of a module of the user's own nothing is
+    estimated.
     """
+    if isinstance(config.model, ModuleConfig):
+        return policies
 
     def is_possible(remat: Remat) -> bool:
         return estimated_bytes(with_remat(config, remat), mesh, state) <= 1.7 * usable_bytes

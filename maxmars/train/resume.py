@@ -144,12 +144,12 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
-    model, found = config.model, dict[str, Any](num_microbatches=config.microbatches)
+    model = config.model
+    found: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
     if platform == "tpu":
         found["tpu_compiler_options"] = compiler_options(config, platform)
     if isinstance(model, GPT2Config):
         found["model.compute_dtype"] = model.compute_dtype
-        found["model.remat"] = model.remat
         found["model.attention"] = choose_attention(model, platform).implementation
         found["model.scan_unroll"] = model.scan_unroll
     return found

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.config import GPT2Config, TrainConfig, differences, to_dict
+from maxmars.config import TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import (
@@ -48,7 +48,6 @@ from maxmars.distributed.workdir import (
 )
 from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.validation import make_eval_step, validation_loss
-from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
@@ -303,11 +302,6 @@ def check(
             sent=f"about {gathered_bytes(config, parameters) / 1e9:.1f} GB a GPU and step",
         )
         messages += [] if warning is None else [warning]
-    if isinstance(config.model, GPT2Config):
-        attention = choose_attention(config.model, device.platform)
-        if attention.reason is not None:
-            kind = attention.implementation
-            messages.append(f"attention is {kind} and slower: {attention.reason}")
     asked = {name: old for name, old, _ in differences(given, config)}
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, here)):

@@ -327,7 +327,7 @@ def test_a_policy_that_recomputes_less_is_preferred_whatever_its_microbatch():
         def measure(config):
             return Needs(100 + vectors[config.model.remat] // config.microbatches)
 
-        found = search(config, make_mesh(UNSET.mesh), measure, usable)
+        found = search(config, make_mesh(UNSET.mesh), POLICIES, measure, usable)
         return found.model.remat, found.microbatches
 
     assert chosen(180) == (None, 1)

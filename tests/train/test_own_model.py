@@ -47,6 +47,7 @@ from maxmars.model.parameters import Parameters, init_params
 from maxmars.optim import MatrixSpec
 from maxmars.plan import get_topology, make_plan
 from maxmars.train import train
+from maxmars.train.auto import peak_bytes
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
 from maxmars.train.step import init_train_state, make_train_step
@@ -248,9 +249,9 @@ def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
     assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None
     assert len(series(tmp_path / "continued")) == 2 * 4
 
-    remat, other = OPTIONS | {"remat": True}, dataclasses.replace(MODEL, max_seq_len=16)
+    half, other = OPTIONS | {"dtype": "bfloat16"}, dataclasses.replace(MODEL, max_seq_len=16)
     for wrong, named in (
-        (dataclasses.replace(model, options=remat), ["model.options", OPTIONS, remat]),
+        (dataclasses.replace(model, options=half), ["model.options", OPTIONS, half]),
         (dataclasses.replace(model, vocab_size=300), ["model.vocab_size", "257 there", "300 here"]),
         (other, [model, other]),
     ):
@@ -335,6 +336,59 @@ def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
     assert found == generated("whole rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
     with refused(ZeroDivisionError):
         generated("broken", "\nConvolutions.decode = lambda *arguments: 1 / 0\n")
+
+
+# --- rematerialisation ----------------------------------------------------------------------------
+
+
+def test_a_module_has_policies_of_rematerialisation_of_its_own(tmp_path):
+    options = OPTIONS | {"num_layers": 8, "embed_dim": 64}
+    model = dataclasses.replace(OWN, options=options, max_seq_len=64)
+    losses, sizes = [], []
+    for remat in ("full", "dots", None):
+        config = own_config(tmp_path, model=dataclasses.replace(model, remat=remat))
+        step = make_train_step(config, Parameters(config.model, one_device()))
+        tokens = np.random.default_rng(0).integers(0, 257, step.abstract_batch["tokens"].shape)
+        batch = batch_of(step, tokens.astype(np.int32))
+        _, metrics = step(init_train_state(config, step.parameters), batch)
+        losses.append(metrics["train/grad_norm"])
+        sizes.append(peak_bytes(step.lower().compile(), tpu=False))
+    np.testing.assert_allclose(losses, losses[-1], rtol=1e-5)
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_the_policy_of_a_run_is_chosen_written_down_and_kept(tmp_path, capsys):
+    model = dataclasses.replace(OWN, remat="auto")
+    config = own_config(tmp_path, model=model, optimizer=ADAMW, num_steps=1)
+    plenty, little, run = 10**12, 1, tmp_path / "run"
+
+    def policy_of_run(steps, memory_bytes, **changes):
+        more = dataclasses.replace(config, num_steps=steps, **changes)
+        train(more, run, memory_bytes=memory_bytes)
+        stored = json.loads((run / "config.json").read_text())
+        return stored["model"]["remat"], stored["asked"].get("model.remat")
+
+    assert policy_of_run(1, little) == ("full", "auto")
+    assert policy_of_run(2, plenty) == ("full", "auto")
+    other = dataclasses.replace(model, remat="dots")
+    assert policy_of_run(3, None, model=other) == ("dots", None)
+    assert "model.remat full -> dots" in capsys.readouterr().out
+    assert load(run).config.remat == "dots"
+
+
+@pytest.mark.parametrize(("remat", "named"), [("ful", ["dots", "full"]), ("Auto", ["auto"])])
+def test_an_unknown_policy_is_refused(remat, named):
+    with refused(ValueError, f"model.remat={remat!r}", *named):
+        check_model(Parameters(dataclasses.replace(OWN, remat=remat), one_device()))
+
+
+@pytest.mark.parametrize("remat", ["full", "auto"])
+def test_a_module_without_policies_refuses_them_before_anything_is_written(tmp_path, plain, remat):
+    config = own_config(tmp_path, model=dataclasses.replace(plain("make"), remat=remat))
+    with refused(ValueError, "Plain", f"model.remat={remat!r}", "remat_policies") as found:
+        train(config, tmp_path / "run")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "run").exists()
 
 
 # --- on a mesh ------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@
 
 The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
 attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
-how it is split over a mesh, and which matrix an optimizer sees. Three abilities are optional: with
+how it is split over a mesh, and which matrix an optimizer sees. Four abilities are optional: with
 `prefill` and `decode`, `generate` caches keys and values; with `continuation_ids`, HellaSwag has a
-context and all its endings in one row; with `export`, `maxmars export` writes Hugging Face's Qwen3.
+context and all its endings in one row; with `export`, `maxmars export` writes Hugging Face's Qwen3;
+with `remat_policies`, `--model.remat` says what is computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -96,6 +97,12 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token embedding, blocks under `jax.lax.scan`, a norm, and the head `lm_head`."""
 
+    remat_policies = {  # noqa: RUF012
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }
+    remat = None  # or one of these, which the trainer puts here
+
     def __init__(
         self,
         rngs: nnx.Rngs,
@@ -105,10 +112,9 @@ class Decoder(nnx.Module):
         num_heads: int,
         embed_dim: int,
         dtype: str,
-        remat: bool,
     ):
-        """`dtype` is that of the matrix products; `remat` keeps only the inputs of the blocks."""
-        self.dtype, self.remat = dtype, remat
+        """`dtype` is that of the matrix products."""
+        self.dtype = dtype
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         rows = -(-vocab_size // 128) * 128  # so that a mesh divides them; the loss masks the rest
 
@@ -164,7 +170,8 @@ class Decoder(nnx.Module):
         # `table[tokens]` would do on one device. This sums the gradient of each row in float32, and
         # moves table and gradient between devices in the type of the products.
         x = look_up(copies(self.embedding[...].astype(self.dtype)), tokens).astype(self.dtype)
-        step = jax.checkpoint(step, prevent_cse=False) if self.remat else step
+        if self.remat is not None:
+            step = jax.checkpoint(step, policy=self.remat_policies[self.remat], prevent_cse=False)
         x, kept = jax.lax.scan(step, x, (self.blocks, cache))
         return rms_norm(x, self.norm), kept
 
@@ -250,10 +257,9 @@ def make(
     num_heads: int = 4,
     embed_dim: int = 128,
     dtype: str = "bfloat16",
-    remat: bool = False,
 ) -> Decoder:
     """The model of `ModuleConfig`; rotary positions need no `max_seq_len`, which `export` tells."""
-    return Decoder(rngs, vocab_size, max_seq_len, num_layers, num_heads, embed_dim, dtype, remat)
+    return Decoder(rngs, vocab_size, max_seq_len, num_layers, num_heads, embed_dim, dtype)
 
 
 def get_config(
@@ -271,8 +277,7 @@ def get_config(
         ),
     }
     # On the command line only options that stand here can be changed.
-    options: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "embed_dim": 128}
-    options |= {"dtype": "float32", "remat": False}
+    options = {"num_layers": 4, "num_heads": 4, "embed_dim": 128, "dtype": "float32"}
     base = load_config(f"quickstart:data={data}" if data else "quickstart")
     model = ModuleConfig(
         make="own_model.py:make",
