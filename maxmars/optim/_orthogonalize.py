@@ -232,10 +232,13 @@ def plan_orthogonalization(
     mesh = mesh_of(arrays) if mesh is None else mesh
     owned = _ownership_axes(mesh, ownership_axes, stacks.values())
     leaves = tuple(_matrix_leaf(i, arrays[i], specs[i], stack) for i, stack in stacks.items())
+    # Filling free slots splits leaves, so it must save some.
+    assignments = [_groups(leaves, mesh, owned, widening) for widening in (1, _MAX_WIDENING)]
+    groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
     return OrthogonalizationPlan(
         num_leaves=len(arrays),
         leaves=leaves,
-        groups=_groups(leaves, mesh, owned),
+        groups=groups,
         mesh=mesh,
         max_batch_bytes=max_batch_bytes,
     )
@@ -255,9 +258,11 @@ def _ownership_axes(
     return tuple(name for name in names if name in {*axes, *cutting})
 
 
-def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> tuple[Group, ...]:
+def _groups(
+    leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes, widening: int
+) -> tuple[Group, ...]:
     """Rounds in which each owner gets one matrix, wide matrices first; those of one width are a
-    group. So only a last round has free slots, and of the others narrow matrices fill some."""
+    group. A round may take matrices that are up to `widening` times narrower than its widest."""
     alike: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
         stack = leaf.stack
@@ -277,7 +282,7 @@ def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> 
         start = 0
         while start < len(queue):
             width, chosen = queue[start][0], queue[start : start + owners]
-            taken = [place for cols, place in chosen if width <= _MAX_WIDENING * cols]
+            taken = [place for cols, place in chosen if width <= widening * cols]
             rounds.setdefault(width, []).append(taken)
             start += len(taken)
         groups += [
