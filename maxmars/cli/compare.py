@@ -288,7 +288,7 @@ class VerifyArguments(CheckedConfig):
     )
 
     directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Directory of a comparison, or a copy that `maxmars report --pack` made."""
+    """Directory of a comparison, or a copy of its compare.json, rows.jsonl and sources."""
     contender: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Whose run, at its best setting; None is the best contender's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
@@ -338,9 +338,6 @@ class ReportArguments(CheckedConfig):
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
     itself. Only an earlier report of the same runs is written anew there."""
-    pack: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Instead of a report: copy a comparison, or all of one with --sizes, to DIR in few files, from
-    which it is reported and continued: compare.json, cells.jsonl and cost.json."""
     format: Literal["png", "pdf", "svg"] = "png"
     """Of the figures."""
 
@@ -363,11 +360,6 @@ def run_report(argv: list[str]) -> int:
     named = {text: Path(text).expanduser().absolute() for text in arguments.runs}
     if len(set(named.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
-    if arguments.pack is not None:
-        if arguments.out is not None:
-            raise UsageError("maxmars report --pack writes no report; leave --out out.")
-        _pack(list(named.values()), Path(arguments.pack).expanduser().absolute())
-        return 0
     if arguments.out is None:
         if len(named) > 1:
             raise UsageError(
@@ -406,20 +398,6 @@ def run_report(argv: list[str]) -> int:
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
-
-
-def _pack(runs: Sequence[Path], out: Path) -> None:
-    """Copy a comparison, or those of all sizes, in few files."""
-    from maxmars.compare.cells import COMPARISON, pack_comparison
-    from maxmars.compare.sizes import size_directories
-
-    if len(runs) > 1:
-        raise UsageError("maxmars report --pack copies one comparison; name one RUN.")
-    (run,) = runs
-    sizes = [] if (run / COMPARISON).is_file() else size_directories(run)
-    for source in sizes or [run]:
-        target = out / source.name if sizes else out
-        print(f"{pack_comparison(source, target)} finished cells: {target}")
 
 
 def _report_sizes(

@@ -4,18 +4,13 @@ A cell is one training run: a contender, with one setting of the fields that are
 seed. These three identify it within a comparison, whose `compare.json` fixes the contenders'
 configs. The files are
 
-    compare.json                                 what is compared
-    cells/CONTENDER/cost.json                    memory and traffic of the contender's step
-    cells/CONTENDER/SETTING,seed=SEED/           the run, as `maxmars train` leaves it
-    cells/CONTENDER/SETTING,seed=SEED/result.json     how it ended: only a finished cell has it
-
-    cells.jsonl                                  instead of result.json: a result a line
-    sources/SHA256/FILE.py                       a copy of each Python file that a config names
+    compare.json                          what is compared
+    rows.jsonl                            how each finished cell ended, a line a cell
+    sources/SHA256/FILE.py                a copy of each Python file that a config names
+    cells/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
 
 where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
-such as `,b1=0.95`. A result alone is enough to continue and to report: the other files of a
-finished cell may be deleted. `pack_comparison` makes a copy with `cells.jsonl`, in which hundreds
-of results are one file; a `result.json` beside it counts more.
+such as `,b1=0.95`. All but `cells` is enough to continue, to report and to repeat a result.
 """
 
 from __future__ import annotations
@@ -38,19 +33,20 @@ from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_va
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
 from maxmars.config.user_code import Source, sources_in, with_sources
 from maxmars.distributed.files import (
+    LineFile,
     json_number,
+    naming,
     read_json,
     read_json_lines,
+    try_lock,
     write_json,
-    write_text,
 )
 
 COMPARISON = "compare.json"
-_RESULT = "result.json"
-_PACKED = "cells.jsonl"
-_COST = "cost.json"
+_ROWS = "rows.jsonl"
 _SOURCES = "sources"
-_FORMAT = 3
+_FORMAT = 4
+_PATIENCE_S = 60.0  # another process has the rows for the time of a line
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
 # Each cell has its own learning rate, so the config's does not matter either.
@@ -153,6 +149,8 @@ class CellResult:
     """Digest of parameters and optimizer after the last step; None if the run diverged."""
     environment: Mapping[str, Any]
     """Versions and devices, as in `environment.json` of the run."""
+    cost: Mapping[str, int] | None = None
+    """What the contender's step keeps and moves, see `run.step_cost`; of one row a contender."""
     data: str | None = None
     """Digest of all the data of the run; None of results before they had it, and where no step
     ran."""
@@ -379,10 +377,19 @@ def _number(value: Any) -> Number:
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
-    """Write `result.json`: from now on the cell is finished."""
-    # On one line: results are kept, and there are hundreds of them.
-    text = json.dumps(cell_to_json(result))
-    write_text(result.cell.directory(workdir) / _RESULT, f"{text}\n")
+    """Append a row to `rows.jsonl`: from now on the cell is finished.
+
+    Raises:
+      OSError: it cannot be written, or another process keeps it locked.
+    """
+    path = workdir / _ROWS
+    # The processes that share a comparison may be on several machines, where appending is no act.
+    with naming(path), path.open("ab") as held:
+        if not try_lock(held, path, _PATIENCE_S):
+            raise TimeoutError(f"another process has had the lock for {_PATIENCE_S:g} s")
+        rows = LineFile(path)
+        rows.write(json.dumps(cell_to_json(result)))
+        rows.close()
 
 
 def cell_to_json(result: CellResult) -> dict[str, Any]:
@@ -432,14 +439,10 @@ def _curve_from_json(fields: Any) -> Curve:
 def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
     """The results of all finished cells of the contenders of these names, whatever their settings
     and seeds."""
-    rows = read_json_lines(workdir / _PACKED)
-    for name in names:
-        paths = (workdir / "cells" / name).glob(f"*/{_RESULT}")
-        rows += [read_json(path) for path in paths]
-    # A result that cannot be read is no result: the cell is run again.
-    found = {result.cell: result for row in rows if (result := _result(row)) is not None}
-    own = [result for result in found.values() if result.cell.contender in names]
-    return sorted(own, key=lambda result: (names.index(result.cell.contender), result.cell.name))
+    # A row that cannot be read is no result: the cell is run again, and its later row counts.
+    rows = map(_result, read_json_lines(workdir / _ROWS))
+    own = {row.cell: row for row in rows if row is not None and row.cell.contender in names}
+    return sorted(own.values(), key=lambda row: (names.index(row.cell.contender), row.cell.name))
 
 
 def _result(fields: Any) -> CellResult | None:
@@ -456,53 +459,6 @@ def _result(fields: Any) -> CellResult | None:
         ):
             return result
     return None
-
-
-def pack_comparison(workdir: Path, out: Path) -> int:
-    """Copy what continues and reports a comparison into few files: for keeping, not for work.
-
-    Args:
-      workdir: directory of the comparison.
-      out: another directory; gets `compare.json`, `cells.jsonl`, `sources` and the contenders'
-        `cost.json`, also of contenders that the comparison had before. An earlier copy of the same
-        comparison is replaced.
-
-    Returns:
-      The number of finished cells.
-
-    Raises:
-      ValueError: `workdir` holds no comparison.
-      FileExistsError: `out` is `workdir`, or holds another comparison, or contenders or finished
-        cells that `workdir` has not.
-    """
-    read_comparison(workdir)
-    if out.resolve() == workdir.resolve():
-        raise FileExistsError(f"{out} cannot be packed into itself; name another directory.")
-    configs, theirs = _stored_configs(workdir), _stored_configs(out)
-    for name, config in theirs.items():
-        if name not in configs or _differences(config, configs[name]):
-            what = "another config" if name in configs else "none"
-            raise FileExistsError(
-                f"{out} holds a comparison with {name}, of which {workdir} has {what}; name "
-                "another directory."
-            )
-    results = finished_cells(workdir, list(configs))
-    ours = {result.cell for result in results}
-    for result in finished_cells(out, list(theirs)):
-        if result.cell not in ours:
-            raise FileExistsError(
-                f"{out} holds the cell {result.cell.contender}/{result.cell.name}, which {workdir} "
-                "has not; name another directory."
-            )
-    write_text(out / COMPARISON, (workdir / COMPARISON).read_text())
-    write_text(out / _PACKED, "".join(f"{json.dumps(cell_to_json(r))}\n" for r in results))
-    for name in configs:
-        cost = Path("cells", name, _COST)
-        if (workdir / cost).is_file():
-            write_text(out / cost, (workdir / cost).read_text())
-    if (workdir / _SOURCES).is_dir():
-        shutil.copytree(workdir / _SOURCES, out / _SOURCES, dirs_exist_ok=True)
-    return len(results)
 
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:

@@ -45,7 +45,7 @@ from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import programs, sharding
 from maxmars.distributed.collectives import collectives
 from maxmars.distributed.failures import StopRequests
-from maxmars.distributed.files import read_json, write_json
+from maxmars.distributed.files import read_json
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.parameters import Parameters
@@ -137,9 +137,6 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                     continue
                 contender = contenders[cell.contender]
                 check_code(contender, code, workdir)
-                cost = workdir / "cells" / cell.contender / "cost.json"
-                if not cost.is_file():
-                    write_json(cost, step_cost(contender.config))
                 key = cell.contender, cell.seed
                 if key not in starts:  # the cell's own values may be refused
                     own = dataclasses.replace(contender.config, seed=cell.seed)
@@ -153,6 +150,8 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                     result = _refused(cell, refusal, starts[key])
                 if result is None:
                     break
+                if not any(r.cost for c, r in results.items() if c.contender == cell.contender):
+                    result = dataclasses.replace(result, cost=step_cost(contender.config))
                 write_result(result, workdir)
                 # A finished cell is never continued, and the states of a whole grid fill a disk.
                 shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from maxmars.compare.statistics import (
     paired_test,
     seeds_needed,
 )
-from maxmars.distributed.files import read_json
 
 TOLERANCE = 0.05
 """Nats above the best loss at which a learning rate still counts as good."""
@@ -95,7 +94,7 @@ class Outcome:
     """Median over the contender's cells."""
     results: tuple[CellResult, ...]
     """Of all finished cells."""
-    cost: dict[str, Any]
+    cost: Mapping[str, int]
     """See `run.step_cost`; empty before the contender's first cell."""
 
     @property
@@ -210,7 +209,7 @@ def summarize(workdir: Path) -> Summary:
             basin=None,
             step_time_s=step_time_s,
             results=tuple(own),
-            cost=read_json(workdir / "cells" / contender.name / "cost.json") or {},
+            cost=next((r.cost for r in own if r.cost), {}),
         )
         # Of one seed, which all rates have: means over other seeds would not compare.
         by_rate = {rate: losses[0] for rate, losses in outcome.along(LEARNING_RATE).items()}

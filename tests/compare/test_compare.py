@@ -26,7 +26,6 @@ from maxmars.compare.cells import (
     Comparison,
     Contender,
     finished_cells,
-    pack_comparison,
     write_result,
 )
 from maxmars.compare.grids import make_grid
@@ -51,6 +50,16 @@ def by_cell(workdir, comparison):
     return {result.cell: result for result in finished_cells(workdir, names)}
 
 
+def forget(workdir, cell, line=""):
+    """Replace the row of a cell by a line, or by nothing."""
+    path = workdir / "rows.jsonl"
+    setting = [list(pair) for pair in cell.setting]
+    theirs = {"contender": cell.contender, "setting": setting, "seed": cell.seed}
+    rows = path.read_text().splitlines()
+    rows = [line if json.loads(row)["cell"] == theirs else row for row in rows]
+    path.write_text("".join(f"{row}\n" for row in rows if row))
+
+
 @pytest.fixture
 def copied(compared, tmp_path):
     """A copy of the comparison to write into."""
@@ -66,6 +75,7 @@ def test_what_a_comparison_leaves_behind(compared):
         "report.md",
         "results.csv",
         "results.tex",
+        "rows.jsonl",
     }
     figures = {p.name for p in (compared / "figures").iterdir()}
     assert figures == {
@@ -78,7 +88,7 @@ def test_what_a_comparison_leaves_behind(compared):
         "tuning_learning_rate.png",
     }
     files = {p.name for p in LION.directory(compared).iterdir()}
-    assert files >= {"config.json", "environment.json", "metrics.jsonl", "logs", "result.json"}
+    assert files >= {"config.json", "environment.json", "metrics.jsonl", "logs"}
     assert "checkpoints" not in files
 
 
@@ -159,16 +169,12 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     assert result.environment["jax"] == jax.__version__
 
 
-def test_only_unfinished_cells_are_run_and_give_the_same_again(
-    copied, comparison, tmp_path, capsys
-):
+def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, comparison, capsys):
     before = by_cell(copied, comparison)
-    (LION.directory(copied) / "result.json").unlink()  # as after a kill
-    # Of AdamW there are only packed results.
-    pack_comparison(copied, tmp_path / "packed")
-    shutil.move(tmp_path / "packed" / "cells.jsonl", copied)
-    for path in copied.glob("cells/adamw/*/result.json"):
-        path.unlink()
+    forget(copied, LION)
+    with (copied / "rows.jsonl").open("a") as file:
+        file.write('{"cell": {"contender": "lion", "sett')  # a kill came within the row
+    shutil.rmtree(copied / "cells" / "adamw")
     assert compare(comparison, copied)
     printed = capsys.readouterr().out
     assert f"{len(before) - 1} cells are finished and kept" in printed
@@ -184,7 +190,7 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     copied, compare_command, capsys
 ):
     words = [*compare_command, str(copied), "--budget", "3"]
-    before = len(list(copied.glob("cells/*/*/result.json")))
+    before = len((copied / "rows.jsonl").read_text().splitlines())
     cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
     assert f"{before} cells are finished and kept" in err
@@ -322,16 +328,11 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
     assert "b1=0.95 must be positive and at most b3=0.92" in found.diverged
 
 
-def test_results_alone_are_enough_to_report(compared, tmp_path):
-    shutil.copy(compared / "compare.json", tmp_path)
-    for path in compared.glob("cells/*/*/result.json"):
-        target = tmp_path / path.relative_to(compared)
-        target.parent.mkdir(parents=True)
-        shutil.copy(path, target)
+def test_rows_alone_are_enough_to_report(compared, tmp_path):
+    for name in ("compare.json", "rows.jsonl"):
+        shutil.copy(compared / name, tmp_path)
     write_report(tmp_path)
     ours, theirs = (json.loads((d / "report.json").read_text()) for d in (tmp_path, compared))
-    for outcome in (*ours["outcomes"], *theirs["outcomes"]):
-        del outcome["cost"]
     assert ours["outcomes"] == theirs["outcomes"]
     assert (
         "no metrics.jsonl is there with them: learning rate, gradient norm, update norm, "
@@ -388,43 +389,11 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
-    compared, comparison, tmp_path, capsys
-):
-    packed = tmp_path / ".github" / "results" / "tiny" / "which"
-    cli.main(["report", str(compared), "--pack", str(packed)])
-    assert f"{len(by_cell(compared, comparison))} finished cells: {packed}" in (
-        capsys.readouterr().out
-    )
-    files = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
-    costs = {"cells/adamw/cost.json", "cells/lion/cost.json"}
-    assert files == {"compare.json", "cells.jsonl"} | costs
-    assert by_cell(packed, comparison) == by_cell(compared, comparison)
-    cli.main(["report", str(compared), "--pack", str(packed)])  # an earlier copy is replaced
-    fewer = tmp_path / "fewer"
-    fewer.mkdir()
-    shutil.copy(compared / "compare.json", fewer)
-    lost = next(iter(by_cell(packed, comparison)))
-    with refused(FileExistsError, packed, f"{lost.contender}/{lost.name}", fewer):
-        pack_comparison(fewer, packed)
-    fields = json.loads((compared / "compare.json").read_text())
-    other = json.loads((compared / "compare.json").read_text())
-    other["configs"]["lion"]["model"]["embed_dim"] = 16
-    (fewer / "compare.json").write_text(json.dumps(other))
-    with refused(FileExistsError, packed, "lion", fewer):
-        pack_comparison(fewer, packed)
-    del other["configs"]["lion"], other["compared"]["lion"]
-    (fewer / "compare.json").write_text(json.dumps(other))
-    with refused(FileExistsError, packed, "lion", fewer):
-        pack_comparison(fewer, packed)
-    # Contenders that it has no more are kept as well.
-    continued = shutil.copytree(compared, tmp_path / "continued")
-    del fields["compared"]["lion"]
-    (continued / "compare.json").write_text(json.dumps(fields))
-    pack_comparison(continued, packed)
-    assert by_cell(packed, comparison) == by_cell(compared, comparison)
-    shutil.copy(compared / "compare.json", packed)
-
+def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
+    kept = tmp_path / ".github" / "results" / "tiny" / "which"
+    kept.mkdir(parents=True)
+    for name in ("compare.json", "rows.jsonl"):
+        shutil.copy(compared / name, kept)
     figures = tmp_path / ".github" / "figures"
     figures.mkdir()
     names = ("tiny-which-loss_tokens.png", "other.png")
@@ -436,7 +405,7 @@ def test_a_packed_comparison_is_few_files_of_which_the_pages_figures_are_made(
     assert "other.png MISSING" in found.stdout
     size = (compared / "figures" / "loss_tokens.png").stat().st_size
     assert 0 < (figures / names[0]).stat().st_size < size / 2
-    assert not (packed / "report.md").exists()
+    assert not (kept / "report.md").exists()
 
 
 @pytest.mark.slow
@@ -449,7 +418,7 @@ def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys)
             config["model"]["embed_dim"] = width
         (sizes / name / "compare.json").write_text(json.dumps(fields))
         if name != "unfinished":
-            shutil.copytree(compared / "cells", sizes / name / "cells")
+            shutil.copy(compared / "rows.jsonl", sizes / name)
     cli.main(["report", str(sizes)])
     printed = capsys.readouterr().out
     assert "size unfinished\nleft out: none of its cells is finished yet" in printed
@@ -471,14 +440,11 @@ def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys)
     assert "their baselines differ (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[]", '{"cell": 1}', '{"loss": "x"}'])
-def test_a_damaged_result_is_none(text, copied, comparison):
-    before, result = by_cell(copied, comparison), LION.directory(copied) / "result.json"
-    result.write_text(text)
+@pytest.mark.parametrize("text", ["[]", '{"cell": 1}', '{"loss": "x"}', "{"])
+def test_a_damaged_row_is_none(text, copied, comparison):
+    before = by_cell(copied, comparison)
+    forget(copied, LION, text)
     assert by_cell(copied, comparison) == {c: r for c, r in before.items() if c != LION}
-    result.write_text("{")
-    with refused(ValueError, result):
-        by_cell(copied, comparison)
 
 
 def with_config(comparison, index, **changes):
@@ -505,13 +471,13 @@ def another_version(comparison, workdir):
 
 
 def damaged(comparison, workdir):
-    (workdir / "compare.json").write_text('{"format": 3, "conf')
+    (workdir / "compare.json").write_text('{"format": 4, "conf')
     return comparison
 
 
 def other_tokens(comparison, workdir):
     results = by_cell(workdir, comparison)
-    (LION.directory(workdir) / "result.json").unlink()
+    forget(workdir, LION)
     adamw = results[dataclasses.replace(LION, contender="adamw")]
     write_result(dataclasses.replace(adamw, tokens="0" * 64), workdir)
     return comparison
@@ -537,14 +503,14 @@ def test_a_comparison_that_is_not_complete_is_reported_as_such(compared, compari
     shutil.copy(compared / "compare.json", tmp_path)
     with refused(ValueError, tmp_path):
         write_report(tmp_path)
-    shutil.copytree(LION.directory(compared), LION.directory(tmp_path))
+    write_result(by_cell(compared, comparison)[LION], tmp_path)
     summary = write_report(tmp_path)
     assert summary.num_missing == len(comparison.contenders) * comparison.budget - 1
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
 
 
-def test_one_rate_and_one_seed(compared, tmp_path):
-    shutil.copytree(LION.directory(compared), LION.directory(tmp_path))
+def test_one_rate_and_one_seed(compared, comparison, tmp_path):
+    write_result(by_cell(compared, comparison)[LION], tmp_path)
     fields = json.loads((compared / "compare.json").read_text())
     grid = {"field": "learning_rate", "values": [4e-3], "scanned": [4e-3]}
     changed = {"compared": {"lion": [grid]}, "baseline": "lion", "seeds": [0]}
@@ -611,7 +577,7 @@ def test_a_killed_comparison_continues_its_cell(tmp_path):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert not (cell.directory(killed) / "result.json").exists()
+    assert not (killed / "rows.jsonl").exists()
     subprocess.run([*command, str(killed)], check=True)
     began = began_in(read_journal(cell.directory(killed)))
     assert len({line["step"] for line in began}) == 2  # the second did not begin at step 0

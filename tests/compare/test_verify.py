@@ -11,29 +11,31 @@ from maxmars.config import PythonSourcesConfig, to_dict
 
 
 @pytest.fixture
-def packed(compared, tmp_path, capsys):
-    """A copy of the comparison in few files."""
-    cli.main(["report", str(compared), "--pack", str(tmp_path / "packed")])
-    capsys.readouterr()
-    return tmp_path / "packed"
+def kept(compared, tmp_path):
+    """A copy of what of a comparison is kept."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name in ("compare.json", "rows.jsonl"):
+        shutil.copy(compared / name, kept)
+    return kept
 
 
-def forge(packed, change, contender="lion"):
+def forge(kept, change, contender="lion"):
     """Change the fields of the rows of a contender, or the config that it has in `compare.json`."""
-    path = packed / "cells.jsonl"
+    path = kept / "rows.jsonl"
     rows = list(map(json.loads, path.read_text().splitlines()))
-    fields = json.loads((packed / "compare.json").read_text())
+    fields = json.loads((kept / "compare.json").read_text())
     for row in rows:
         if row["cell"]["contender"] == contender:
             change(row, fields["configs"][contender])
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (packed / "compare.json").write_text(json.dumps(fields))
+    (kept / "compare.json").write_text(json.dumps(fields))
 
 
-def verify(packed, *options, contender="lion"):
+def verify(kept, *options, contender="lion"):
     """The exit code of the command."""
     try:
-        cli.main(["compare", "verify", str(packed), "--contender", contender, *options])
+        cli.main(["compare", "verify", str(kept), "--contender", contender, *options])
     except SystemExit as stop:
         return stop.code
     return 0
@@ -50,37 +52,37 @@ def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_packed_comparison_is_repeated(packed, capsys):
-    assert verify(packed, "--seed", "1") == 0
+def test_a_copy_of_the_rows_is_repeated(kept, capsys):
+    assert verify(kept, "--seed", "1") == 0
     assert "lion, seed 1, 4 steps: confirmed, same digest " in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_first_steps_alone(packed, capsys):
+def test_the_first_steps_alone(kept, capsys):
     def log_fewer(row, config):
         config["log"]["every"] = 2
         row["train_losses"] = [pair for pair in row["train_losses"] if pair[0] != 3]
 
-    assert verify(packed, "--steps", "2") == 0
+    assert verify(kept, "--steps", "2") == 0
     printed = capsys.readouterr().out
     assert "seed 0, 2 steps: equal bit by bit" in printed
     assert "not computed again" in printed
     # The last of them was one of many of the row's run, which did not log it.
-    forge(packed, log_fewer)
-    assert verify(packed, "--steps", "3") == 0
+    forge(kept, log_fewer)
+    assert verify(kept, "--steps", "3") == 0
     assert "seed 0, 3 steps: equal bit by bit" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_first_steps_of_a_run_that_is_shorter_than_its_warmup(packed, capsys):
+def test_the_first_steps_of_a_run_that_is_shorter_than_its_warmup(kept, capsys):
     def warm_up(row, config):
         config["schedule"]["warmup_steps"] = 5
         # Of a rate that hardly grows.
         row["cell"]["setting"] = [["learning_rate", 1e-9]]
         row["train_losses"] = row["train_losses"][:1]
 
-    forge(packed, warm_up)
-    assert verify(packed, "--steps", "1") == 0
+    forge(kept, warm_up)
+    assert verify(kept, "--steps", "1") == 0
     assert "seed 0, 1 steps: equal" in capsys.readouterr().out
 
 
@@ -96,10 +98,10 @@ def test_under_soap_only_whole_runs_are_judged_on_another_machine(
     words = ["compare", str(config), "--optimizers", "soap", "--seeds", "1", "--num-steps", "4"]
     words += ["--learning-rates", "3e-3", "--budget", "1", "--finalists", "1"]
     cli.main([*words, "--workdir", str(workdir)])
-    (path,) = (workdir / "cells").rglob("result.json")
+    path = workdir / "rows.jsonl"
     row = json.loads(path.read_text())
     row["train_losses"] = [(step, loss + 0.1) for step, loss in row["train_losses"]]
-    path.write_text(json.dumps(row))
+    path.write_text(f"{json.dumps(row)}\n")
     assert verify(workdir, contender="soap") == 0
     assert "equal up to rounding (losses differ by at most 1.0e-01)" in capsys.readouterr().out
     assert verify(workdir, "--steps", "2", contender="soap") == 1
@@ -107,13 +109,13 @@ def test_under_soap_only_whole_runs_are_judged_on_another_machine(
 
 
 @pytest.mark.slow
-def test_on_another_mesh_rounding_may_differ(packed, capsys):
+def test_on_another_mesh_rounding_may_differ(kept, capsys):
     def split(row, config):
         config["mesh"]["fsdp"] = 4
         row["environment"] |= {"jax": "0.1", "num_cores": 999}
 
-    forge(packed, split)
-    assert verify(packed) == 0
+    forge(kept, split)
+    assert verify(kept) == 0
     printed = capsys.readouterr().out
     assert "seed 0, 4 steps: confirmed, " in printed
     assert printed.startswith("changed since: jax 0.1 -> ")
@@ -174,21 +176,21 @@ def no_numbers(row, config):
         pytest.param(higher_rate, "4", "a training loss differs by", marks=pytest.mark.slow),
     ],
 )
-def test_a_forged_row_is_refused(change, steps, problem, packed, capsys):
-    forge(packed, change)
-    assert verify(packed, "--steps", steps) == 1
+def test_a_forged_row_is_refused(change, steps, problem, kept, capsys):
+    forge(kept, change)
+    assert verify(kept, "--steps", steps) == 1
     printed = capsys.readouterr().out
     assert "REFUSED, " in printed
     assert problem in printed
 
 
-def test_tokens_of_another_python_are_named(packed, capsys):
+def test_tokens_of_another_python_are_named(kept, capsys):
     def of_python_sources(row, config):
         config["data"] = to_dict(PythonSourcesConfig())
         row["environment"]["python"] = "3.9.1"
 
-    forge(packed, of_python_sources)
-    assert verify(packed) == 1
+    forge(kept, of_python_sources)
+    assert verify(kept) == 1
     assert "They are the sources of Python 3.9.1, and this is" in capsys.readouterr().out
 
 
@@ -212,14 +214,14 @@ def test_own_code_is_kept_and_must_be_the_same(compare_command, tmp_path, capsys
     words += ["--num-steps", "4", "--budget", "1", "--seeds", "1"]
     words += ["--workdir", str(tmp_path / "made")]
     cli.main(words)
-    cli.main(["report", str(tmp_path / "made"), "--pack", str(tmp_path / "packed")])
-    shutil.rmtree(tmp_path / "made")
+    shutil.rmtree(tmp_path / "made" / "cells")
+    (tmp_path / "made").rename(tmp_path / "kept")
     own.write_text(OWN + "# Changed since.\n")
-    assert verify(tmp_path / "packed", contender="adamw") == 0
+    assert verify(tmp_path / "kept", contender="adamw") == 0
     assert "confirmed, same digest" in capsys.readouterr().out
-    (copy,) = (tmp_path / "packed" / "sources").rglob("own.py")
+    (copy,) = (tmp_path / "kept" / "sources").rglob("own.py")
     copy.write_text(OWN.replace("damping)", "2 * damping)"))
-    assert verify(tmp_path / "packed", contender="adamw") == 1
+    assert verify(tmp_path / "kept", contender="adamw") == 1
     assert f"{own} is not the file" in capsys.readouterr().err
 
 
@@ -234,8 +236,8 @@ def test_own_code_is_kept_and_must_be_the_same(compare_command, tmp_path, capsys
         ([], 2, "DIR"),
     ],
 )
-def test_what_cannot_be_repeated(words, code, named, packed, capsys):
+def test_what_cannot_be_repeated(words, code, named, kept, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["compare", "verify", *(w.format(folder=packed) for w in words)])
+        cli.main(["compare", "verify", *(w.format(folder=kept) for w in words)])
     assert stop.value.code == code
-    assert named.format(folder=packed) in capsys.readouterr().err
+    assert named.format(folder=kept) in capsys.readouterr().err
