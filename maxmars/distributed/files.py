@@ -355,8 +355,8 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
 def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
     """The JSON objects in a file of lines, those that have all of `keys`; none without a file.
 
-    Other lines are skipped, and one warning counts them. A last line without an end was being
-    written when the process was killed, and is skipped silently.
+    Other lines are skipped, and a warning counts them, once in a process. A last line without an
+    end was being written when the process was killed, and is skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
     found, damaged = [], []
@@ -369,14 +369,13 @@ def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
         elif line.strip():
             damaged.append(number)
     if damaged:
-        _LOGGER.warning(
-            "%s: %d damaged of %d lines skipped, first line %d",
-            path,
-            len(damaged),
-            len(lines),
-            damaged[0],
-        )
+        _warn_of_damaged(os.fspath(path), len(damaged), damaged[0])
     return found
+
+
+@functools.cache  # a comparison reads its rows again and again
+def _warn_of_damaged(path: str, count: int, first: int) -> None:
+    _LOGGER.warning("%s: damaged lines skipped: %d, the first is line %d", path, count, first)
 
 
 def read_json(path: Workdir) -> Any:
