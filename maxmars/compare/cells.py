@@ -383,7 +383,7 @@ def write_result(result: CellResult, workdir: Path) -> None:
       OSError: it cannot be written, or another process keeps it locked.
     """
     path = workdir / _ROWS
-    # The processes that share a comparison may be on several machines, where appending is no act.
+    # On a network disk two machines that append at the same time write over each other.
     with naming(path), path.open("ab") as held:
         if not try_lock(held, path, _PATIENCE_S):
             raise TimeoutError(f"another process has had the lock for {_PATIENCE_S:g} s")
@@ -491,8 +491,8 @@ def _read_fields(workdir: Path) -> Mapping[str, Any]:
         raise _damaged(workdir)
     if fields.get("format") != _FORMAT:
         raise ValueError(
-            f"{workdir} holds a comparison that another version of maxmars wrote "
-            f"({fields.get('maxmars')}, format {fields.get('format', 1)}; this version writes "
-            f"format {_FORMAT}). Continue it with that version, or choose another --workdir."
+            f"{workdir} holds a comparison of format {fields.get('format', 1)}, and this maxmars "
+            f"has format {_FORMAT}. Choose another --workdir, or continue it with the maxmars that "
+            "wrote it."
         )
     return fields

@@ -488,7 +488,7 @@ def other_tokens(comparison, workdir):
     [
         (another_config, "its adamw differs in gradient_clip_norm (1.0 there, 0.5 here)"),
         (longer_run, "cannot be compared: num_steps is 4 there and 5 here"),
-        (another_version, "holds a comparison that another version of maxmars wrote"),
+        (another_version, "holds a comparison of format 1"),
         (damaged, "compare.json"),
         (other_tokens, "lion and adamw have other tokens with seed 0"),
     ],
