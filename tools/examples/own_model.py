@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token embedding, blocks under `jax.lax.scan`, a norm, and the head `lm_head`."""
 
-    remat_policies = {  # noqa: RUF012
+    remat_policies: ClassVar = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
     }
