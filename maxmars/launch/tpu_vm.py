@@ -278,7 +278,7 @@ class TpuVm:
             raise ValueError(f"no host of {self.name} answered: {problem(done)}")
         return states
 
-    def follow_log(self, seen: int = 0, show: Callable[[str], None] = log) -> tuple[bool, int]:
+    def follow_log(self, seen: int = 0) -> tuple[bool, int]:
         """Show the first host's log, without its first `seen` lines, until its process ends.
 
         Returns:
@@ -298,7 +298,7 @@ class TpuVm:
                 number, tab, text = line.rstrip("\n").partition("\t")
                 if tab and number.isdecimal() and int(number) > seen:
                     seen = int(number)
-                    show(text)
+                    log(text)
         return False, seen
 
 
