@@ -46,12 +46,6 @@ def abstract_module(config: ModelConfig) -> nnx.Module:
     return nnx.eval_shape(lambda: _make_module(config, 0))
 
 
-def remat_policies(config: ModelConfig) -> tuple[str | None, ...]:
-    """The policies of rematerialisation of a model, from the least arithmetic to the least memory;
-    the first, None, keeps everything."""
-    return (None, *getattr(abstract_module(config), "remat_policies", ()))
-
-
 def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
     rngs = nnx.Rngs(jax.random.key(seed))
     if isinstance(config, GPT2Config):
@@ -161,6 +155,12 @@ class Parameters:
             return "attention" if "heads" in axes else "mlp"
 
         return jax.tree.map(part, self.kinds, self.axes)
+
+    @functools.cached_property
+    def remat_policies(self) -> tuple[str | None, ...]:
+        """The policies of rematerialisation of the model, from the least arithmetic to the least
+        memory; the first, None, keeps everything."""
+        return (None, *getattr(abstract_module(self.model), "remat_policies", ()))
 
     @functools.cached_property
     def count(self) -> int:

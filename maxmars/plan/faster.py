@@ -12,10 +12,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MarsConfig, MeshConfig, MuonConfig, TrainConfig
-from maxmars.model.parameters import Parameters, remat_policies
+from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import compile_prepared
 from maxmars.plan.plan import Plan, make_plan
-from maxmars.train.auto import choose_microbatches, with_remat
+from maxmars.train.auto import choose_microbatches, make_estimate, with_remat
 from maxmars.train.step import abstract_train_state
 
 WORTH_NAMING = 0.05
@@ -70,7 +70,7 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     if is_fast and best.exchange is not None and isinstance(optimizer, MarsConfig | MuonConfig):
         optimizer = dataclasses.replace(optimizer, own_over_data=True)
         best = _faster_of(best, dataclasses.replace(best.config, optimizer=optimizer), tried, log)
-    if asked.model.remat != "auto" and len(remat_policies(asked.model)) > 1:
+    if asked.model.remat != "auto" and len(plan.train_step.parameters.remat_policies) > 1:
         config = dataclasses.replace(best.config, num_microbatches=None)
         best = _faster_of(best, with_remat(config, "auto"), tried, log)
     saved = 1 - best.step_seconds / plan.step_seconds
@@ -103,7 +103,8 @@ def _faster_of(
     topology, mesh = best.topology, best.topology.mesh(config)
     try:
         state = abstract_train_state(config, Parameters(config.model, mesh))
-        config = choose_microbatches(config, mesh, state, topology.memory_bytes, lambda _: None)
+        estimate = make_estimate(config, mesh, state)
+        config = choose_microbatches(config, mesh, estimate, topology.memory_bytes, lambda _: None)
         setting = _setting(config, mesh)
         if setting in tried:
             return best

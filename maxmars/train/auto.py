@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax.sharding import Mesh
 
-from maxmars.config import GPT2Config, MeshConfig, ModuleConfig, TrainConfig
+from maxmars.config import GPT2Config, MeshConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
@@ -45,7 +45,7 @@ from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import GPT2
-from maxmars.model.parameters import Parameters, remat_policies
+from maxmars.model.parameters import Parameters
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
@@ -57,6 +57,8 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 _FIRST_FAST_JAXLIB = (0, 11, 2)
 
 Remat = str | None
+Estimate = Callable[[TrainConfig], int]
+"""Bytes that a step needs on one device; see `make_estimate`."""
 POLICIES: tuple[Remat, ...] = (None, *GPT2.remat_policies)
 """GPT-2's policies of rematerialisation, from the least arithmetic to the least memory."""
 
@@ -99,7 +101,7 @@ def prepare(
     """
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
     check_optimizer(config.optimizer, parameters)
-    config, policies = choose_precision(config, mesh, log), remat_policies(config.model)
+    config, policies = choose_precision(config, mesh, log), parameters.remat_policies
 
     def needs(config: TrainConfig) -> Needs:
         return (measure or measured)(make_train_step(config, parameters, types))
@@ -107,10 +109,10 @@ def prepare(
     if max_bytes is not None:
         config = search(config, mesh, policies, needs, max_bytes)
     else:
-        memory = memory_bytes or memory_bytes_of(mesh)
-        config = choose_microbatches(config, mesh, state, memory, log, kept=kept)
+        memory, estimate = memory_bytes or memory_bytes_of(mesh), make_estimate(config, mesh, state)
+        config = choose_microbatches(config, mesh, estimate, memory, log, kept=kept)
         config = choose_remat(
-            config, mesh, state, policies, needs, log, kept=kept, memory_bytes=memory_bytes
+            config, mesh, policies, needs, estimate, log, kept=kept, memory_bytes=memory_bytes
         )
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
@@ -226,19 +228,19 @@ def memory_bytes_of(mesh: Mesh) -> int | None:
 def choose_microbatches(
     config: TrainConfig,
     mesh: Mesh,
-    state: TrainState,
+    estimate: Estimate | None,
     memory_bytes: int | None,
     log: Callable[[str], None],
     *,
     kept: TrainConfig | None = None,
 ) -> TrainConfig:
     """The config with `num_microbatches` chosen, if it is None: the fewest that divide over the
-    mesh and fit in memory by `estimated_bytes`. Where that is not known, the fewest that divide.
+    mesh and fit in memory by the estimate. Where that is not known, the fewest that divide.
 
     Args:
       config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
       mesh: its devices.
-      state: its abstract state.
+      estimate: see `make_estimate`.
       memory_bytes: memory of a device; see `memory_bytes_of`.
       log: gets the choice and its reason, in one line, where it is more than one microbatch.
       kept: what the run had before, whose number stays unless more are needed.
@@ -247,12 +249,10 @@ def choose_microbatches(
         return config
     before = 1 if kept is None else kept.microbatches
     counts = [count for count in _counts(config, mesh) if count >= before]
-    if memory_bytes is None or isinstance(config.model, ModuleConfig):
+    if memory_bytes is None or estimate is None:
         return dataclasses.replace(config, num_microbatches=counts[0])
     usable = int(USABLE * memory_bytes)
-    chosen, needs = fewest_that_fit(
-        config, counts, lambda tried: Needs(estimated_bytes(tried, mesh, state)), usable
-    )
+    chosen, needs = fewest_that_fit(config, counts, lambda c: Needs(estimate(c)), usable)
     if chosen.microbatches > before:
         verdict = "the fewest that fit" if needs.fit(usable) else "of which not even the last fits"
         log(
@@ -315,31 +315,43 @@ def fewest_that_fit(
     return found[1 + bisect.bisect_left(range(1, last), True, key=fits)]
 
 
-def estimated_bytes(config: TrainConfig, mesh: Mesh, state: TrainState) -> int:
-    """Memory that a step of a GPT-2 needs on one device, by arithmetic alone.
+def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimate | None:
+    """How much memory a step needs on one device, by arithmetic alone, for any microbatches and
+    policy of this config; None for a module of the user's own, of which nothing is known.
 
     These are the state and the gradients, exactly; what each layer keeps of a token for the
     backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
     programs for TPUs (see plan/README.md). `remat=auto` counts as `full`, the least memory, and on
     CPUs as None, which it takes there.
+
+    Args:
+      config: what to train; `model.compute_dtype` is chosen.
+      mesh: its devices.
+      state: its abstract state.
     """
     model, platform = config.model, mesh.devices.flat[0].platform
-    assert isinstance(model, GPT2Config)
-    remat = None if model.remat == "auto" and platform == "cpu" else model.remat
-    gradients = sharding.bytes_on_chip(state.params) * (2 if config.microbatches > 1 else 1)
+    if not isinstance(model, GPT2Config):
+        return None
+    shards, tensor = sharding.batch_shards(mesh), mesh.shape["tensor"]
+    held, params = (sharding.bytes_on_chip(tree) for tree in (state, state.params))
     itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
-    tokens = config.microbatch_size // sharding.batch_shards(mesh) * model.max_seq_len
-    vector = tokens * model.embed_dim * itemsize // mesh.shape["tensor"]
-    # Logits in float32 and probabilities of one layer, of each head with every earlier token.
-    plain = choose_attention(model, platform).implementation == "plain"
-    square = plain * tokens * model.max_seq_len * model.num_heads * (4 + itemsize)
-    square //= mesh.shape["tensor"]
-    kept = model.num_layers * (_VECTORS_KEPT[remat] * vector + (remat is None) * square)
-    if model.residual_dtype is not None and itemsize < 4:  # each block's input is twice as wide
-        kept += model.num_layers * vector
+    is_plain = choose_attention(model, platform).implementation == "plain"
     table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
-    working = _VECTORS_AT_WORK * vector + 2 * square + table
-    return sharding.bytes_on_chip(state) + gradients + kept + working
+
+    def estimate(config: TrainConfig) -> int:
+        remat = config.model.remat
+        remat = None if remat == "auto" and platform == "cpu" else remat
+        gradients = params * (2 if config.microbatches > 1 else 1)
+        tokens = config.microbatch_size // shards * model.max_seq_len
+        vector = tokens * model.embed_dim * itemsize // tensor
+        # Logits in float32 and probabilities of one layer, of each head with every earlier token.
+        square = is_plain * tokens * model.max_seq_len * model.num_heads * (4 + itemsize) // tensor
+        kept = model.num_layers * (_VECTORS_KEPT[remat] * vector + (remat is None) * square)
+        if model.residual_dtype is not None and itemsize < 4:  # each block's input is twice as wide
+            kept += model.num_layers * vector
+        return held + gradients + kept + _VECTORS_AT_WORK * vector + 2 * square + table
+
+    return estimate
 
 
 def slow_network_warning(
@@ -381,9 +393,9 @@ def gathered_bytes(config: TrainConfig, parameters: Parameters) -> int:
 def choose_remat(
     config: TrainConfig,
     mesh: Mesh,
-    state: TrainState,
     policies: Sequence[Remat],
     measure: Callable[[TrainConfig], Needs],
+    estimate: Estimate | None,
     log: Callable[[str], None],
     *,
     kept: TrainConfig | None = None,
@@ -396,9 +408,9 @@ def choose_remat(
     Args:
       config: what to train; it fits the mesh.
       mesh: its devices.
-      state: its abstract state.
-      policies: of its model; see `remat_policies`.
+      policies: of its model; see `Parameters.remat_policies`.
       measure: what the step of a config needs; it compiles.
+      estimate: see `make_estimate`.
       log: gets the choice and its reason, in one line.
       kept: what the run had before, whose policy stays unless one of less memory is needed.
       memory_bytes: memory of a device that programs may use; None asks the device.
@@ -422,7 +434,8 @@ def choose_remat(
         return needs
 
     policies = policies[policies.index(before) :]
-    policies = possible_policies(config, mesh, state, usable, policies)
+    if estimate is not None:
+        policies = possible_policies(config, estimate, usable, policies)
     remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
     problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
     usable_gb = f"{usable / 1e9:.2f} GB of a device may be taken"
@@ -437,25 +450,15 @@ def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
 
 
 def possible_policies(
-    config: TrainConfig,
-    mesh: Mesh,
-    state: TrainState,
-    usable_bytes: int,
-    policies: Sequence[Remat],
+    config: TrainConfig, estimate: Estimate, usable_bytes: int, policies: Sequence[Remat]
 ) -> Sequence[Remat]:
     """Those of the policies whose steps are worth compiling; the last one always is.
 
-    The others do not fit even if `estimated_bytes` is 1.7 times too high; 1.5 times what the
-    compiler for TPUs took is the most that was seen. Of a module of the user's own nothing is
-    estimated.
+    The others do not fit even if the estimate is 1.7 times too high; 1.5 times what the compiler
+    for TPUs took is the most that was seen.
     """
-    if isinstance(config.model, ModuleConfig):
-        return policies
-
-    def is_possible(remat: Remat) -> bool:
-        return estimated_bytes(with_remat(config, remat), mesh, state) <= 1.7 * usable_bytes
-
-    return [*filter(is_possible, policies[:-1]), policies[-1]]
+    possible = [p for p in policies if estimate(with_remat(config, p)) <= 1.7 * usable_bytes]
+    return [*(p for p in possible if p != policies[-1]), policies[-1]]
 
 
 class Needs(NamedTuple):

@@ -26,9 +26,9 @@ from maxmars.train.auto import (
     check_memory,
     choose_microbatches,
     choose_precision,
-    estimated_bytes,
     fastest_dtype,
     fewest_that_fit,
+    make_estimate,
     peak_bytes,
     prepare,
     search,
@@ -284,20 +284,22 @@ UNSET = tiny_config(num_microbatches=None, global_batch_size=480, mesh=MeshConfi
 def test_the_fewest_microbatches_that_fit():
     mesh, logged = make_mesh(UNSET.mesh), []
     state = abstract_train_state(UNSET, Parameters(UNSET.model, mesh))
+    estimate = make_estimate(UNSET, mesh, state)
+    assert estimate is not None
     needs = {
-        count: estimated_bytes(dataclasses.replace(UNSET, num_microbatches=count), mesh, state)
+        count: estimate(dataclasses.replace(UNSET, num_microbatches=count))
         for count in (1, 2, 3, 60)
     }
     assert needs[1] > needs[2] > needs[3] > needs[60]
     for count in (1, 3, 60):
         memory = int(needs[count] / USABLE) + 1
-        chosen = choose_microbatches(UNSET, mesh, state, memory, logged.append)
+        chosen = choose_microbatches(UNSET, mesh, estimate, memory, logged.append)
         assert chosen == dataclasses.replace(UNSET, num_microbatches=count)
     assert [line.split(":")[0] for line in logged] == [
         "num_microbatches=3, the fewest that fit",
         "num_microbatches=60, the fewest that fit",
     ]
-    assert choose_microbatches(UNSET, mesh, state, 1000, logged.append).num_microbatches == 60
+    assert choose_microbatches(UNSET, mesh, estimate, 1000, logged.append).num_microbatches == 60
     assert "not even the last fits" in logged[-1]
 
 
@@ -339,9 +341,10 @@ def test_a_policy_that_recomputes_less_is_preferred_whatever_its_microbatch():
 def test_where_no_estimate_can_be_made_the_fewest_that_divide():
     mesh = make_mesh(UNSET.mesh)
     state = abstract_train_state(UNSET, Parameters(UNSET.model, mesh))
-    assert choose_microbatches(UNSET, mesh, state, None, pytest.fail).num_microbatches == 1
+    estimate = make_estimate(UNSET, mesh, state)
+    assert choose_microbatches(UNSET, mesh, estimate, None, pytest.fail).num_microbatches == 1
     given = dataclasses.replace(UNSET, num_microbatches=4)
-    assert choose_microbatches(given, mesh, state, 1000, pytest.fail) is given
+    assert choose_microbatches(given, mesh, estimate, 1000, pytest.fail) is given
 
 
 @pytest.mark.slow
@@ -352,7 +355,9 @@ def test_the_estimate_follows_the_compiled_program(remat):
     mesh = make_mesh(config.mesh)
     step = make_train_step(config, Parameters(config.model, mesh))
     peak = peak_bytes(step.lower().compile(), tpu=False)
-    assert 0.4 < estimated_bytes(config, mesh, step.abstract_state) / peak < 2.5
+    estimate = make_estimate(config, mesh, step.abstract_state)
+    assert estimate is not None
+    assert 0.4 < estimate(config) / peak < 2.5
 
 
 def test_a_slow_mesh_is_warned_of():
