@@ -159,7 +159,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             raise ValueError(
                 f"{len(wrong)} arrays of parameters are not finite after step {step}, first "
                 f"{wrong[0]}: nothing is saved, and the last checkpoint stays. Continue with a "
-                "lower optimizer.learning_rate (name it in --resume-overrides)."
+                "lower optimizer.learning_rate (name it in --resume-overrides); an optimizer that "
+                "divides by the rate needs --schedule.warmup-steps 0, as a warm-up begins with 0."
             )
         meta = _make_meta(
             step,

@@ -46,7 +46,7 @@ from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.parameters import Parameters
-from maxmars.train.optimizer import check_optimizer
+from maxmars.train.optimizer import check_optimizer, follows_rate
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
@@ -101,6 +101,11 @@ def prepare(
     """
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
     check_optimizer(config.optimizer, parameters)
+    if not follows_rate(config.optimizer, parameters):
+        log(
+            "the optimizer leaves optimizer.learning_rate and the schedule aside, so its own rate "
+            "is not known: there is no metric train/learning_rate"
+        )
     config, policies = choose_precision(config, mesh, log), parameters.remat_policies
 
     def needs(config: TrainConfig) -> Needs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.extend.core import Literal
 from jaxtyping import Num
 
 from maxmars.checkpoint.digest import leaf_types
@@ -206,19 +208,9 @@ def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
         return
     whose = f"the optimizer of optimizer.make={optimizer.make!r}"
     params = parameters.abstract
-
-    def init(params: Any) -> Any:
-        return make_optimizer(optimizer, parameters, optimizer.learning_rate).init(params)
-
-    def update(learning_rate: jax.Array, state: Any, params: Any) -> Any:
-        tx = make_optimizer(optimizer, parameters, learning_rate)
-        return tx.update(params, state, params)
-
-    before = jax.eval_shape(init, params)
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    update, (rate, before) = _own_update(optimizer, parameters)
     try:
-        rate = jax.ShapeDtypeStruct((), dtype)
-        updates, after = jax.eval_shape(update, rate, before, params)
+        updates, after = jax.eval_shape(update, rate, before)
     except TypeError as error:
         if " missing " not in str(error):
             raise
@@ -241,6 +233,38 @@ def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
             "would follow no schedule; give inject_hyperparams static_args='learning_rate', or "
             "leave it out."
         )
+
+
+def follows_rate(optimizer: OptimizerConfig, parameters: Parameters) -> bool:
+    """Whether the updates or the state depend on the learning rate that the run hands in: a user's
+    own optimizer may leave it aside for a schedule of its own."""
+    if not isinstance(optimizer, OptaxConfig):
+        return True
+    update, (rate, state) = _own_update(optimizer, parameters)
+    program = jax.make_jaxpr(update)(rate, state).jaxpr
+    reached = {program.invars[0]}
+    for operation in program.eqns:
+        if any(not isinstance(v, Literal) and v in reached for v in operation.invars):
+            reached.update(operation.outvars)
+    return any(not isinstance(v, Literal) and v in reached for v in program.outvars)
+
+
+def _own_update(
+    optimizer: OptaxConfig, parameters: Parameters
+) -> tuple[Callable[[Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
+    """A function from a rate and a state to the updates and the next state, for gradients that are
+    the parameters; and its arguments as shapes."""
+    params = parameters.abstract
+
+    def init(params: Any) -> Any:
+        return make_optimizer(optimizer, parameters, optimizer.learning_rate).init(params)
+
+    def update(rate: Any, state: Any) -> tuple[Any, Any]:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        return make_optimizer(optimizer, parameters, rate).update(zeros, state, zeros)
+
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    return update, (jax.ShapeDtypeStruct((), dtype), jax.eval_shape(init, params))
 
 
 def _check_state(whose: str, before: Any, after: Any) -> None:

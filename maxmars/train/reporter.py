@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxmars.checkpoint.digest import digest_and_finite
 from maxmars.config.chips import peak_flops
 from maxmars.config.numbers import short
 from maxmars.data.tokenizer import Tokenizer, load
@@ -160,13 +161,23 @@ class StepReporter:
             return
         run.writer.write(step, values)
         last = run.checkpointer.latest_step()
+        way_out = (
+            "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
+            "them in --resume-overrides)"
+        )
+        if all(digest_and_finite(run.state.params)[1].values()):
+            way_out += ", or without such steps by --guard.max-consecutive-skips 10"
+        else:
+            way_out = (
+                "The parameters are not finite since an earlier update, though its gradient was. "
+                f"{way_out}; an optimizer that divides by the rate needs --schedule.warmup-steps "
+                "0, as a warm-up begins with a rate of 0"
+            )
         raise DivergedError(
             text,
             f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
             f"allows. The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
-            "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
-            "them in --resume-overrides), or without such steps by "
-            "--guard.max-consecutive-skips 10.",
+            f"{way_out}.",
         )
 
     def _examples(self, step: int, found: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,12 @@ from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import checked_compiler_options
-from maxmars.train.optimizer import make_optimizer, make_schedule, opt_state_shardings
+from maxmars.train.optimizer import (
+    follows_rate,
+    make_optimizer,
+    make_schedule,
+    opt_state_shardings,
+)
 
 Metrics = dict[str, jax.Array]
 
@@ -216,7 +221,8 @@ class TrainStep:
         Returns:
           The new state, and these metrics, each a scalar unless it says otherwise:
 
-          * `train/loss` in nats a token; `train/learning_rate`;
+          * `train/loss` in nats a token; `train/learning_rate`, unless the optimizer is a user's
+            own that leaves it aside;
           * `train/grad_norm` before the clip, and with a clip `train/grad_clipped`: whether the
             clip was active;
           * `train/skipped` and `train/consecutive_skips`: steps whose update was not applied;
@@ -359,12 +365,13 @@ def _step(
     metrics = {
         "train/loss": loss,
         "train/grad_norm": gradients.norm,
-        "train/learning_rate": learning_rate,
         "train/skipped": guard.num_skipped,
         "train/consecutive_skips": guard.consecutive_skips,
         "train/finite": finite,
         **_update_metrics(parts, state.params, of_updates, written.opt_state),
     }
+    if follows_rate(config.optimizer, parameters):
+        metrics["train/learning_rate"] = learning_rate
     if config.log.norms:
         # One array rather than twelve scalars: each output of the step costs the host time.
         squares = [[of[part] for part in PARTS] for of in (of_gradients, of_params, of_updates)]

@@ -107,6 +107,12 @@ def searching(learning_rate, **options):
 def schedule_free(learning_rate, **options):
     return optax.contrib.schedule_free_adamw(learning_rate)
 
+def scheduled(learning_rate):
+    return optax.adam(optax.linear_schedule(1e-2, 1e-3, 10))
+
+def prodigy(learning_rate):
+    return optax.contrib.prodigy(learning_rate)
+
 def accumulating(learning_rate, **options):
     return optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation()
 
@@ -268,6 +274,35 @@ def test_wrong_functions_are_refused_before_anything_is_written(
 def test_what_is_allowed_is_none_of_these(source, make):
     own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
     check_optimizer(own, Parameters(MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1])))
+
+
+def test_a_rate_that_the_optimizer_leaves_aside_is_no_metric(tmp_path, source):
+    def trained(make):
+        optimizer = OptaxConfig(make=f"{source}:{make}", learning_rate=1e-3)
+        config = short_config(tmp_path / "tokens", num_steps=1, optimizer=optimizer)
+        train(config, tmp_path / make)
+        return (tmp_path / make / "metrics.jsonl").read_text()
+
+    assert "train/learning_rate" not in trained("scheduled")
+    assert "train/learning_rate" in trained("plain")
+
+
+@pytest.mark.parametrize("save_every", [1, None])
+def test_what_a_rate_of_zero_makes_not_finite_is_told_apart(tmp_path, source, save_every):
+    """Prodigy divides by sums that are zero after a step at the rate 0, where a warm-up begins."""
+
+    def config(warmup):
+        return short_config(
+            tmp_path / "tokens",
+            num_steps=3,
+            optimizer=OptaxConfig(make=f"{source}:prodigy", learning_rate=1.0),
+            schedule=ScheduleConfig(warmup_steps=warmup),
+            checkpoint=CheckpointConfig(every=save_every),
+        )
+
+    with refused(ValueError, "--schedule.warmup-steps 0", "not finite"):
+        train(config(warmup=2), tmp_path / "from_zero")
+    assert np.isfinite(train(config(warmup=0), tmp_path / "run").eval_loss)
 
 
 @pytest.mark.slow
