@@ -157,19 +157,23 @@ class GuardConfig(CheckedConfig):
     loss_spike_threshold: Positive[float] | None = None
     """Also skip a step whose loss exceeds the running mean by this many running standard
     deviations; None never does."""
+    grad_norm_spike_threshold: Positive[float] | None = None
+    """The same of the norm of the gradient before the clip."""
     history: Count[int] = 100
-    """Number of steps in the running mean and deviation; before that many, no loss is a spike."""
+    """Number of steps in the running mean and deviation; before that many, nothing is a spike."""
     max_consecutive_skips: CountOrZero[int] = 0
     """The run stops with an error when it has skipped more consecutive steps than this; 0 stops it
     at the first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.loss_spike_threshold is None or self.max_consecutive_skips > 0,
-            f"guard.loss_spike_threshold={self.loss_spike_threshold} skips steps, but "
-            "guard.max_consecutive_skips=0 stops the run at the first; allow 10, for example.",
-        )
+        for name in ("loss_spike_threshold", "grad_norm_spike_threshold"):
+            value = getattr(self, name)
+            require(
+                value is None or self.max_consecutive_skips > 0,
+                f"guard.{name}={value} skips steps, but guard.max_consecutive_skips=0 stops the "
+                "run at the first; allow 10, for example.",
+            )
 
 
 CompilerOptions = Annotated[

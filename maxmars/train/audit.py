@@ -56,7 +56,7 @@ from maxmars.train.journal import (
 )
 from maxmars.train.metrics import read_metrics
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
-from maxmars.train.step import init_train_state, make_hyperparams
+from maxmars.train.step import abstract_saved_state, continued_state, init_train_state
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -424,10 +424,10 @@ def _digest_after(
     config = train_step.config
     position = 0
     if first:
-        loaded = load(directory, train_step.abstract_state, first)
+        stored = abstract_saved_state(train_step, read(directory, first).run_config())
+        loaded = load(directory, stored, first)
         position = loaded.checkpoint.data_position
-        hyperparams = make_hyperparams(config, parameters)
-        state = dataclasses.replace(loaded.state, hyperparams=hyperparams)
+        state = continued_state(train_step, loaded.state)
     else:
         state = init_train_state(config, parameters)
     batches = TrainBatches(tokens, config, mesh, position=position)

@@ -24,6 +24,7 @@ from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
 from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
+from maxmars.train.step import SKIP_REASONS
 
 _EXCERPT_CHARACTERS = 200
 _EXPLANATION = (
@@ -82,7 +83,7 @@ class StepReporter:
         if "train/grad_clipped" in metrics:
             self._clipped.append(metrics.pop("train/grad_clipped"))
         consecutive_skips = metrics.pop("train/consecutive_skips").item()  # waits for the step
-        finite = metrics.pop("train/finite")
+        reason = metrics.pop("train/skip_reason")
         self.is_skipping = consecutive_skips > 0
         self._steps += 1
         due = step == 1 or step % run.config.log.every == 0 or step == num_steps
@@ -90,8 +91,7 @@ class StepReporter:
             return
         values = self._numbers(metrics)
         if consecutive_skips:
-            reason = "a spike of the loss" if finite.item() else "not finite"
-            self._skipped(step, values, consecutive_skips, reason)
+            self._skipped(step, values, consecutive_skips, SKIP_REASONS[reason.item()])
         values |= self._rates(step)
         run.writer.write(step, values)
         line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"

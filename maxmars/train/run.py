@@ -77,9 +77,10 @@ from maxmars.train.resume import (
 from maxmars.train.step import (
     TrainState,
     TrainStep,
+    abstract_saved_state,
     abstract_train_state,
+    continued_state,
     init_train_state,
-    make_hyperparams,
 )
 from maxmars.train.trackers import check_trackers, open_trackers
 
@@ -373,16 +374,16 @@ def restore(
     Raises:
       ValueError: no checkpoint is sound.
     """
-    config, initial, parameters = checked.config, checked.initial, checked.train_step.parameters
+    train_step, initial = checked.train_step, checked.initial
     step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
-        if checkpointer.latest_step() is not None:
-            restored = checkpointer.restore(checked.train_step.abstract_state)
+        if checked.saved is not None:
+            stored = abstract_saved_state(train_step, checked.saved.run_config())
+            restored = checkpointer.restore(stored)
             saved = restored.checkpoint
             step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
-            hyperparams = make_hyperparams(config, parameters)  # the config's may have changed
-            state = dataclasses.replace(restored.state, hyperparams=hyperparams)
+            state = continued_state(train_step, restored.state)
         elif initial is not None:
             taken = (
                 "weights and optimizer state" if initial.origin["optimizer_state"] else "weights"
@@ -390,7 +391,7 @@ def restore(
             log(f"starting from the {taken} of {initial.origin['weights']}")
             state = initial.state
         else:
-            state = init_train_state(config, parameters)
+            state = init_train_state(checked.config, train_step.parameters)
         found = combine(digest(state)) if saved is None else saved.digest
     return Start(
         state=state,

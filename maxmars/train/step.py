@@ -38,6 +38,21 @@ from maxmars.train.optimizer import (
 Metrics = dict[str, jax.Array]
 
 
+SKIP_REASONS = ("", "not finite", "a spike of the loss", "a spike of the gradient norm")
+"""Why a step is skipped, by `train/skip_reason`; the first is that of a step which is not."""
+
+
+class Running(NamedTuple):
+    """A running mean and variance, which weigh the last `guard.history` numbers most."""
+
+    count: Any
+    """Finite numbers seen, int32 []."""
+    mean: Any
+    """float32 []."""
+    variance: Any
+    """float32 []."""
+
+
 class Guard(NamedTuple):
     """What the guard remembers of earlier steps; see `check_step`."""
 
@@ -51,6 +66,8 @@ class Guard(NamedTuple):
     """Running mean of the loss, float32 []."""
     loss_variance: Any
     """Running variance of the loss, float32 []."""
+    norms: Running | None = None
+    """Of the norm of the gradient; None where no threshold of it is set."""
 
 
 @jax.tree_util.register_dataclass
@@ -128,6 +145,26 @@ def init_train_state(
     return TrainState(**given, **created)
 
 
+def abstract_saved_state(train_step: TrainStep, saved: TrainConfig) -> TrainState:
+    """The state of the step as a run with the config `saved` stored it, for `continued_state`."""
+    if saved.guard == train_step.config.guard:
+        return train_step.abstract_state
+    config = dataclasses.replace(train_step.config, guard=saved.guard)
+    return abstract_train_state(config, train_step.parameters)
+
+
+def continued_state(train_step: TrainStep, state: TrainState) -> TrainState:
+    """A state from a checkpoint as the step goes on with it: at the config's learning rate, and
+    with a guard that watches what the config asks for."""
+    config, parameters = train_step.config, train_step.parameters
+    fields = vars(state) | {"hyperparams": make_hyperparams(config, parameters)}
+    if _watches_norms(config) == (state.guard.norms is not None):
+        return TrainState(**fields)
+    guard = fields.pop("guard")
+    new = init_train_state(config, parameters, fields).guard
+    return TrainState(**fields, guard=guard._replace(norms=new.norms))
+
+
 def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:
     """A `jax.jit` function from a seed (uint32) and `make_hyperparams` to the fields of a new
     state, by name.
@@ -163,7 +200,14 @@ def _initial_state(
         # does not use it. At zeros a model's gradient may not be finite.
         prev_params=params if _is_exact(config) else None,
         hyperparams=hyperparams,
-        guard=Guard(zero, zero, zero, zero_loss, zero_loss),
+        guard=Guard(
+            num_skipped=zero,
+            consecutive_skips=zero,
+            num_losses=zero,
+            loss_mean=zero_loss,
+            loss_variance=zero_loss,
+            norms=Running(zero, zero_loss, zero_loss) if _watches_norms(config) else None,
+        ),
     )
 
 
@@ -178,6 +222,10 @@ def _optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     tokens = config.tokens_per_step
     return make_optimizer(config.optimizer, parameters, learning_rate, batch_tokens=tokens)
+
+
+def _watches_norms(config: TrainConfig) -> bool:
+    return config.guard.grad_norm_spike_threshold is not None
 
 
 def _is_exact(config: TrainConfig) -> bool:
@@ -226,7 +274,7 @@ class TrainStep:
           * `train/grad_norm` before the clip, and with a clip `train/grad_clipped`: whether the
             clip was active;
           * `train/skipped` and `train/consecutive_skips`: steps whose update was not applied;
-          * `train/finite`: whether the loss and every gradient of the update are;
+          * `train/skip_reason`: why it was not, the index of one of `SKIP_REASONS`;
           * `train/update_rms/KIND` for linear, embedding and vector; 0 where the update was not
             applied;
           * `train/clip_fraction` of optimizers that clip each matrix, and
@@ -329,7 +377,8 @@ def _step(
             config, config.optimizer, loss_of, parameters.shardings, state, batch
         )
         norms.append(norm)
-    finite, apply, guard = check_step(config.guard, state.guard, loss, norms)
+    reason, guard = check_step(config.guard, state.guard, loss, norms)
+    apply = reason == 0
     of_gradients = {
         part: config.gradient_multiplier**2 * square
         for part, square in squared_norms(parts, gradients.unscaled).items()
@@ -367,7 +416,7 @@ def _step(
         "train/grad_norm": gradients.norm,
         "train/skipped": guard.num_skipped,
         "train/consecutive_skips": guard.consecutive_skips,
-        "train/finite": finite,
+        "train/skip_reason": reason,
         **_update_metrics(parts, state.params, of_updates, written.opt_state),
     }
     if follows_rate(config.optimizer, parameters):
@@ -529,43 +578,62 @@ def _sampled_gradients(
 
 def check_step(
     config: GuardConfig, guard: Guard, loss: jax.Array, grad_norms: list[jax.Array]
-) -> tuple[jax.Array, jax.Array, Guard]:
-    """Whether a step is finite, whether to apply its update, and the guard after the step.
+) -> tuple[jax.Array, Guard]:
+    """Why a step is to be skipped, and the guard after the step.
 
-    A step is skipped if its loss or a gradient is not finite, or if its loss is a spike: above the
-    running mean by `loss_spike_threshold` running standard deviations. Mean and variance weigh the
-    last `history` losses most. A spike enters them cut off at the threshold, so that a loss that
-    stays high raises the threshold until it passes.
+    A step is skipped if its loss or a gradient is not finite, or if its loss, or the norm of its
+    gradient, is a spike: above the running mean by that threshold's running standard deviations. A
+    spike enters mean and variance cut off at the threshold, so that a loss that stays high raises
+    the threshold until it passes.
 
     Args:
-      config: the threshold and the history.
-      guard: the guard before the step.
+      config: the thresholds and the history.
+      guard: the guard before the step; it has statistics of norms if these have a threshold.
       loss: the step's loss, [].
-      grad_norms: norms of the gradients that the update is made of, each [].
+      grad_norms: norms of the gradients that the update is made of, each []; the first is watched.
+
+    Returns:
+      An index of `SKIP_REASONS`, int32 [], 0 for a step that is not skipped; and the guard.
     """
     finite = jnp.isfinite(loss)
     for norm in grad_norms:
         finite &= jnp.isfinite(norm)
-    loss = loss.astype(jnp.float32)
-    spike = jnp.zeros([], bool)
-    if config.loss_spike_threshold is not None:
-        limit = guard.loss_mean + config.loss_spike_threshold * jnp.sqrt(guard.loss_variance)
-        spike = (loss > limit) & (guard.num_losses >= config.history)
-        loss = jnp.where(spike, limit, loss)
-    apply = finite & ~spike
-    weight = 1 / jnp.minimum(guard.num_losses + 1, config.history).astype(jnp.float32)
-    change = loss - guard.loss_mean
+    losses = Running(guard.num_losses, guard.loss_mean, guard.loss_variance)
+    losses, loss_spikes = _seen(losses, loss, config.loss_spike_threshold, config.history)
     seen = guard._replace(
-        num_losses=guard.num_losses + 1,
-        loss_mean=guard.loss_mean + weight * change,
-        loss_variance=(1 - weight) * (guard.loss_variance + weight * change**2),
+        num_losses=losses.count, loss_mean=losses.mean, loss_variance=losses.variance
     )
+    reason = jnp.where(loss_spikes, 2, 0)
+    if guard.norms is not None:
+        threshold = config.grad_norm_spike_threshold
+        norms, norm_spikes = _seen(guard.norms, grad_norms[0], threshold, config.history)
+        seen = seen._replace(norms=norms)
+        reason = jnp.where(norm_spikes & ~loss_spikes, 3, reason)
+    reason = jnp.where(finite, reason, 1).astype(jnp.int32)
     guard = jax.tree.map(lambda new, old: jnp.where(finite, new, old), seen, guard)
     guard = guard._replace(
-        num_skipped=guard.num_skipped + ~apply,
-        consecutive_skips=jnp.where(apply, 0, guard.consecutive_skips + 1),
+        num_skipped=guard.num_skipped + (reason > 0),
+        consecutive_skips=jnp.where(reason > 0, guard.consecutive_skips + 1, 0),
     )
-    return finite, apply, guard
+    return reason, guard
+
+
+def _seen(
+    running: Running, value: jax.Array, threshold: float | None, history: int
+) -> tuple[Running, jax.Array]:
+    """The statistics with another number, and whether that number is a spike."""
+    value, spike = value.astype(jnp.float32), jnp.zeros([], bool)
+    if threshold is not None:
+        limit = running.mean + threshold * jnp.sqrt(running.variance)
+        spike = (value > limit) & (running.count >= history)
+        value = jnp.where(spike, limit, value)
+    weight = 1 / jnp.minimum(running.count + 1, history).astype(jnp.float32)
+    change = value - running.mean
+    return Running(
+        count=running.count + 1,
+        mean=running.mean + weight * change,
+        variance=(1 - weight) * (running.variance + weight * change**2),
+    ), spike
 
 
 # --- norms ---------------------------------------------------------------------------------------

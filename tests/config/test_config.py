@@ -123,6 +123,7 @@ REFUSED = [
     (lambda: GuardConfig(loss_spike_threshold=0.0), "loss_spike_threshold=0.0"),
     (lambda: GuardConfig(max_consecutive_skips=-1), "max_consecutive_skips=-1"),
     (lambda: GuardConfig(loss_spike_threshold=5.0), "max_consecutive_skips=0"),
+    (lambda: GuardConfig(grad_norm_spike_threshold=5.0), "max_consecutive_skips=0"),
     (lambda: EvalConfig(num_windows=0), "num_windows=0"),
     (lambda: CheckpointConfig(keep_last=0), "keep_last=0"),
     (lambda: CheckpointConfig(every_minutes=0.0), "every_minutes=0.0"),

@@ -10,10 +10,12 @@ import tiny
 from refusals import refused
 from tiny import ADAMW, MODEL
 
+from maxmars.checkpoint import read
 from maxmars.cli import main
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
+    GuardConfig,
     MeshConfig,
     OptaxConfig,
     ScheduleConfig,
@@ -316,6 +318,10 @@ CHANGES = {
         ["optimizer.learning_rate"],
     ),
     "schedule": ({"schedule": ScheduleConfig(warmup_steps=0, decay_steps=8)}, []),
+    "guard": (
+        {"guard": GuardConfig(grad_norm_spike_threshold=9.0, max_consecutive_skips=9)},
+        ["guard"],
+    ),
 }
 
 
@@ -333,6 +339,22 @@ def test_steps_after_a_change_on_purpose_are_replayed_with_the_config_that_made_
         line.startswith("at step 6: ") and all(name in line for name in overrides)
         for line in found.config_changes
     )
+
+
+@pytest.mark.slow
+def test_norms_are_watched_from_a_checkpoint_on_and_no_longer_from_another(copied):
+    """The checkpoints have statistics of norms, or have none; the updates are the same."""
+    config, (changes, overrides) = config_of(copied.parent), CHANGES["guard"]
+    undisturbed = copied.parent / "undisturbed"
+    shutil.copytree(copied, undisturbed)
+    train(dataclasses.replace(config, num_steps=8, **changes), copied, resume_overrides=overrides)
+    before, after = (set(read(copied / "checkpoints", step).types) for step in (6, 8))
+    assert {name.split("/")[0] for name in before ^ after} == {"guard"}
+    longer = dataclasses.replace(config, num_steps=10)
+    train(longer, copied, resume_overrides=overrides)
+    train(longer, undisturbed)
+    assert read(copied / "checkpoints").digest == read(undisturbed / "checkpoints").digest
+    assert check(copied, replay=2).problems == []
 
 
 @pytest.mark.slow

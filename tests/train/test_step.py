@@ -26,7 +26,9 @@ from maxmars.config import (
 from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
 from maxmars.train.step import (
+    SKIP_REASONS,
     Guard,
+    Running,
     TrainState,
     abstract_train_state,
     check_step,
@@ -485,14 +487,14 @@ def test_every_gradient_that_the_update_is_made_of_is_guarded(tmp_path, name):
     step, state = make_train_step(config, parameters), init_train_state(config, parameters)
     tokens = np.zeros((1, 16, 5), np.int32)
     state, history = run(config, [tokens] * 3, step, state)
-    assert all(m["train/finite"] and m["train/skipped"] == 0 for m in history)
+    assert all(m["train/skip_reason"] == m["train/skipped"] == 0 for m in history)
     if name == "exact":
         zeros = jax.tree.map(jnp.zeros_like, state.prev_params)
         state = dataclasses.replace(state, prev_params=zeros)
     before = jax.device_get((state.params, state.opt_state))
     state, (metrics,) = run(config, [tokens], step, state)  # the first in which Sophia samples
     assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
-    assert not metrics["train/finite"]
+    assert SKIP_REASONS[metrics["train/skip_reason"]] == "not finite"
     assert metrics["train/skipped"] == 1
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
@@ -530,8 +532,9 @@ NEW_GUARD = Guard(
 )
 
 
-def spikes(threshold, history=100):
-    return GuardConfig(loss_spike_threshold=threshold, history=history, max_consecutive_skips=10)
+def spikes(threshold, history=100, of="loss"):
+    thresholds = {f"{of}_spike_threshold": threshold}
+    return GuardConfig(**thresholds, history=history, max_consecutive_skips=10)
 
 
 def run_guard(config, losses, norms=None):
@@ -539,12 +542,15 @@ def run_guard(config, losses, norms=None):
 
     def step(guard, loss_and_norm):
         loss, norm = loss_and_norm
-        _, applied, guard = check_step(config, guard, loss, [norm])
-        return guard, applied
+        reason, guard = check_step(config, guard, loss, [norm])
+        return guard, reason == 0
 
     norms = np.ones(len(losses)) if norms is None else norms
     series = (jnp.float32(losses), jnp.float32(norms))
-    guard, applied = jax.lax.scan(step, NEW_GUARD, series)
+    guard = NEW_GUARD
+    if config.grad_norm_spike_threshold is not None:
+        guard = guard._replace(norms=Running(jnp.int32(0), jnp.float32(0), jnp.float32(0)))
+    guard, applied = jax.lax.scan(step, guard, series)
     return applied.tolist(), guard
 
 
@@ -578,6 +584,21 @@ def test_a_spike_is_skipped_once_there_is_a_history():
     assert guard.num_skipped == 1
     applied, _ = run_guard(GuardConfig(history=50), losses)
     assert all(applied)
+
+
+def test_a_spike_of_the_gradient_norm_is_skipped_too():
+    config = spikes(6.0, history=50, of="grad_norm")
+    losses, norms = noisy(200), noisy(200, seed=1)
+    losses[110] = norms[[10, 120]] = 5.0
+    applied, guard = run_guard(config, losses, norms)
+    assert [i for i, ok in enumerate(applied) if not ok] == [120]  # the loss has no threshold
+    assert guard.norms.count == 200
+    applied, guard = run_guard(config, losses, [*norms[:199], np.inf])
+    assert not applied[199]
+    assert guard.norms.count == 199
+    both = dataclasses.replace(config, loss_spike_threshold=6.0)
+    applied, _ = run_guard(both, losses, norms)
+    assert [i for i, ok in enumerate(applied) if not ok] == [110, 120]
 
 
 def test_running_mean_and_deviation():
