@@ -158,7 +158,8 @@ class GuardConfig(CheckedConfig):
     """Also skip a step whose loss exceeds the running mean by this many running standard
     deviations; None never does."""
     grad_norm_spike_threshold: Positive[float] | None = None
-    """The same of the norm of the gradient before the clip."""
+    """Also skip a step whose gradient's norm, before the clip, exceeds its running mean by this
+    many of its running standard deviations; None never does."""
     history: Count[int] = 100
     """Number of steps in the running mean and deviation; before that many, nothing is a spike."""
     max_consecutive_skips: CountOrZero[int] = 0
