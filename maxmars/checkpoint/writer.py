@@ -23,11 +23,11 @@ from maxmars.checkpoint.reader import (
     Directory,
     Loaded,
     bytes_in_flight,
+    candidates,
     checksum,
     is_committed,
     is_step,
     load_arrays,
-    newest_sound,
     read,
     resolve,
     root_cause,
@@ -207,16 +207,19 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             older format.
         """
         self._finish()
+        for candidate in candidates(self._directory, step):
+            with candidate as found:
+                found.run_config()  # refuses older formats
+                state = load_arrays(found, abstract_state, whole=True)
+                self._go_on_from(found, [damaged for damaged, _ in candidate.skipped])
+                return Loaded(state=state, checkpoint=found, skipped=candidate.skipped)
+        raise AssertionError("unreachable")
 
-        def use(found: Checkpoint) -> tuple[Any, Checkpoint]:
-            found.run_config()  # refuses older formats
-            return load_arrays(found, abstract_state, whole=True), found
-
-        (state, found), skipped = newest_sound(self._directory, use, step)
-        if skipped:
+    def _go_on_from(self, found: Checkpoint, damaged: Sequence[int]) -> None:
+        if damaged:
             if processes.is_primary():
-                for damaged, _ in skipped:
-                    self._set_aside(damaged)
+                for step in damaged:
+                    self._set_aside(step)
             processes.barrier("maxmars: set aside damaged checkpoints")
             self._orbax.close()
             self._orbax = self._open_orbax()
@@ -224,7 +227,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         # A run that goes on from here writes the newer steps anew; until then retention must not
         # count them, or it would delete the new checkpoints in favour of them.
         self._retention.outdated = {s for s in steps_of_run(self._directory) if s > found.step}
-        return Loaded(state=state, checkpoint=found, skipped=skipped)
 
     def close(self) -> None:
         """Wait for the save under way, and let other runs have the directory.
