@@ -200,7 +200,7 @@ def test_errors(saved, copy, tmp_path):
     with refused(ValueError, "step 2: ", "step 1: "):
         restore(copy, state)
     with refused(ValueError, "step 2: "):
-        restore(copy, state, step=2)
+        load(copy, abstract(state), 2)
     assert list_steps(copy) == [1, 2]  # without a sound one, nothing is set aside
 
 
