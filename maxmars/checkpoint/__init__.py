@@ -4,11 +4,11 @@ from maxmars.checkpoint.reader import (
     Checkpoint,
     Loaded,
     array_keys,
+    candidates,
     find,
     list_steps,
     load,
     load_arrays,
-    newest_sound,
     read,
 )
 from maxmars.checkpoint.writer import Checkpointer, save_params
@@ -18,11 +18,11 @@ __all__ = [
     "Checkpointer",
     "Loaded",
     "array_keys",
+    "candidates",
     "find",
     "list_steps",
     "load",
     "load_arrays",
-    "newest_sound",
     "read",
     "save_params",
 ]

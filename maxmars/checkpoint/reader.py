@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -132,35 +132,53 @@ def read(directory: Directory, step: int | None = None) -> Checkpoint:
     """What the newest readable checkpoint says of itself, or the one of `step`, without its arrays.
 
     Raises:
-      FileNotFoundError, ValueError: see `newest_sound`.
+      FileNotFoundError, ValueError: see `candidates`.
     """
-    return newest_sound(directory, lambda checkpoint: checkpoint, step)[0]
+    return next(candidates(directory, step)).checkpoint
 
 
 def load(directory: Directory, abstract: Any, step: int | None = None) -> Loaded:
     """Load arrays of the newest checkpoint in which they agree with their digests, or of `step`.
 
     Every process of a run calls, and each gets the result or an error. For the arguments and errors
-    see `newest_sound` and `load_arrays`.
+    see `candidates` and `load_arrays`.
     """
+    for candidate in candidates(directory, step):
+        with candidate as checkpoint:
+            state = load_arrays(checkpoint, abstract)
+            return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
+    raise AssertionError("unreachable")
 
-    def use(checkpoint: Checkpoint) -> tuple[Any, Checkpoint]:
-        return load_arrays(checkpoint, abstract), checkpoint
 
-    (state, checkpoint), skipped = newest_sound(directory, use, step)
-    return Loaded(state=state, checkpoint=checkpoint, skipped=skipped)
+@dataclasses.dataclass
+class Candidate:
+    """A checkpoint that a `with` block tries to use; a DamagedError in the block only ends it."""
+
+    checkpoint: Checkpoint
+    skipped: Skipped
+    damage: str | None = None  # in words: the error would keep the arrays that were read
+
+    def __enter__(self) -> Checkpoint:
+        return self.checkpoint
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, DamagedError):
+            self.damage = str(error)
+        return self.damage is not None
 
 
-def newest_sound(
-    directory: Directory, use: Callable[[Checkpoint], Result], step: int | None = None
-) -> tuple[Result, Skipped]:
-    """Return what `use` makes of the newest checkpoint that it does not find damaged.
+def candidates(directory: Directory, step: int | None = None) -> Iterator[Candidate]:
+    """The checkpoints of a run, the newest first, until one is used without finding damage:
+
+        for candidate in candidates(directory):
+            with candidate as checkpoint:
+                return load_arrays(checkpoint, abstract)
+
+    The block may call `load_arrays` many times, and so work on a state that is larger than the
+    memory. Where it meets damage, it does so in every process. The loop ends by success or raises.
 
     Args:
       directory: the directory of the checkpoints, usually `<workdir>/checkpoints`.
-      use: called with one checkpoint after the other, the newest first, until it returns. It may
-        call `load_arrays` many times, and so work on a state that is larger than the memory; it
-        raises DamagedError in every process or in none.
       step: take this checkpoint and no other.
 
     Raises:
@@ -176,14 +194,20 @@ def newest_sound(
         known = ", ".join(map(str, steps))
         raise FileNotFoundError(f"{root} has no checkpoint of step {step}, but of {known}.")
     skipped: list[tuple[int, str]] = []
-    for candidate in steps[::-1] if step is None else [step]:
-        path = root / str(candidate)
+    for number in steps[::-1] if step is None else [step]:
+        path = root / str(number)
         try:
-            return use(_read_checkpoint(path)), tuple(skipped)
+            candidate = Candidate(_read_checkpoint(path), tuple(skipped))
         except DamagedError as error:
-            skipped.append((candidate, str(error)))
-            if step is None:
-                _LOGGER.warning("checkpoint %s skipped: %s", path, error)
+            damage = str(error)
+        else:
+            yield candidate
+            damage = candidate.damage
+            if damage is None:
+                return
+        skipped.append((number, damage))
+        if step is None:
+            _LOGGER.warning("checkpoint %s skipped: %s", path, damage)
     reasons = "; ".join(f"step {s}: {reason}" for s, reason in skipped)
     raise ValueError(
         f"no checkpoint in {root} could be used ({reasons}); "

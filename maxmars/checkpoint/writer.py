@@ -19,15 +19,14 @@ from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import (
     FORMAT_VERSION,
-    Checkpoint,
     Directory,
     Loaded,
     bytes_in_flight,
+    candidates,
     checksum,
     is_committed,
     is_step,
     load_arrays,
-    newest_sound,
     read,
     resolve,
     root_cause,
@@ -178,7 +177,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         line = journal(step, meta["digest"], data_position, tokens)
         meta = _sealed(meta | {"tokens": tokens, "journal": line})
         self._retention.record(step, meta["metrics"])
-        self._retention.outdated.discard(step)
         with self._reporting(), _orbax_context(state):
             self.check_owner()
             self._pending = self._orbax.save_checkpointables_async(
@@ -191,41 +189,35 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._finish()
         return blocked_s
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Loaded:
-        """Load the newest checkpoint whose digests agree, or the one of `step`, to go on from it.
+    def restore(self, abstract_state: Any) -> Loaded:
+        """Load the newest checkpoint whose digests agree, to go on from it.
 
         Newer ones that were found damaged are renamed to `<step>.damaged`: since an older one could
         be read, it is not the reading that fails. They are never deleted.
 
         Args:
           abstract_state: the whole state; see `load_arrays`.
-          step: take this checkpoint and no other.
 
         Raises:
-          FileNotFoundError: there is no checkpoint, or none of `step`.
-          ValueError: every checkpoint (or the one of `step`) is damaged; or the newest sound one
-            has arrays of other names, shapes or types than `abstract_state`, or was written in an
-            older format.
+          FileNotFoundError: there is no checkpoint.
+          ValueError: every checkpoint is damaged; or the newest sound one has arrays of other
+            names, shapes or types than `abstract_state`, or was written in an older format.
         """
         self._finish()
-
-        def use(found: Checkpoint) -> tuple[Any, Checkpoint]:
-            found.run_config()  # refuses older formats
-            return load_arrays(found, abstract_state, whole=True), found
-
-        (state, found), skipped = newest_sound(self._directory, use, step)
-        if skipped:
-            if processes.is_primary():
-                for damaged, _ in skipped:
-                    self._set_aside(damaged)
-            processes.barrier("maxmars: set aside damaged checkpoints")
-            self._orbax.close()
-            self._orbax = self._open_orbax()
-        self._on_disk = {found.step: found.digest}
-        # A run that goes on from here writes the newer steps anew; until then retention must not
-        # count them, or it would delete the new checkpoints in favour of them.
-        self._retention.outdated = {s for s in steps_of_run(self._directory) if s > found.step}
-        return Loaded(state=state, checkpoint=found, skipped=skipped)
+        for candidate in candidates(self._directory):
+            with candidate as found:
+                found.run_config()  # refuses older formats
+                state = load_arrays(found, abstract_state, whole=True)
+                if candidate.skipped:
+                    if processes.is_primary():
+                        for step, _ in candidate.skipped:
+                            self._set_aside(step)
+                    processes.barrier("maxmars: set aside damaged checkpoints")
+                    self._orbax.close()
+                    self._orbax = self._open_orbax()
+                self._on_disk = {found.step: found.digest}
+                return Loaded(state=state, checkpoint=found, skipped=candidate.skipped)
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """Wait for the save under way, and let other runs have the directory.
@@ -345,14 +337,16 @@ def _orbax_context(state: Any) -> v1.Context:
 class Retention:
     """Keeps the newest checkpoints, the best, and some for good, as a `CheckpointConfig` says.
 
-    `outdated` holds steps that the run will write anew: they count as nothing, but are not deleted
-    while they are newer than the oldest that `keep_last` keeps.
+    Orbax's `LatestN` is `keep_last`. Its `BestN` also keeps checkpoints without a metric while
+    there are no more than n, so what it says of one depends on which others are deleted already,
+    and an audit after a kill could not tell what the run would have kept. Its `EveryNSteps` knows
+    exact multiples, which saves by minutes never meet, and otherwise, as `EveryNStepsClosest`, it
+    keeps the first checkpoint of a run for good.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._metric: dict[int, float] = {}
-        self.outdated: set[int] = set()
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember the metrics of the checkpoint of a step; without an evaluation it has none."""
@@ -369,18 +363,15 @@ class Retention:
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Which of the checkpoints of these steps to keep."""
-        valid = sorted(set(steps) - self.outdated)
-        newest = valid[-self._config.keep_last :]
-        if not newest:
-            return set(steps)
-        kept = {*newest, *(step for step in steps if step > newest[0])}
+        steps = sorted(steps)
+        kept = set(steps[-self._config.keep_last :])
         if self._config.keep_best is not None:
-            scored = [step for step in valid if step in self._metric]
+            scored = [step for step in steps if step in self._metric]
             scored.sort(key=lambda step: (self._metric[step], -step))
             kept |= set(scored[: self._config.keep_best])
         if self._config.keep_every is not None:
             # The first at or after each multiple: by minutes, steps are no round numbers.
-            windows = {step // self._config.keep_every: step for step in reversed(valid)}
+            windows = {step // self._config.keep_every: step for step in reversed(steps)}
             kept |= {step for window, step in windows.items() if window > 0}
         return kept
 

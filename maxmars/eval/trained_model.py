@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxmars.checkpoint import Checkpoint, find, load_arrays, newest_sound, save_params
+from maxmars.checkpoint import Checkpoint, candidates, find, load_arrays, save_params
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
@@ -107,41 +107,45 @@ def load(
         target = path
     else:
         target = find_target(path, trust_code=trust_code)
-    if isinstance(target, HFTarget):
-        directory = target.directory
-        config = huggingface.read_config(directory)
-        # `tensor` must divide the vocabulary, so pad it; padding changes no result.
-        multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
-        config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-        huggingface.open_weights(directory, config)  # find errors before anything is loaded
-        tokenizer = target.tokenizer(config, eot_token)
-        name, source = target.name, target.source
-        state_digest = None
-        params = huggingface.load_params(directory, config, _abstract_params(config, mesh))
-    else:
-        tokenizer = target.tokenizer()
-
-        def read(stored: Checkpoint) -> tuple[Any, Checkpoint]:
-            wanted = {"params": _abstract_params(target.model_config(stored), mesh)}
-            return load_arrays(stored, wanted)["params"], stored
-
-        (params, stored), _ = newest_sound(target.checkpoints, read, target.step)
-        config = target.model_config(stored)
-        name, source, state_digest = target.name(stored.step), stored.path, stored.digest
-        if tokenizer.num_text_ids > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.num_text_ids} "
-                f"tokens, but the model only {config.vocab_size}; it belongs to another run."
-            )
+    if isinstance(target, RunTarget):
+        return _load_from_run(target, mesh)
+    directory = target.directory
+    config = huggingface.read_config(directory)
+    # `tensor` must divide the vocabulary, so pad it; padding changes no result.
+    multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
+    config = dataclasses.replace(config, vocab_pad_multiple=multiple)
+    huggingface.open_weights(directory, config)  # find errors before anything is loaded
     return TrainedModel(
         config=config,
-        params=params,
-        tokenizer=tokenizer,
+        tokenizer=target.tokenizer(config, eot_token),
+        params=huggingface.load_params(directory, config, _abstract_params(config, mesh)),
         mesh=mesh,
-        name=name,
-        source=str(source),
-        digest=state_digest,
+        name=target.name,
+        source=target.source,
     )
+
+
+def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
+    tokenizer = target.tokenizer()
+    for candidate in candidates(target.checkpoints, target.step):
+        with candidate as stored:
+            config = target.model_config(stored)
+            params = load_arrays(stored, {"params": _abstract_params(config, mesh)})["params"]
+            if tokenizer.num_text_ids > config.vocab_size:
+                raise ValueError(
+                    f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.num_text_ids} "
+                    f"tokens, but the model only {config.vocab_size}; it belongs to another run."
+                )
+            return TrainedModel(
+                config=config,
+                params=params,
+                tokenizer=tokenizer,
+                mesh=mesh,
+                name=target.name(stored.step),
+                source=str(stored.path),
+                digest=stored.digest,
+            )
+    raise AssertionError("unreachable")
 
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
@@ -422,7 +426,7 @@ def export_model(
                 f"{config.document_end_id}), Hugging Face's does not: logits agree as long as a "
                 "text does not hold that token after its beginning."
             )
-        return Exported(
+        exported = Exported(
             name=name,
             architecture=model.architecture,
             num_parameters=_num_parameters(config, model),
@@ -433,25 +437,15 @@ def export_model(
             dtype=dtype,
             source=source,
         )
+        status.update("adding files")
+        add_files(directory, exported)
+        return exported
 
     with _in_the_making(out) as directory, Progress(stderr=True) as status:
-        if isinstance(target, RunTarget):
-
-            def use(stored: Checkpoint) -> Exported:
-                config: Any = stored.model
-                if config.make is None:
-                    read = functools.partial(_read_layout, stored)
-                    model = huggingface.gpt2_model(config, read)
-                else:
-                    config = target.model_config(stored)
-                    model = _exported_by_itself(config, stored)
-                return write(config, target.name(stored.step), target.tokenizer, model, stored)
-
-            exported = newest_sound(target.checkpoints, use, target.step)[0]
-        else:
+        if isinstance(target, HFTarget):
             config = huggingface.read_config(target.directory)
             weights = huggingface.open_weights(target.directory, config)
-            exported = write(
+            return write(
                 config,
                 target.name,
                 lambda: target.tokenizer(config),
@@ -460,9 +454,17 @@ def export_model(
                 ),
                 target,
             )
-        status.update("adding files")
-        add_files(directory, exported)
-        return exported
+        for candidate in candidates(target.checkpoints, target.step):
+            with candidate as stored:
+                config: Any = stored.model
+                if config.make is None:
+                    read = functools.partial(_read_layout, stored)
+                    model = huggingface.gpt2_model(config, read)
+                else:
+                    config = target.model_config(stored)
+                    model = _exported_by_itself(config, stored)
+                return write(config, target.name(stored.step), target.tokenizer, model, stored)
+    raise AssertionError("unreachable")
 
 
 def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.HFModel:

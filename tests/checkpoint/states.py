@@ -88,9 +88,9 @@ def assert_same(got, want):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def restore(directory, want, mesh=MESH, step=None):
+def restore(directory, want, mesh=MESH):
     with Checkpointer(directory, config(), mesh=mesh) as checkpointer:
-        return checkpointer.restore(abstract(want, mesh), step)
+        return checkpointer.restore(abstract(want, mesh))
 
 
 def data_files(path):

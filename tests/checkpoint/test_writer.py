@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from orbax.checkpoint import v1
 from refusals import refused
 from states import (
     ADAMW,
@@ -132,20 +135,6 @@ def test_nonsense_in_orbaxs_own_file_stops_nothing(tmp_path, says):
     assert list_steps(tmp_path) == [1, 3]
 
 
-def test_new_checkpoints_outlive_newer_ones_that_were_passed_over(tmp_path):
-    state = place(make_state())
-    with Checkpointer(tmp_path, config(keep_last=1, keep_every=1), mesh=MESH) as checkpointer:
-        for step in (1, 2, 9):
-            checkpointer.save(step, state, data_position=8)
-    with Checkpointer(tmp_path, config(keep_last=1), mesh=MESH) as checkpointer:
-        assert checkpointer.restore(abstract(state), step=1).checkpoint.step == 1
-        checkpointer.save(2, state, data_position=16)
-        checkpointer.save(3, state, data_position=24, wait=True)
-        assert list_steps(tmp_path) == [3, 9]
-        checkpointer.save(10, state, data_position=80, wait=True)
-        assert list_steps(tmp_path) == [10]
-
-
 def test_parameters_alone(tmp_path):
     params = place(make_state()["params"])
     save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
@@ -165,11 +154,10 @@ def test_parameters_alone(tmp_path):
 LOSSES = {10: 4.0, 20: 1.0, 35: 3.0, 41: 2.0, 50: float("nan"), 60: 2.0, 70: 5.0}
 
 
-def kept(outdated=(), **config):
+def kept(**config):
     retention = Retention(CheckpointConfig(**config))
     for step, loss in LOSSES.items():
         retention.record(step, {"eval/loss": loss})
-    retention.outdated = set(outdated)
     steps = list(LOSSES)
     checkpoints = [SimpleNamespace(step=step) for step in steps]
     flags = retention.should_preserve(checkpoints, context=None)
@@ -188,14 +176,38 @@ def kept(outdated=(), **config):
         ({"keep_last": 1, "keep_every": 20}, [20, 41, 60, 70]),  # the first from each multiple on
         ({"keep_last": 1, "keep_every": 100}, [70]),
         ({"keep_last": 1, "keep_best": 1, "keep_every": 35}, [20, 35, 70]),
-        # Outdated steps count as nothing but stay.
-        ({"outdated": [60, 70], "keep_last": 1}, [50, 60, 70]),
-        ({"outdated": [20, 50, 60, 70], "keep_last": 1, "keep_best": 1}, [41, 50, 60, 70]),
-        ({"outdated": LOSSES, "keep_last": 1}, list(LOSSES)),
     ],
 )
 def test_what_is_kept(config, expected):
     assert kept(**config) == expected
+
+
+def left(policy, losses):
+    """What is on the disk after each save of a run, by a policy of ours or of Orbax."""
+    disk, after = [], []
+    for step, loss in losses.items():
+        disk.append(SimpleNamespace(step=step, metrics={"eval/loss": loss}))
+        flags = policy.should_preserve(disk, context=None)
+        disk = [checkpoint for checkpoint, keep in zip(disk, flags, strict=True) if keep]
+        after.append([checkpoint.step for checkpoint in disk])
+    return after
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(
+    st.dictionaries(st.integers(1, 200), st.sampled_from([1.0, 2.0, 3.0, 4.0]), min_size=1),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_the_newest_and_the_best_are_those_of_orbaxs_policies(losses, keep_last, keep_best):
+    losses = dict(sorted(losses.items()))
+    ours = Retention(CheckpointConfig(keep_last=keep_last, keep_best=keep_best))
+    for step, loss in losses.items():
+        ours.record(step, {"eval/loss": loss})
+    policies = v1.training.preservation_policies
+    best = policies.BestN(get_metric_fn=lambda metrics: -metrics["eval/loss"], n=keep_best)
+    orbaxs = policies.AnyPreservationPolicy([policies.LatestN(keep_last), best])
+    assert left(ours, losses) == left(orbaxs, losses)
 
 
 class Clock:
