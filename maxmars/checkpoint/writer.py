@@ -189,32 +189,34 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._finish()
         return blocked_s
 
-    def restore(self, abstract_state: Any) -> Loaded:
-        """Load the newest checkpoint whose digests agree, to go on from it.
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, whole: bool = True
+    ) -> Loaded:
+        """Load the newest checkpoint whose digests agree, or that of `step`, to go on from it.
 
         Newer ones that were found damaged are renamed to `<step>.damaged`: since an older one could
-        be read, it is not the reading that fails. They are never deleted.
+        be read, it is not the reading that fails. Those after `step` become `<step>.rewound`. They
+        are never deleted.
 
         Args:
-          abstract_state: the whole state; see `load_arrays`.
+          abstract_state: the state; see `load_arrays`.
+          step: of the checkpoint to go back to.
+          whole: the checkpoint must have no other arrays.
 
         Raises:
-          FileNotFoundError: there is no checkpoint.
-          ValueError: every checkpoint is damaged; or the newest sound one has arrays of other
-            names, shapes or types than `abstract_state`, or was written in an older format.
+          FileNotFoundError: there is no checkpoint, or none of `step`.
+          ValueError: every checkpoint, or that of `step`, is damaged; or the newest sound one has
+            arrays of other names, shapes or types than `abstract_state`, or was written in an older
+            format.
         """
         self._finish()
-        for candidate in candidates(self._directory):
+        for candidate in candidates(self._directory, step):
             with candidate as found:
                 found.run_config()  # refuses older formats
-                state = load_arrays(found, abstract_state, whole=True)
-                if candidate.skipped:
-                    if processes.is_primary():
-                        for step, _ in candidate.skipped:
-                            self._set_aside(step)
-                    processes.barrier("maxmars: set aside damaged checkpoints")
-                    self._orbax.close()
-                    self._orbax = self._open_orbax()
+                state = load_arrays(found, abstract_state, whole=whole)
+                why = "damaged" if step is None else "rewound"
+                newer = [s for s in steps_of_run(self._directory) if s > found.step]
+                self._set_aside(newer, why)
                 self._on_disk = {found.step: found.digest}
                 return Loaded(state=state, checkpoint=found, skipped=candidate.skipped)
         raise AssertionError("unreachable")
@@ -267,10 +269,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 with contextlib.suppress(OSError), reporting(path):
                     path.rmtree(missing_ok=True)
 
-    def _set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that it counts no more; in a bucket this copies files."""
-        target = set_aside(self._directory / str(step))
-        _LOGGER.warning("damaged checkpoint %d is now %s; delete it if you wish", step, target)
+    def _set_aside(self, steps: Sequence[int], why: str) -> None:
+        """Rename checkpoints, so that they count no more; in a bucket this copies files."""
+        if steps:
+            if processes.is_primary():
+                for step in steps:
+                    target = set_aside(self._directory / str(step), why)
+                    _LOGGER.warning(
+                        "%s checkpoint %d is now %s; delete it if you wish", why, step, target
+                    )
+            processes.barrier("maxmars: set aside checkpoints")
+            self._orbax.close()
+            self._orbax = self._open_orbax()
 
     def _finish(self) -> None:
         """Wait for the save under way."""

@@ -253,7 +253,7 @@ def _read_bytes(path: Workdir) -> bytes | None:
             return None
 
 
-def set_aside(path: Workdir) -> Workdir:
+def set_aside(path: Workdir, why: str = "damaged") -> Workdir:
     """Rename what is at a path to `NAME.damaged`, or `NAME.damaged-2` and so on.
 
     In a bucket this copies files.
@@ -261,7 +261,7 @@ def set_aside(path: Workdir) -> Workdir:
     Returns:
       The new path.
     """
-    names = [f"{path.name}.damaged", *(f"{path.name}.damaged-{n}" for n in range(2, 1000))]
+    names = [f"{path.name}.{why}", *(f"{path.name}.{why}-{n}" for n in range(2, 1000))]
 
     def is_taken(place: Workdir) -> bool:
         return place.exists() or os.path.lexists(place)  # a link to nothing does not exist

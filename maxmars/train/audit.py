@@ -56,6 +56,7 @@ from maxmars.train.journal import (
 )
 from maxmars.train.metrics import read_metrics
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
+from maxmars.train.steering import Order, Steering, orders_in_words
 from maxmars.train.step import abstract_saved_state, continued_state, init_train_state
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
@@ -79,6 +80,8 @@ class Audit:
     """What changed on the way that may change the rounding, and at which step."""
     config_changes: list[str]
     """Which fields of the config changed, and at which step."""
+    orders: list[str]
+    """How the run was steered by hand: back to a checkpoint, past examples."""
     problems: list[str]
     """Where the run is not one trajectory; empty if it is."""
     uncovered_metrics: int
@@ -102,6 +105,7 @@ class Audit:
         lines += [f"  broken: {problem}" for problem in self.problems]
         lines += [f"  changed: {change}" for change in self.changes]
         lines += [f"  config changed: {change}" for change in self.config_changes]
+        lines += [f"  steered: {order}" for order in self.orders]
         if self.first_step:
             lines.append(
                 f"  the steps before {self.first_step} have the records of an older maxmars, which "
@@ -188,6 +192,7 @@ def audit(
         sessions=len(began_in(chain)),
         changes=_changes(began_in(chain)),
         config_changes=[f"at step {s}: {told}" for s, told in changes_of_config(chain).items()],
+        orders=orders_in_words(chain),
         problems=problems,
         uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
@@ -214,7 +219,7 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
                 continue
             if before is None or (before["step"], before["digest"]) != (step, after["digest"]):
                 problems.append(f"the session that began at step {step} had another state")
-            elif before["position"] != after["position"]:
+            elif before["position"] + _order(after)["skip_examples"] != after["position"]:
                 problems.append(f"the session that began at step {step} had other data")
         elif before is not None:
             taken = after["position"] - before["position"]
@@ -226,6 +231,11 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
     if len(data) > 1:
         problems.append(f"the sessions read {len(data)} different data")
     return problems
+
+
+def _order(began: Line) -> Order:
+    """The order that a session carried out before its first step, which may be none."""
+    return began.get("order") or dataclasses.asdict(Steering())
 
 
 def _check_checkpoints(
@@ -356,7 +366,8 @@ def _replay(
     if others:
         when = " or ".join(str(other["step"]) for other in others)
         raise ValueError(
-            f"--replay {count}: config or code changed on the way, at step {when}; take another K."
+            f"--replay {count}: config or code changed on the way, or the run was steered, at step "
+            f"{when}; take another K."
         )
     config = config_of(began)
     for source in sources_in(config):
@@ -395,7 +406,11 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
     for began in began_in(chain):
         if began["step"] <= first:
             makers = [began]
-        elif began["step"] < last and differences(of_steps(makers[-1]), of_steps(began)):
+        elif began["step"] < last and (
+            _order(began)["skip_examples"]
+            or _order(began)["new_optimizer_state"]
+            or differences(of_steps(makers[-1]), of_steps(began))
+        ):
             makers.append(began)
     return makers
 
@@ -424,9 +439,14 @@ def _digest_after(
     config = train_step.config
     position = 0
     if first:
-        stored = abstract_saved_state(train_step, read(directory, first).run_config())
+        order = _order(began if began["step"] == first else {})
+        stored = abstract_saved_state(
+            train_step,
+            read(directory, first).run_config(),
+            new_optimizer_state=order["new_optimizer_state"],
+        )
         loaded = load(directory, stored, first)
-        position = loaded.checkpoint.data_position
+        position = loaded.checkpoint.data_position + order["skip_examples"]
         state = continued_state(train_step, loaded.state)
     else:
         state = init_train_state(config, parameters)

@@ -46,6 +46,7 @@ from maxmars.train.journal import (
 )
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import describe_parameters, summarize_rules
+from maxmars.train.steering import orders_in_words
 
 CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
 
@@ -453,6 +454,7 @@ def _training(run: _Run) -> str:
         "learning rate at the end": f"{rate[1]:.3g}" if rate else None,
         "gradient clip (norm)": config.gradient_clip_norm,
         **{f"changed at step {step:,}": told for step, told in changes.items()},
+        "steered": "; ".join(orders_in_words(run.lines)) or None,
         "first weights": run.first_weights,
         "computed in": getattr(config.model, "compute_dtype", None),
         "seed": config.seed,

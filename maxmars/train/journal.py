@@ -16,8 +16,8 @@ and `before`. Besides,
 
 * `began` has `start` (of the process, seconds since 1970), `digest` and `position` of the state and
   the data that the session has, `command`, `config`, `data` (their digest), `environment`,
-  `init_from` (the origin of the run's weights; None for random ones) and `earlier`, which says that
-  the steps before have the records of an older maxmars;
+  `init_from` (the origin of the run's weights; None for random ones), `order` (see `steering.py`)
+  and `earlier`, which says that the steps before have the records of an older maxmars;
 * `saved` has `digest`, `position`, `tokens` and `metrics`, a digest of the metrics since the line
   before;
 * `ended` has `done` (all steps and evaluations are made) and `metrics`.
@@ -121,7 +121,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 step,
             )
         saved = [line["step"] for line in self._earlier if line["kind"] == "saved"]
-        if saved and saved[-1] > step:
+        if saved and saved[-1] > step and not self._began.get("order"):
             _LOGGER.warning(
                 "the checkpoint of step %d, which %s tells of, was not completed, or is gone or "
                 "damaged; the steps after %d are made again",

@@ -17,6 +17,7 @@ from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
+from maxmars.train.steering import Steering
 from maxmars.train.summary import write_summary
 from maxmars.train.tracer import StepTracer, TraceTables
 
@@ -45,6 +46,7 @@ def train(
     *,
     init_from: InitFrom | None = None,
     resume_overrides: Sequence[str] = (),
+    steering: Steering | None = None,
     profile: tuple[int, int] | None = None,
     trace_tables: TraceTables | None = None,
     life: Life | None = None,
@@ -65,6 +67,8 @@ def train(
         at random. A run that continues takes None, or what it started from.
       resume_overrides: dotted names of fields that change on purpose when the run continues (see
         `resume`); the journal records the changes.
+      steering: goes back to an older checkpoint, or past training examples, once; the journal
+        records it.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
       trace_tables: makes tables of what took the time in these steps.
@@ -96,6 +100,7 @@ def train(
             workdir,
             init_from=init_from,
             resume_overrides=resume_overrides,
+            steering=steering or Steering(),
             clock=clock,
             command=command,
             stack=stack,

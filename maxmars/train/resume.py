@@ -33,6 +33,7 @@ from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import TrainState
 
+_OF_OPTIMIZER = ("opt_state/", "prev_params/")  # paths of a state's arrays
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _MAY_CHANGE = (
     "name",
@@ -54,16 +55,22 @@ _MAY_CHANGE = (
 )
 
 
-def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | None:
-    """What the newest checkpoint says of itself; None where there is nothing to continue.
+def saved_run(
+    checkpoints: Workdir, overrides: Sequence[str], step: int | None = None
+) -> Checkpoint | None:
+    """What the newest checkpoint, or that of `step`, says of itself; None where there is nothing to
+    continue.
 
     Raises:
+      FileNotFoundError: there are checkpoints, but none of `step`.
       ValueError: there are checkpoints, but none can be read or continued; or there are none, but
         overrides.
     """
     try:
-        saved = read(checkpoints)
+        saved = read(checkpoints, step)
     except FileNotFoundError:
+        if step is not None:
+            raise
         if overrides:
             raise ValueError(
                 f"--resume-overrides {','.join(overrides)} is for a run that continues, but there "
@@ -80,6 +87,7 @@ def continued_config(
     *,
     state: TrainState,
     overrides: Sequence[str],
+    new_optimizer_state: bool = False,
     log: Callable[[str], None],
 ) -> TrainConfig:
     """The config that a run continues with: the given one, on the schedule of the saved one.
@@ -89,6 +97,7 @@ def continued_config(
       config: the config to continue with; it fits the mesh.
       state: its abstract state on the mesh to continue on.
       overrides: dotted names of fields, or groups of fields, that change on purpose.
+      new_optimizer_state: the optimizer's state is made anew, so it need not fit.
       log: prints a message.
 
     Raises:
@@ -112,7 +121,8 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:
-        _check_changes(saved, rows, state, overrides)
+        kept = dataclasses.replace(state, opt_state=None, prev_params=None)
+        _check_changes(saved, rows, kept if new_optimizer_state else state, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
     end = fixed_schedule(stored).decay_steps
@@ -203,10 +213,12 @@ def _check_changes(
     names = [name for name, _, _ in rows]
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     misfit = None
-    if "optimizer" in names:
+    is_new = state.opt_state is None
+    there = {n: t for n, t in saved.types.items() if not (is_new and n.startswith(_OF_OPTIMIZER))}
+    if "optimizer" in names and not is_new:
         misfit = "that is another optimizer"  # even if its arrays have the same shapes
     elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):
-        misfit = first_misfit(saved.types, leaf_types(state))
+        misfit = first_misfit(there, leaf_types(state))
     if not refused and misfit is None:
         return
     workdir = saved.path.parent.parent
@@ -226,7 +238,10 @@ def _check_changes(
         wanted = ",".join([*overrides, *refused])
         way_out += f", or change on purpose with --resume-overrides {wanted}"
     elif not any(name.partition(".")[0] == "model" for name in names):
-        way_out += f" and start there from its weights with --init-from {workdir}"
+        way_out += (
+            f" and start there from its weights with --init-from {workdir}, or go on here with "
+            "--new-optimizer-state"
+        )
     raise ValueError(f"{problem}. {way_out}.")
 
 

@@ -74,6 +74,7 @@ from maxmars.train.resume import (
     rounding_change,
     saved_run,
 )
+from maxmars.train.steering import Order, Steering, open_order
 from maxmars.train.step import (
     TrainState,
     TrainStep,
@@ -137,6 +138,8 @@ class Checked:
     evaluations: Sequence[Evaluation]
     initial: Initial | None
     """The weights that a new run starts from; None draws them at random."""
+    order: Order | None
+    """How the run is steered by hand, where that is still to be done."""
     messages: Sequence[str]
     """Lines about choices, to print once the log of this host is open."""
 
@@ -162,6 +165,7 @@ def open_run(
     *,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
+    steering: Steering,
     clock: Clock,
     command: str | None,
     stack: contextlib.ExitStack,
@@ -175,7 +179,14 @@ def open_run(
     progress = stack.enter_context(Progress(quiet=quiet))
     with progress.waiting("opening the run"):
         checked = check(
-            config, workdir, init_from, resume_overrides, clock, progress.message, memory_bytes
+            config,
+            workdir,
+            init_from,
+            resume_overrides,
+            steering,
+            clock,
+            progress.message,
+            memory_bytes,
         )
         checkpointer = lock(checked, workdir, progress, stack)
         start = restore(checked, workdir, checkpointer, clock, progress.message)
@@ -202,6 +213,7 @@ def open_run(
         "data": checked.data_digest,
         "environment": checked.environment,
         "earlier": start.checkpoint is not None and told is None,
+        "order": checked.order,
     }
     if start.checkpoint is None:  # a run that goes on has the origin of its first session
         began["init_from"] = None if checked.initial is None else checked.initial.origin
@@ -239,12 +251,13 @@ def check(
     workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
+    steering: Steering,
     clock: Clock,
     log: Callable[[str], None],
     memory_bytes: int | None,
 ) -> Checked:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
-    check_agreement(config, init_from, resume_overrides)
+    check_agreement(config, init_from, resume_overrides, steering)
     given = config
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
@@ -252,9 +265,18 @@ def check(
     parameters = Parameters(config.model, mesh)
     state, here = abstract_train_state(config, parameters), environment(mesh)
     check_trackers(config.log, workdir)
-    saved = saved_run(workdir / CHECKPOINTS, resume_overrides)
+    order = open_order(workdir, steering, given)
+    back = None if order is None else order["rewind"]
+    saved = saved_run(workdir / CHECKPOINTS, resume_overrides, back)
     if saved is not None:
-        config = continued_config(saved, config, state=state, overrides=resume_overrides, log=log)
+        config = continued_config(
+            saved,
+            config,
+            state=state,
+            overrides=resume_overrides,
+            new_optimizer_state=order is not None and order["new_optimizer_state"],
+            log=log,
+        )
     messages: list[str] = []
     warmup = config.schedule.warmup_steps
     if warmup > config.num_steps:
@@ -323,6 +345,7 @@ def check(
         data_digest=data_digest,
         evaluations=evaluations,
         initial=initial,
+        order=order,
         messages=messages,
     )
 
@@ -378,11 +401,23 @@ def restore(
     step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
         if checked.saved is not None:
-            stored = abstract_saved_state(train_step, checked.saved.run_config())
-            restored = checkpointer.restore(stored)
+            order = checked.order or dataclasses.asdict(Steering())
+            is_new = order["new_optimizer_state"]
+            restored = checkpointer.restore(
+                abstract_saved_state(
+                    train_step, checked.saved.run_config(), new_optimizer_state=is_new
+                ),
+                order["rewind"],
+                whole=not is_new,
+            )
             saved = restored.checkpoint
             step, position, tokens = saved.step, saved.data_position, saved.tokens
             log(f"continuing from step {step}")
+            if order["skip_examples"]:
+                position += order["skip_examples"]
+                log(f"examples {saved.data_position:,} to {position:,} are left out")
+            if is_new:
+                log("the optimizer's state is made anew")
             state = continued_state(train_step, restored.state)
         elif initial is not None:
             taken = (

@@ -145,24 +145,36 @@ def init_train_state(
     return TrainState(**given, **created)
 
 
-def abstract_saved_state(train_step: TrainStep, saved: TrainConfig) -> TrainState:
-    """The state of the step as a run with the config `saved` stored it, for `continued_state`."""
-    if saved.guard == train_step.config.guard:
-        return train_step.abstract_state
-    config = dataclasses.replace(train_step.config, guard=saved.guard)
-    return abstract_train_state(config, train_step.parameters)
+def abstract_saved_state(
+    train_step: TrainStep, saved: TrainConfig, *, new_optimizer_state: bool = False
+) -> TrainState:
+    """The state of the step as a run with the config `saved` stored it, for `continued_state`.
+
+    With `new_optimizer_state` it has none of the optimizer.
+    """
+    state = train_step.abstract_state
+    if saved.guard != train_step.config.guard:
+        config = dataclasses.replace(train_step.config, guard=saved.guard)
+        state = abstract_train_state(config, train_step.parameters)
+    if new_optimizer_state:
+        state = dataclasses.replace(state, opt_state=None, prev_params=None)
+    return state
 
 
 def continued_state(train_step: TrainStep, state: TrainState) -> TrainState:
-    """A state from a checkpoint as the step goes on with it: at the config's learning rate, and
-    with a guard that watches what the config asks for."""
+    """A state from a checkpoint as the step goes on with it: at the config's learning rate, with a
+    guard that watches what the config asks for, and a new state of the optimizer if it has none."""
     config, parameters = train_step.config, train_step.parameters
     fields = vars(state) | {"hyperparams": make_hyperparams(config, parameters)}
-    if _watches_norms(config) == (state.guard.norms is not None):
+    if state.opt_state is None:
+        del fields["opt_state"], fields["prev_params"]
+    if _watches_norms(config) != (state.guard.norms is not None):
+        del fields["guard"]
+    if len(fields) == len(vars(state)):
         return TrainState(**fields)
-    guard = fields.pop("guard")
-    new = init_train_state(config, parameters, fields).guard
-    return TrainState(**fields, guard=guard._replace(norms=new.norms))
+    new = init_train_state(config, parameters, fields)
+    guard = state.guard._replace(norms=new.guard.norms)
+    return dataclasses.replace(new, guard=guard)
 
 
 def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:

@@ -1,0 +1,184 @@
+"""A run that is steered by hand: to an older checkpoint, past examples, with a new optimizer."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import tiny
+from refusals import refused
+
+from maxmars.checkpoint import read
+from maxmars.cli import main
+from maxmars.config import CheckpointConfig, EvalConfig, MarsConfig, MuonConfig
+from maxmars.train import Steering, train
+from maxmars.train.audit import audit
+
+BATCH = 16
+
+
+def config_of(folder, num_steps=6):
+    return tiny.short_config(
+        folder / "tokens",
+        num_steps=num_steps,
+        eval=EvalConfig(every=3, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=2, keep_last=9),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steered")
+    train(config_of(folder), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    return tmp_path / "copy" / "run"
+
+
+def steer(run, num_steps=6, **steering):
+    return train(config_of(run.parent, num_steps), run, steering=Steering(**steering))
+
+
+def names(run):
+    return {path.name for path in (run / "checkpoints").iterdir() if path.name[0].isdigit()}
+
+
+def position(run, step):
+    return read(run / "checkpoints", step).data_position
+
+
+def test_back_to_a_checkpoint_the_steps_are_the_same(run):
+    digest = read(run / "checkpoints").digest
+    steer(run, rewind=2)
+    assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
+    assert read(run / "checkpoints").digest == digest
+    found = audit(run, replay=4, log=lambda text: None)
+    assert found.problems == []
+    assert found.orders == ["at step 2, back from step 6"]
+
+
+def test_left_out_examples_are_told_and_replayed(run, capsys):
+    digest = read(run / "checkpoints").digest
+    steer(run, rewind=2, skip_examples=5)
+    assert position(run, 2) == 2 * BATCH
+    assert position(run, 6) == 6 * BATCH + 5
+    assert read(run / "checkpoints").digest != digest
+    main(["audit", str(run), "--replay", "4"])
+    told = capsys.readouterr().out
+    assert "32 to 37" in told
+    assert "the same digest" in told
+    with refused(ValueError, "--replay 6", "step 2"):  # over the place where they were left out
+        audit(run, replay=6, log=lambda text: None)
+
+
+@pytest.mark.slow
+def test_an_order_is_carried_out_once(run):
+    """As by a cluster that starts the same command again, here with nothing left to train."""
+    steer(run, rewind=2, skip_examples=5)
+    digest, files = read(run / "checkpoints").digest, names(run)
+    steer(run, rewind=2, skip_examples=5)
+    assert (read(run / "checkpoints").digest, names(run)) == (digest, files)
+    steer(run, num_steps=8, rewind=2, skip_examples=5)  # it goes on to another end
+    assert position(run, 8) == 8 * BATCH + 5
+    steer(run, num_steps=8, rewind=4, skip_examples=5)  # another order
+    assert position(run, 8) == 8 * BATCH + 10
+    assert names(run) >= {"6.rewound", "6.rewound-2", "8.rewound"}
+    config = dataclasses.replace(config_of(run.parent, 8), seed=1)  # the same of another config
+    steering = Steering(rewind=4, skip_examples=5)
+    train(config, run, steering=steering, resume_overrides=["seed"])
+    assert position(run, 8) == 8 * BATCH + 10
+    assert names(run) >= {"6.rewound-3", "8.rewound-2"}
+    found = audit(run, log=lambda text: None)
+    assert found.problems == []
+    assert len(found.orders) == 2
+
+
+def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run):
+    steer(run, rewind=2, skip_examples=5)
+    for step in (4, 6):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    steer(run, rewind=2, skip_examples=5)
+    assert position(run, 6) == 6 * BATCH + 5
+    found = audit(run, log=lambda text: None)
+    assert found.problems == []
+    assert "6" in found.orders[0]
+
+
+def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
+    steer(run, num_steps=8, skip_examples=7)
+    assert names(run) == {"2", "4", "6", "8"}
+    assert position(run, 8) == 8 * BATCH + 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [MuonConfig(learning_rate=1e-3), None])
+def test_the_optimizer_changes_while_step_data_and_schedule_go_on(run, optimizer):
+    """Also into the same one with a new state: its moments begin at zero."""
+    config = config_of(run.parent, 8)
+    if optimizer is not None:
+        config = dataclasses.replace(config, optimizer=optimizer)
+        with refused(ValueError, "optimizer", "--new-optimizer-state"):
+            train(config, run, resume_overrides=["optimizer"])
+    undisturbed = run.parent / "undisturbed"
+    shutil.copytree(run, undisturbed)
+    train(config_of(run.parent, 8), undisturbed)
+    steering = Steering(new_optimizer_state=True)
+    for _ in range(2):  # the second finds nothing left to do
+        train(config, run, steering=steering, resume_overrides=["optimizer"])
+    ended = [read(some / "checkpoints") for some in (run, undisturbed)]
+    assert ended[0].step == ended[1].step
+    assert ended[0].data_position == ended[1].data_position
+    assert ended[0].digest != ended[1].digest
+    found = audit(run, replay=2, log=lambda text: None)
+    assert found.problems == []
+    assert "state of the optimizer" in found.orders[0]
+    with refused(ValueError, "--replay 4", "step 6"):
+        audit(run, replay=8 - 4, log=lambda text: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"clip_threshold": None}, {"gamma": 0.0}, {"exact": True}])
+def test_parts_of_mars_change_with_a_new_state(run, tmp_path, change):
+    mars = MarsConfig(learning_rate=1e-3)
+    config = dataclasses.replace(config_of(run.parent, 2), optimizer=mars)
+    train(config, tmp_path / "mars")
+    changed = dataclasses.replace(
+        config, num_steps=4, optimizer=dataclasses.replace(mars, **change)
+    )
+    names = [f"optimizer.{name}" for name in change]
+    with refused(ValueError, *names, "--new-optimizer-state"):
+        train(changed, tmp_path / "mars", resume_overrides=names)
+    steering = Steering(new_optimizer_state=True)
+    train(changed, tmp_path / "mars", steering=steering, resume_overrides=names)
+    found = audit(tmp_path / "mars", replay=2, log=lambda text: None)
+    assert found.problems == []
+
+
+@pytest.mark.parametrize("field", ["skip_examples", "position"])
+def test_a_lie_about_what_was_left_out_is_found(run, field):
+    steer(run, rewind=2, skip_examples=5)
+    path = run / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    began = next(line for line in lines if line.get("order"))
+    if field == "position":
+        began["position"] = 2 * BATCH
+    else:
+        began["order"]["skip_examples"] = 6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert audit(run, log=lambda text: None).problems
+
+
+def test_orders_that_make_no_sense(tmp_path, run):
+    before = names(run)
+    for steering, named in (({"rewind": 3}, ["step 3", "2, 4, 6"]), ({"rewind": 0}, ["step 0"])):
+        with refused(FileNotFoundError, *named):
+            steer(run, **steering)
+    assert names(run) == before
+    for steering in (Steering(rewind=2), Steering(skip_examples=1)):
+        with refused(ValueError, "--rewind", str(tmp_path / "new")):
+            train(config_of(run.parent), tmp_path / "new", steering=steering)
+    assert not (tmp_path / "new").exists()
