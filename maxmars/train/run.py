@@ -401,7 +401,7 @@ def restore(
     step, position, tokens, saved = 0, 0, 0, None
     with clock("start", "reading the checkpoint"):
         if checked.saved is not None:
-            order = checked.order or dataclasses.asdict(Steering())
+            order: Order = checked.order or dataclasses.asdict(Steering())
             is_new = order["new_optimizer_state"]
             restored = checkpointer.restore(
                 abstract_saved_state(
