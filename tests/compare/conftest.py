@@ -7,7 +7,7 @@ import pytest
 from tiny import short_config
 
 from maxmars import cli
-from maxmars.compare.cells import Comparison, read_comparison
+from maxmars.compare.cells import Comparison, read_comparisons
 
 CONFIG = """
 import sys
@@ -62,4 +62,5 @@ def compared(tmp_path_factory, compare_command) -> Path:
 @pytest.fixture(scope="session")
 def comparison(compared) -> Comparison:
     """What that comparison compares."""
-    return read_comparison(compared)
+    (comparison,) = read_comparisons(compared)
+    return comparison

@@ -31,7 +31,6 @@ from maxmars.compare.cells import (
 from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
 from maxmars.compare.run import compare
-from maxmars.compare.sizes import speed_up
 from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
@@ -50,11 +49,17 @@ def by_cell(workdir, comparison):
     return {result.cell: result for result in finished_cells(workdir, names)}
 
 
+def reported(workdir):
+    """What `report.json` holds of a comparison of one size."""
+    (size,) = json.loads((workdir / "report.json").read_text())["sizes"]
+    return size
+
+
 def forget(workdir, cell, line=""):
     """Replace the row of a cell by a line, or by nothing."""
     path = workdir / "rows.jsonl"
     setting = [list(pair) for pair in cell.setting]
-    theirs = {"contender": cell.contender, "setting": setting, "seed": cell.seed}
+    theirs = {"size": "", "contender": cell.contender, "setting": setting, "seed": cell.seed}
     rows = path.read_text().splitlines()
     rows = [line if json.loads(row)["cell"] == theirs else row for row in rows]
     path.write_text("".join(f"{row}\n" for row in rows if row))
@@ -102,7 +107,7 @@ def test_what_the_command_prints(compared):
 
 
 def test_the_report_says_what_was_found(compared):
-    report = json.loads((compared / "report.json").read_text())
+    report = reported(compared)
     adamw, lion = report["outcomes"]
     assert report["num_missing"] == 0
     assert adamw["num_diverged"] == 1
@@ -123,7 +128,7 @@ def test_the_report_says_what_was_found(compared):
 
 
 def test_results_are_tables_for_other_programs_too(compared):
-    report = json.loads((compared / "report.json").read_text())
+    report = reported(compared)
     with (compared / "results.csv").open() as file:
         adamw, lion = csv.DictReader(file)
     assert (adamw["name"], lion["name"]) == ("adamw", "lion")
@@ -137,7 +142,7 @@ def test_results_are_tables_for_other_programs_too(compared):
 
 
 def test_a_p_of_two_seeds_has_a_mark(compared):
-    p = json.loads((compared / "report.json").read_text())["outcomes"][1]["test"]["p_adjusted"]
+    p = reported(compared)["outcomes"][1]["test"]["p_adjusted"]
     for text in ((compared / "report.md").read_text(), (compared.parent / "printed").read_text()):
         assert f" {p:.2g}† " in text
         assert f" {p:.2g} " not in text
@@ -175,7 +180,7 @@ def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, compariso
     with (copied / "rows.jsonl").open("a") as file:
         file.write('{"cell": {"contender": "lion", "sett')  # a kill came within the row
     shutil.rmtree(copied / "cells" / "adamw")
-    assert compare(comparison, copied)
+    assert compare([comparison], copied)
     printed = capsys.readouterr().out
     assert f"{len(before) - 1} cells are finished and kept" in printed
     assert printed.count("validation loss") == 1
@@ -194,8 +199,8 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
     assert f"{before} cells are finished and kept" in err
-    report = json.loads(out)
-    assert report == json.loads((copied / "report.json").read_text())
+    report = reported(copied)
+    assert json.loads(out) == {"sizes": [report]}
     for outcome in report["outcomes"]:
         assert len(outcome["settings"]) == 3
         rates = [row["setting"]["learning_rate"] for row in outcome["settings"]]
@@ -212,9 +217,9 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate", "weight_decay"])
     assert "too few for one batch" in capsys.readouterr().err
-    found = json.loads((compared / "report.json").read_text())["outcomes"]
+    found = reported(compared)["outcomes"]
     best = {outcome["name"]: outcome["setting"]["learning_rate"] for outcome in found}
-    grids = json.loads((tmp_path / "compare.json").read_text())["compared"]
+    grids = json.loads((tmp_path / "compare.json").read_text())["sizes"][""]["compared"]
     for name, rate in best.items():
         assert grids[name][0]["scanned"] == [rate / 2, rate, rate * 2]
 
@@ -293,7 +298,7 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     printed = " ".join(capsys.readouterr().out.split())
     refused = r"damping=0\.04,seed=0 the optimizer refuses it: own\.py:\d+: damping=0\.04 is more"
     assert re.search(refused, printed)
-    (outcome,) = json.loads((tmp_path / "refused" / "report.json").read_text())["outcomes"]
+    (outcome,) = reported(tmp_path / "refused")["outcomes"]
     losses = {row["setting"].get("damping"): row["losses"][0] for row in outcome["settings"]}
     assert losses.keys() == {None, 0.01, 0.04}
     assert losses[0.04] == "Infinity"
@@ -322,7 +327,7 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
     alone = Comparison(
         contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
     )
-    assert compare(alone, tmp_path)
+    assert compare([alone], tmp_path)
     (found,) = by_cell(tmp_path, alone).values()
     assert found.loss == math.inf
     assert "b1=0.95 must be positive and at most b3=0.92" in found.diverged
@@ -331,9 +336,8 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
 def test_rows_alone_are_enough_to_report(compared, tmp_path):
     for name in ("compare.json", "rows.jsonl"):
         shutil.copy(compared / name, tmp_path)
-    write_report(tmp_path)
-    ours, theirs = (json.loads((d / "report.json").read_text()) for d in (tmp_path, compared))
-    assert ours["outcomes"] == theirs["outcomes"]
+    write_report(summarize(tmp_path), tmp_path)
+    assert reported(tmp_path)["outcomes"] == reported(compared)["outcomes"]
     assert (
         "no metrics.jsonl is there with them: learning rate, gradient norm, update norm, "
         in (tmp_path / "report.md").read_text()
@@ -356,47 +360,62 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     )
     file = tmp_path / "sized.py"
     file.write_text(text)
-    workdir = tmp_path / "sizes"
     tuned = "--learning-rates 1e-3 4e-3 --budget 2 --finalists 1 --seeds 2"
-    words = ["compare", str(file), "--optimizers", "adamw", "lion"]
-    words += [*tuned.split(), *options]
-    cli.main([*words, str(workdir), "--sizes", "16", "32"])
+    words = ["compare", str(file), "--optimizers", "adamw", "lion", *tuned.split(), *options]
+    words += [str(tmp_path / "out")]
+    cli.main([*words, "--sizes", "32", "16", "--dry-run", "True"])
     printed = capsys.readouterr().out
-    assert f"report of all sizes: {workdir / 'report.md'}" in printed
-    report = json.loads((workdir / "report.json").read_text())
-    found = {(row["name"], row["size"]): row for row in report["results"]}
-    assert found.keys() == {(name, size) for name in ("adamw", "lion") for size in ("16", "32")}
-    for (name, size), row in found.items():
-        own = json.loads((workdir / size / "report.json").read_text())
-        (outcome,) = (o for o in own["outcomes"] if o["name"] == name)
-        assert row["loss"] == outcome["loss"]
-        assert row["setting"] == outcome["setting"]
-        assert (row["difference"] is None) == (name == "adamw")
-    assert found["lion", "32"]["num_parameters"] > found["lion", "16"]["num_parameters"]
-    page = (workdir / "report.md").read_text()
-    assert "| lion | 32 | learning_rate=" in page
+    assert printed.count("At most 6 cells") == 2
+    cli.main([*words, "--sizes", "32", "16"])
+    printed = capsys.readouterr().out
+    assert "[  6/6] 16 " in printed
+    assert printed.rindex("size 16") < printed.rindex("size 32") < printed.index("data speed-up")
+    workdir = tmp_path / "out"
+    cells = [json.loads(line)["cell"] for line in (workdir / "rows.jsonl").read_text().splitlines()]
+    assert [cell["size"] for cell in cells] == ["32"] * 6 + ["16"] * 6
+    assert (workdir / "cells/32/lion/learning_rate=0.004,seed=0/metrics.jsonl").exists()
+    small, large = json.loads((workdir / "report.json").read_text())["sizes"]
+    assert (small["size"], large["size"]) == ("16", "32")
+    assert small["num_parameters"] < large["num_parameters"]
+    assert small["digests"]["0"]["initial_weights"] != large["digests"]["0"]["initial_weights"]
+    with (workdir / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["size"], row["name"]) for row in rows] == [
+        (size, name) for size in ("16", "32") for name in ("adamw", "lion")
+    ]
+    assert "| 32 | lion | learning_rate=" in (workdir / "report.md").read_text()
+    figures = {path.name for path in (workdir / "figures").iterdir()}
+    assert figures == {"16", "32", "speed_up.png"}
 
-    # One size again keeps the other one in the report, and nothing else is overwritten.
-    cli.main([*words, str(workdir), "--sizes", "16"])
-    assert json.loads((workdir / "report.json").read_text()) == report
-    (workdir / "report.json").unlink()
+    # One size alone continues, and keeps the other one in the report.
+    before = (workdir / "report.md").read_text()
+    cli.main([*words, "--sizes", "16"])
+    assert (workdir / "report.md").read_text() == before
+    assert "12 cells are finished and kept" in capsys.readouterr().out
+    for chosen, size in (([], "16"), (["--size", "32"], "32")):
+        cli.main(["compare", "verify", str(workdir), "--contender", "lion", *chosen])
+        assert f"{size}, lion, seed 0, 4 steps: confirmed" in capsys.readouterr().out
+    words[words.index(str(workdir))] = str(tmp_path / "new")
     with pytest.raises(SystemExit):
-        cli.main([*words, str(workdir), "--sizes", "16"])
-    assert "holds report.md and figures already" in capsys.readouterr().err
+        cli.main([*words, "--start-from", str(workdir)])
+    assert f"must be one of {workdir / '16'}, {workdir / '32'}" in capsys.readouterr().err
+    cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run", "True"])
+    assert "At most 6 cells" in capsys.readouterr().out
+    words[words.index(str(tmp_path / "new"))] = str(workdir)
     with pytest.raises(SystemExit):
-        cli.main([*words, str(workdir / "16"), "--sizes", "16"])
-    assert "holds a comparison without --sizes" in capsys.readouterr().err
+        cli.main(words)
+    assert f"{workdir} holds a comparison of the sizes 32, 16" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
-    kept = tmp_path / ".github" / "results" / "tiny" / "which"
+    kept = tmp_path / ".github" / "results" / "which"
     kept.mkdir(parents=True)
     for name in ("compare.json", "rows.jsonl"):
         shutil.copy(compared / name, kept)
     figures = tmp_path / ".github" / "figures"
     figures.mkdir()
-    names = ("tiny-which-loss_tokens.png", "other.png")
+    names = ("which-loss_tokens.png", "other.png")
     (tmp_path / "README.md").write_text("".join(f"![](.github/figures/{name})" for name in names))
     tool = Path(__file__).parents[2] / "tools" / "figures.py"
     command = [sys.executable, str(tool), "--root", str(tmp_path)]
@@ -408,36 +427,57 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
     assert not (kept / "report.md").exists()
 
 
-@pytest.mark.slow
-def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys):
-    sizes = tmp_path / "sizes"
-    for name, width in (("a-large", 32), ("small", 16), ("unfinished", 48)):
-        (sizes / name).mkdir(parents=True)
+def test_several_comparisons_are_a_column_as_sizes_are(compared, tmp_path, capsys):
+    for name, width in (("a-large", 32), ("small", 16), ("empty", 48)):
+        (tmp_path / name).mkdir()
         fields = json.loads((compared / "compare.json").read_text())
-        for config in fields["configs"].values():
+        for config in fields["sizes"][""]["configs"].values():
             config["model"]["embed_dim"] = width
-        (sizes / name / "compare.json").write_text(json.dumps(fields))
-        if name != "unfinished":
-            shutil.copy(compared / "rows.jsonl", sizes / name)
-    cli.main(["report", str(sizes)])
+        (tmp_path / name / "compare.json").write_text(json.dumps(fields))
+        if name != "empty":
+            shutil.copy(compared / "rows.jsonl", tmp_path / name)
+    words = ["report", str(tmp_path / "a-large"), str(tmp_path / "small"), "--out"]
+    cli.main([*words, str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "size unfinished\nleft out: none of its cells is finished yet" in printed
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    assert (sizes / "a-large" / "report.md").is_file()
-    report = json.loads((sizes / "report.json").read_text())
-    assert report["sizes"] == ["small", "a-large"]
-    (ours, _) = (row["speed_up"] for row in report["results"] if row["name"] == "lion")
-    # Contender and baseline exchanged give the inverse.
-    fields["baseline"] = "lion"
-    (sizes / "small" / "compare.json").write_text(json.dumps(fields))
-    summary = summarize(sizes / "small")
-    theirs = speed_up(summary.outcomes[0], summary)
-    assert ours["mean"] != 1
-    assert ours["mean"] * theirs.mean == pytest.approx(1)
-    assert ours["low"] * theirs.high == pytest.approx(1)
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["sizes"]
+    assert [size["size"] for size in found] == ["a-large", "small"]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| small | lion | " in page
+    assert "](figures/small/loss_tokens.png)" in page
+    cli.main([*words, str(tmp_path / "out"), "--format", "svg"])
     with pytest.raises(SystemExit):
-        cli.main(["report", str(sizes)])
-    assert "their baselines differ (" in capsys.readouterr().err
+        cli.main([*words, str(compared)])
+    assert f"{compared} holds report.md and " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(tmp_path / "empty")])
+    assert "empty is finished yet" in capsys.readouterr().err
+
+
+def test_contender_and_baseline_exchanged_give_the_inverse(compared, copied):
+    fields = json.loads((copied / "compare.json").read_text())
+    fields["sizes"][""]["baseline"] = "lion"
+    (copied / "compare.json").write_text(json.dumps(fields))
+    (ours,), (theirs,) = (summarize(path).values() for path in (compared, copied))
+    ours, theirs = ours.outcomes[1].best.speed_up, theirs.outcomes[0].best.speed_up
+    assert ours.mean != 1
+    assert ours.mean * theirs.mean == pytest.approx(1)
+    assert ours.low * theirs.high == pytest.approx(1)
+
+
+def test_a_comparison_of_the_format_before_continues(copied, comparison, capsys):
+    """It had no sizes: its fields stood where now those of each size do, and no row named one."""
+    before = by_cell(copied, comparison)
+    fields = json.loads((copied / "compare.json").read_text())
+    (copied / "compare.json").write_text(json.dumps({"format": 4, **fields["sizes"][""]}))
+    forget(copied, LION)
+    rows = (copied / "rows.jsonl").read_text()
+    (copied / "rows.jsonl").write_text(rows.replace('"size": "", ', ""))
+    assert compare([comparison], copied)
+    assert capsys.readouterr().out.count("validation loss") == 1
+    assert json.loads((copied / "compare.json").read_text()) == fields
+    after = by_cell(copied, comparison)
+    assert {cell: r.loss for cell, r in after.items()} == {c: r.loss for c, r in before.items()}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"cell": 1}', '{"loss": "x"}', "{"])
@@ -471,7 +511,7 @@ def another_version(comparison, workdir):
 
 
 def damaged(comparison, workdir):
-    (workdir / "compare.json").write_text('{"format": 4, "conf')
+    (workdir / "compare.json").write_text('{"format": 5, "conf')
     return comparison
 
 
@@ -496,16 +536,16 @@ def other_tokens(comparison, workdir):
 def test_what_cannot_be_continued(change, message, copied, comparison):
     changed = change(comparison, copied)
     with refused(ValueError, message):
-        compare(changed, copied)
+        compare([changed], copied)
 
 
 def test_a_comparison_that_is_not_complete_is_reported_as_such(compared, comparison, tmp_path):
     shutil.copy(compared / "compare.json", tmp_path)
     with refused(ValueError, tmp_path):
-        write_report(tmp_path)
+        summarize(tmp_path)
     write_result(by_cell(compared, comparison)[LION], tmp_path)
-    summary = write_report(tmp_path)
-    assert summary.num_missing == len(comparison.contenders) * comparison.budget - 1
+    write_report(summarize(tmp_path), tmp_path)
+    assert reported(tmp_path)["num_missing"] == len(comparison.contenders) * comparison.budget - 1
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
 
 
@@ -514,11 +554,12 @@ def test_one_rate_and_one_seed(compared, comparison, tmp_path):
     fields = json.loads((compared / "compare.json").read_text())
     grid = {"field": "learning_rate", "values": [4e-3], "scanned": [4e-3]}
     changed = {"compared": {"lion": [grid]}, "baseline": "lion", "seeds": [0]}
-    (tmp_path / "compare.json").write_text(json.dumps(fields | changed))
-    write_report(tmp_path)
+    fields["sizes"][""] |= changed
+    (tmp_path / "compare.json").write_text(json.dumps(fields))
+    write_report(summarize(tmp_path), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "lion was run at one setting only, so it is not tuned." in text
-    (lion,) = json.loads((tmp_path / "report.json").read_text())["outcomes"]
+    (lion,) = reported(tmp_path)["outcomes"]
     assert lion["loss"]["low"] is None
     assert lion["test"] is None
 
