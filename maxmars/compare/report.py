@@ -128,7 +128,7 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png") -> Non
         "## Figures",
     ]
     figures = _Figures(out=out, format=format)
-    runs = "; ".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
+    runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
     if draw_speed_ups(
         _speed_ups(summaries), figures.path("speed_up"), _baseline(summaries), note=runs
     ):

@@ -360,19 +360,19 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     )
     file = tmp_path / "sized.py"
     file.write_text(text)
-    tuned = "--learning-rates 1e-3 4e-3 --budget 2 --finalists 1 --seeds 2"
+    tuned = "--learning-rates 4e-3 --budget 1 --finalists 1 --seeds 1"
     words = ["compare", str(file), "--optimizers", "adamw", "lion", *tuned.split(), *options]
     words += [str(tmp_path / "out")]
     cli.main([*words, "--sizes", "32", "16", "--dry-run", "True"])
     printed = capsys.readouterr().out
-    assert printed.count("At most 6 cells") == 2
+    assert printed.count("At most 2 cells") == 2
     cli.main([*words, "--sizes", "32", "16"])
     printed = capsys.readouterr().out
-    assert "[  6/6] 16 " in printed
+    assert "[  2/2] 16 " in printed
     assert printed.rindex("size 16") < printed.rindex("size 32") < printed.index("data speed-up")
     workdir = tmp_path / "out"
     cells = [json.loads(line)["cell"] for line in (workdir / "rows.jsonl").read_text().splitlines()]
-    assert [cell["size"] for cell in cells] == ["32"] * 6 + ["16"] * 6
+    assert [cell["size"] for cell in cells] == ["32"] * 2 + ["16"] * 2
     assert (workdir / "cells/32/lion/learning_rate=0.004,seed=0/metrics.jsonl").exists()
     small, large = json.loads((workdir / "report.json").read_text())["sizes"]
     assert (small["size"], large["size"]) == ("16", "32")
@@ -391,7 +391,7 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     before = (workdir / "report.md").read_text()
     cli.main([*words, "--sizes", "16"])
     assert (workdir / "report.md").read_text() == before
-    assert "12 cells are finished and kept" in capsys.readouterr().out
+    assert "2 cells are finished and kept" in capsys.readouterr().out
     for chosen, size in (([], "16"), (["--size", "32"], "32")):
         cli.main(["compare", "verify", str(workdir), "--contender", "lion", *chosen])
         assert f"{size}, lion, seed 0, 4 steps: confirmed" in capsys.readouterr().out
@@ -400,7 +400,7 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
         cli.main([*words, "--start-from", str(workdir)])
     assert f"must be one of {workdir / '16'}, {workdir / '32'}" in capsys.readouterr().err
     cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run", "True"])
-    assert "At most 6 cells" in capsys.readouterr().out
+    assert "At most 2 cells" in capsys.readouterr().out
     words[words.index(str(tmp_path / "new"))] = str(workdir)
     with pytest.raises(SystemExit):
         cli.main(words)
