@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import operator
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -380,12 +379,8 @@ def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
             name=name,
             config=from_dict(fields["configs"][name]),
             grids=tuple(
-                Grid(
-                    field=grid["field"],
-                    values=tuple(map(_number, grid["values"])),
-                    scanned=tuple(map(_number, grid["scanned"])),
-                )
-                for grid in grids
+                Grid(field=g["field"], values=tuple(g["values"]), scanned=tuple(g["scanned"]))
+                for g in grids
             ),
         )
         for name, grids in fields["compared"].items()
@@ -394,17 +389,11 @@ def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
         size=size,
         contenders=contenders,
         baseline=fields["baseline"],
-        seeds=tuple(map(operator.index, fields["seeds"])),
-        budget=operator.index(fields["budget"]),
-        finalists=operator.index(fields["finalists"]),
-        confirm=operator.index(fields.get("confirm", 1)),  # which comparisons before it lacked
+        seeds=tuple(fields["seeds"]),
+        budget=fields["budget"],
+        finalists=fields["finalists"],
+        confirm=fields["confirm"],
     )
-
-
-def _number(value: Any) -> Number:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return value
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
@@ -413,93 +402,49 @@ def write_result(result: CellResult, workdir: Path) -> None:
     Raises:
       OSError: it cannot be written, or another process keeps it locked.
     """
+    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
+    if result.curve is not None:
+        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
     path = workdir / _ROWS
     # On a network disk two machines that append at the same time write over each other.
     with naming(path), path.open("ab") as held:
         if not try_lock(held, path, _PATIENCE_S):
             raise TimeoutError(f"another process has had the lock for {_PATIENCE_S:g} s")
         rows = LineFile(path)
-        rows.write(json.dumps(cell_to_json(result)))
+        rows.write(json.dumps(fields))
         rows.close()
 
 
-def cell_to_json(result: CellResult) -> dict[str, Any]:
-    """The fields of a result for JSON."""
-    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
-    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
-    if result.curve is not None:
-        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
-    return fields
+def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
+    """The results of the finished cells with the size, contenders and seeds of a comparison,
+    whatever their settings."""
+    names = [contender.name for contender in comparison.contenders]
+    found: dict[Cell, CellResult] = {}
+    for fields in read_json_lines(workdir / _ROWS):
+        # A row that cannot be read is no result: the cell is run again, and its later row counts.
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            result = _result(fields)
+            cell = result.cell
+            if (
+                cell.size == comparison.size
+                and cell.contender in names
+                and cell.seed in comparison.seeds
+            ):
+                found[cell] = result
+    return dict(sorted(found.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
 
 
-def cell_from_json(fields: Any) -> CellResult:
-    """The result that `cell_to_json` made these fields of.
-
-    Raises:
-      KeyError, TypeError, ValueError: these are fields of something else.
-    """
+def _result(fields: Any) -> CellResult:
+    """The result that `write_result` made these fields of."""
     cell, curve = fields["cell"], fields["curve"]
     if curve is not None:
-        curve = _curve_from_json(curve)
+        numbers = {name: tuple(curve[name]) for name in ("steps", "tokens")}
+        curve = Curve(**curve | numbers | {"losses": tuple(map(float, curve["losses"]))})
     setting = tuple((field, value) for field, value in cell["setting"])
     own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
     own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
     return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
-
-
-def _curve_from_json(fields: Any) -> Curve:
-    tokens = tuple(map(operator.index, fields["tokens"]))
-    losses = tuple(map(float, fields["losses"]))
-    time_s, steps = fields["step_time_s"], fields.get("steps")
-    if steps is None:  # older results have the tokens of a step instead
-        steps = [count // operator.index(fields["tokens_per_step"]) for count in tokens]
-    if not tokens or not len(tokens) == len(losses) == len(steps):
-        raise ValueError(
-            f"a curve has {len(losses)} losses at {len(tokens)} numbers of tokens and {len(steps)} "
-            "of steps"
-        )
-    return Curve(
-        loss_of=fields["loss_of"],
-        steps=tuple(map(operator.index, steps)),
-        tokens=tokens,
-        losses=losses,
-        step_time_s=None if time_s is None else float(time_s),
-    )
-
-
-def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
-    """The results of all finished cells of the contenders of these names, whatever their settings
-    and seeds."""
-    # A row that cannot be read is no result: the cell is run again, and its later row counts.
-    rows = map(_result, read_json_lines(workdir / _ROWS))
-    own = {row.cell: row for row in rows if row is not None and row.cell.contender in names}
-    return sorted(own.values(), key=lambda row: (names.index(row.cell.contender), row.cell.name))
-
-
-def _result(fields: Any) -> CellResult | None:
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        result = cell_from_json(fields)
-        cell = result.cell
-        parts = [cell.size, cell.contender, *(field for field, _ in cell.setting)]
-        numbers = [cell.seed, *(value for _, value in cell.setting), result.step_time_s or 0.0]
-        told = {"device_kinds", "num_devices", "jax"} <= result.environment.keys()
-        if (
-            all(isinstance(part, str) for part in parts)
-            and all(isinstance(number, int | float) for number in numbers)
-            and (told or not result.environment)
-        ):
-            return result
-    return None
-
-
-def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
-    """The results of the finished cells with the size and the seeds of a comparison."""
-    found = finished_cells(workdir, [contender.name for contender in comparison.contenders])
-    return {
-        result.cell: result
-        for result in found
-        if result.cell.size == comparison.size and result.cell.seed in comparison.seeds
-    }
 
 
 def _damaged(workdir: Path) -> ValueError:

@@ -13,7 +13,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -61,6 +61,9 @@ RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
 _POLL_S = 5.0  # between looks for results of other processes
+
+_OfSizes = Mapping[str, tuple[Comparison, Results]]
+"""Size -> what is compared, and its results."""
 
 Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
@@ -119,22 +122,23 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part(
         comparisons = [_with_precision(comparison) for comparison in comparisons]
         open_comparison(comparisons, workdir)
         contenders = {(each.size, c.name): c for each in comparisons for c in each.contenders}
-        of_sizes = _Results(comparisons, workdir)
+        of_sizes = _read(comparisons, workdir)
         print(f"cells and their logs: {workdir / 'cells'}", flush=True)
-        if of_sizes.num_finished:
-            print(f"{of_sizes.num_finished} cells are finished and kept", flush=True)
+        if num_finished := _num_finished(of_sizes):
+            print(f"{num_finished} cells are finished and kept", flush=True)
         starts: dict[tuple[str, str, int], Digests] = {}
         stops = stack.enter_context(StopRequests())
-        while pending := of_sizes.pending():
+        while pending := _pending(of_sizes):
             if stops.due():
                 break
             taken = _take(part.order(pending), workdir)
             if taken is None:
-                _wait_for_others(of_sizes, workdir, stops)
+                of_sizes = _wait_for_others(comparisons, workdir, stops)
                 continue
             cell, lock = taken
             try:
-                comparison, results = of_sizes.read()[cell.size]
+                of_sizes = _read(comparisons, workdir)
+                comparison, results = of_sizes[cell.size]
                 if cell in results:  # another process finished it just now
                     continue
                 contender = contenders[cell.size, cell.contender]
@@ -159,37 +163,28 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part(
                 shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)
             finally:
                 lock.release()
-            comparison, results = of_sizes.read()[cell.size]  # others may have finished some too
-            print(_progress(result, comparison, results, part.count), flush=True)
+            of_sizes = _read(comparisons, workdir)  # others may have finished some as well
+            print(_progress(result, *of_sizes[cell.size], part.count), flush=True)
         if pending:
             print(
-                f"stopped with {of_sizes.num_finished} finished cells; the same command continues"
+                f"stopped with {_num_finished(of_sizes)} finished cells; the same command continues"
             )
             return False
     write_report(summarize(workdir), workdir)
     return True
 
 
-class _Results:
-    """The results of a comparison as they were last read, by size."""
+def _read(comparisons: Sequence[Comparison], workdir: Path) -> _OfSizes:
+    return {c.size: (c, read_results(c, workdir)) for c in comparisons}
 
-    def __init__(self, comparisons: Sequence[Comparison], workdir: Path) -> None:
-        self._comparisons, self._workdir = comparisons, workdir
-        self.of_size = self.read()
 
-    def read(self) -> dict[str, tuple[Comparison, Results]]:
-        """Read them anew: size -> what is compared, and its results."""
-        self.of_size = {c.size: (c, read_results(c, self._workdir)) for c in self._comparisons}
-        return self.of_size
+def _pending(of_sizes: _OfSizes) -> list[Cell]:
+    """The cells to run next, those of the first size first."""
+    return [cell for found in of_sizes.values() for cell in next_cells(*found)]
 
-    @property
-    def num_finished(self) -> int:
-        """Number of finished cells of all sizes."""
-        return sum(len(results) for _, results in self.of_size.values())
 
-    def pending(self) -> list[Cell]:
-        """The cells to run next, those of the first size first."""
-        return [cell for found in self.of_size.values() for cell in next_cells(*found)]
+def _num_finished(of_sizes: _OfSizes) -> int:
+    return sum(len(results) for _, results in of_sizes.values())
 
 
 def keep_programs(workdir: Path) -> None:
@@ -212,17 +207,18 @@ def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     return None
 
 
-def _wait_for_others(of_sizes: _Results, workdir: Path, stops: StopRequests) -> None:
+def _wait_for_others(
+    comparisons: Sequence[Comparison], workdir: Path, stops: StopRequests
+) -> _OfSizes:
     """Wait until there is a cell that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
         while True:
-            of_sizes.read()
-            pending = of_sizes.pending()
+            of_sizes = _read(comparisons, workdir)
+            pending, num_finished = _pending(of_sizes), _num_finished(of_sizes)
             are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
             if not all(are_owned) or not pending or stops.due():
-                return
+                return of_sizes
             waiting = f"waiting for {len(pending)} cells of other processes"
-            num_finished = of_sizes.num_finished
             progress.update(waiting, num_finished, num_finished + len(pending))
             time.sleep(_POLL_S)
 

@@ -88,6 +88,12 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     found = b.speed_up
     assert found.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
     assert found.low is None
+    # Contender and baseline exchanged give the inverse.
+    fields = json.loads((tmp_path / "compare.json").read_text())
+    fields["sizes"][""]["baseline"] = "b"
+    (tmp_path / "compare.json").write_text(json.dumps(fields))
+    a, _ = (outcome.best for outcome in report_of(tmp_path).outcomes)
+    assert a.speed_up.mean == pytest.approx(1 / found.mean)
 
 
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
