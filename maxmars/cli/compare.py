@@ -346,7 +346,7 @@ def run_report(argv: list[str]) -> int:
         write_report,
         write_run_report,
     )
-    from maxmars.compare.summary import Summary, summarize
+    from maxmars.compare.summary import Summary, by_size, summarize
 
     runs = {text: Path(text).expanduser().absolute() for text in arguments.runs}
     if len(set(runs.values())) < len(arguments.runs):
@@ -363,7 +363,7 @@ def run_report(argv: list[str]) -> int:
             found, own = summarize(path), name if len(runs) > 1 else ""
             compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
     if len(compared) == len(runs):
-        summaries = {size: each for found in compared.values() for size, each in found.items()}
+        summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
         if out is not None:
             check_out(out, lambda earlier: is_report_of(summaries, earlier))
         write_report(summaries, out or first, arguments.format)

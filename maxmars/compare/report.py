@@ -60,7 +60,15 @@ from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
-_ENDS = ("", "_low", "_high")  # of an interval
+_ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
+_OF_SEARCH = (
+    "search_ended",
+    "tokens_to_baseline",
+    "seconds_to_baseline",
+    "step_time_s",
+    "num_cells",
+    "num_diverged",
+)
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
@@ -129,17 +137,17 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png") -> Non
     ]
     figures = _Figures(out=out, format=format)
     runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
-    if draw_speed_ups(
-        _speed_ups(summaries), figures.path("speed_up"), _baseline(summaries), note=runs
-    ):
+    gains, path = _speed_ups(summaries), figures.path("speed_up")
+    if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
         blocks.append(figures.image("speed_up", "Data speed-up by the size of the model."))
     for size, summary in summaries.items():
         note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
         own = dataclasses.replace(figures, folder=folder, note=note)
         if any(outcome.num_cells for outcome in summary.outcomes):
             blocks += [*([f"### {size}"] if size else []), *_comparison_figures(summary, own)]
-    write_json(out / "report.json", report_json(summaries))
-    write_text(out / "results.csv", _results_csv(summaries))
+    report = report_json(summaries)
+    write_json(out / "report.json", report)
+    write_text(out / "results.csv", _results_csv(report))
     write_text(out / "results.tex", latex_table(*results))
     _write_markdown(out, blocks)
 
@@ -438,38 +446,20 @@ def _factor(found: Interval) -> str:
     return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
-def _results_csv(summaries: Summaries) -> str:
-    """The numbers of the table of results, unrounded; times in seconds."""
+def _results_csv(report: Mapping[str, Any]) -> str:
+    """The numbers of the table of results in what `report.json` holds; times in seconds."""
     rows: list[dict[str, Any]] = []
-    for size, summary in summaries.items():
-        for outcome in summary.outcomes:
-            best, name = outcome.best, outcome.contender.name
-            test = None if best is None else best.test
-            intervals = {
-                "loss": None if best is None else best.loss,
-                "difference": None if test is None else test.difference,
-                "speed_up": None if best is None else best.speed_up,
-            }
-            row: dict[str, Any] = {
-                "name": name,
-                "size": size,
-                "num_parameters": summary.num_parameters,
-                "setting": None if best is None else describe_setting(best.setting),
-            }
-            for what, found in intervals.items():
-                ends = [None] * 3 if found is None else [found.mean, found.low, found.high]
-                row |= {f"{what}{end}": value for end, value in zip(_ENDS, ends, strict=True)}
-            row |= {
-                "p_adjusted": summary.p_adjusted.get(name),
-                "num_seeds": 0 if best is None else len(best.losses),
-                "search_ended": outcome.search.is_at_its_end,
-                "tokens_to_baseline": None if best is None else best.tokens_to_baseline,
-                "seconds_to_baseline": None if best is None else best.seconds_to_baseline,
-                "step_time_s": outcome.step_time_s,
-                "num_cells": outcome.num_cells,
-                "num_diverged": outcome.num_diverged,
-            }
-            rows.append(row)
+    for size in report["sizes"]:
+        for found in size["outcomes"]:
+            setting, test = found["setting"], found["test"] or {}
+            row = {"name": found["name"], "size": size["size"]}
+            row |= {"num_parameters": size["num_parameters"]}
+            row |= {"setting": setting and describe_setting(tuple(setting.items()))}
+            intervals = {"loss": found["loss"], "difference": test.get("difference")}
+            for what, each in (intervals | {"speed_up": found["speed_up"]}).items():
+                row |= {f"{what}{end}": (each or {}).get(key) for key, end in _ENDS.items()}
+            row |= {"p_adjusted": test.get("p_adjusted"), "num_seeds": len(found["losses"] or ())}
+            rows.append(row | {key: found[key] for key in _OF_SEARCH})
     return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -813,6 +803,7 @@ def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
         "config": to_dict(o.contender.config),
         **best,
         "step_time_s": o.step_time_s,
+        "search_ended": o.search.is_at_its_end,
         "num_cells": o.num_cells,
         "num_diverged": o.num_diverged,
         "basin": o.basin and dataclasses.asdict(o.basin) | {"tolerance": TOLERANCE},

@@ -205,7 +205,12 @@ def summarize(workdir: Path) -> dict[str, Summary]:
     }
     if not any(o.num_cells for summary in found.values() for o in summary.outcomes):
         raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
-    return dict(sorted(found.items(), key=lambda item: item[1].num_parameters))
+    return by_size(found)
+
+
+def by_size(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
+    """Summaries in the order of the size, smallest model first."""
+    return dict(sorted(summaries.items(), key=lambda item: item[1].num_parameters))
 
 
 def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summary:
