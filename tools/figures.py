@@ -2,9 +2,10 @@
 
     python tools/figures.py
 
-A page shows FIGURE.png of the report on `.github/results/A/B` as `.github/figures/A-B-FIGURE.png`,
-such as `tiny-0.3M-loss_tokens.png` or, of all sizes, `tiny-speed_up.png`. A figure that the rows
-cannot draw stays as it is; this ends with 1 where one is shown that is neither drawn nor there.
+A page shows FIGURE.png of the report on `.github/results/A` as `.github/figures/A-FIGURE.png`, such
+as `tiny-speed_up.png`, and that of a size as `A-SIZE-FIGURE.png`: `tiny-0.3M-loss_tokens.png`. A
+figure that the rows cannot draw stays as it is; this ends with 1 where one is shown that is neither
+drawn nor there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from PIL import Image
 
 from maxmars.compare.cells import COMPARISON
 from maxmars.compare.report import write_report
-from maxmars.compare.sizes import size_directories, write_reports_of_sizes
+from maxmars.compare.summary import summarize
 
 RESULTS, FIGURES = Path(".github", "results"), Path(".github", "figures")
 COLORS = 64
@@ -54,18 +55,14 @@ def shown(root: Path) -> list[str]:
 
 
 def draw(results: Path) -> dict[str, Path]:
-    """Write the reports of all comparisons, and those over sizes; returns their figures by name."""
-    reported = set()
-    for directory in {path.parent for path in results.rglob(COMPARISON)}:
-        if directory.parent != results and directory.parent not in reported:
-            write_reports_of_sizes(directory.parent, size_directories(directory.parent))
-            reported.add(directory.parent)
-        elif directory.parent == results:
-            write_report(directory)
-    return {
-        "-".join([*path.relative_to(results).parts[:-2], path.name]): path
-        for path in results.rglob("figures/*.png")
-    }
+    """Write the reports of all comparisons; returns their figures by name."""
+    found = {}
+    for directory in [path.parent for path in results.glob(f"*/{COMPARISON}")]:
+        write_report(summarize(directory), directory)
+        for path in (directory / "figures").rglob("*.png"):
+            parts = path.relative_to(directory / "figures").parts
+            found["-".join([directory.name, *parts])] = path
+    return found
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ class CompareArguments(ConfigArguments):
     """Values of the config file's choice `optimizer`, each of which makes a contender. That of
     FILE.py:make, whose path is relative to the working directory, is called FILE."""
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
-    """Values of the config file's choice `size`: a comparison for each, in DIR/SIZE, and a report
-    over all of them in DIR."""
+    """Values of the config file's choice `size`, at each of which all contenders are tuned and
+    compared."""
     tune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD ...")] = ("learning_rate",)
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
     gamma, or warmup. A contender that lacks one is tuned over the others."""
@@ -88,8 +88,8 @@ class CompareArguments(ConfigArguments):
     """Learning rates that all contenders try first, such as 1e-3 3e-3. Those of none are the
     config's own rate times 1/2, 1, 2 and 4."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """A finished comparison of the same contenders, say of a smaller model: each search begins at
-    the best setting there, with 1/2, 1 and 2 times its learning rate."""
+    """A finished comparison of the same contenders, say of a smaller model (DIR/SIZE of several):
+    each search begins at the best setting there, with 1/2, 1 and 2 times its learning rate."""
     confirm: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
     """Seeds with which a setting must be better before the search moves there, of its budget. With
     one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""
@@ -129,66 +129,45 @@ def run(argv: list[str]) -> int:
             f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
             f"`{_PROG} --help`."
         )
-    names = _names(options, "--sizes")
-    planned = {name: _plan(specs, options, name) for name in names or [None]}
-    arguments = next(iter(planned.values()))[0]
+    planned = [_plan(specs, options, name) for name in _names(options, "--sizes") or [""]]
+    arguments = planned[0][0]
+    comparisons, workdir = [comparison for _, comparison in planned], _workdir(arguments)
     # Imported late: they load JAX.
-    from maxmars.compare.cells import COMPARISON
     from maxmars.compare.estimate import estimate, print_estimate
-    from maxmars.compare.report import check_out, print_summary, summary_json
+    from maxmars.compare.report import print_report, report_json
     from maxmars.compare.run import Part, compare
-    from maxmars.compare.sizes import (
-        is_report_of_sizes,
-        print_sizes,
-        with_other_sizes,
-        write_sizes_report,
-    )
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
-    part, summaries = Part(*_part(arguments.cells)), {}
-    root = next(iter(planned.values()))[2].parent
-    if names:  # now rather than after hours
-        if (root / COMPARISON).is_file():
-            raise UsageError(f"--workdir {root} holds a comparison without --sizes; name another.")
-        check_out(root, is_report_of_sizes)
+    part = Part(*_part(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        for name, (_, comparison, workdir) in planned.items():
-            if name:
-                print(f"size {name}", flush=True)
-            if arguments.dry_run:
-                print_estimate(estimate(comparison, workdir), comparison, part.count)
-                continue
-            if not compare(comparison, workdir, part):
-                return EXIT_CODE
-            summaries[name] = summarize(workdir)
-            print_summary(summaries[name], workdir)
         if arguments.dry_run:
+            for comparison in comparisons:
+                if comparison.size:
+                    print(f"size {comparison.size}", flush=True)
+                print_estimate(estimate(comparison, workdir), comparison, part.count)
             return 0
-        found = summary_json(next(iter(summaries.values())))
-        if names:
-            found = write_sizes_report(with_other_sizes(summaries, root), root)
-            print_sizes(found, root)
+        if not compare(comparisons, workdir, part):
+            return EXIT_CODE
+        summaries = summarize(workdir)
+        print_report(summaries, workdir)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(report_json(summaries)))
     return 0
 
 
 def _plan(
-    specs: Sequence[str], options: Sequence[str], size: str | None
-) -> tuple[CompareArguments, Comparison, Path]:
-    """The comparison that a command line asks for, and its directory."""
+    specs: Sequence[str], options: Sequence[str], size: str
+) -> tuple[CompareArguments, Comparison]:
+    """The comparison that a command line asks for at a size; "" is that of the config."""
     words = _names(options, "--optimizers")
-    choices = {} if size is None else {"size": size}
+    choices = {"size": size} if size else {}
     in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
     if in_file is not None:
         parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(specs[0])}")
     else:
         parsed = _of_words(specs, words, choices, options)
     arguments = next(iter(parsed.values()))
-    if arguments.workdir is None:
-        raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
-    _part(arguments.cells)
     given = {name: getattr(arguments, name) for name in _SHARED}
     try:
         config = ComparisonConfig(
@@ -201,14 +180,11 @@ def _plan(
     contenders = _contenders(config, arguments)
     # Imported late: they load JAX.
     from maxmars.compare.cells import Comparison
-    from maxmars.distributed.files import is_remote, resolve
 
-    if is_remote(resolve(arguments.workdir)):
-        raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
-    workdir = Path(arguments.workdir).expanduser().absolute()
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
     comparison = Comparison(
+        size=size,
         contenders=contenders,
         baseline=config.baseline or contenders[0].name,
         seeds=tuple(range(first, first + config.seeds)),
@@ -230,7 +206,18 @@ def _plan(
             "have nothing but their ends; give --eval.every too.",
             file=sys.stderr,
         )
-    return arguments, comparison, workdir / size if size else workdir
+    return arguments, comparison
+
+
+def _workdir(arguments: CompareArguments) -> Path:
+    """The directory of the comparison."""
+    from maxmars.distributed.files import is_remote, resolve
+
+    if arguments.workdir is None:
+        raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
+    if is_remote(resolve(arguments.workdir)):
+        raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
+    return Path(arguments.workdir).expanduser().absolute()
 
 
 _SHARED = ("tune", "baseline", "budget", "confirm", "finalists", "seeds")
@@ -289,6 +276,8 @@ class VerifyArguments(CheckedConfig):
 
     directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Directory of a comparison, or a copy of its compare.json, rows.jsonl and sources."""
+    size: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Of the model, in a comparison with --sizes; None is the smallest."""
     contender: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Whose run, at its best setting; None is the best contender's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
@@ -309,6 +298,7 @@ def _verify(arguments: VerifyArguments) -> int:
         found = verify(
             Path(arguments.directory).expanduser().absolute(),
             Path(arguments.workdir or scratch).expanduser().absolute(),
+            size=arguments.size,
             contender=arguments.contender,
             seed=arguments.seed,
             steps=arguments.steps,
@@ -324,8 +314,8 @@ class ReportArguments(CheckedConfig):
     """Draw losses, rates and norms of runs, as figures and one Markdown page.
 
     A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
-    contender is drawn at its best rate. One comparison alone gets its whole report again, also
-    before it is complete; the directory of one with --sizes gets those of all sizes.
+    contender is drawn at its best rate. Comparisons alone get their whole report again, also before
+    they are complete; that of several has a column for them, as for sizes.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -349,72 +339,54 @@ def run_report(argv: list[str]) -> int:
     from maxmars.compare.curves import read_run
     from maxmars.compare.report import (
         best_lines,
+        check_out,
+        is_report_of,
         print_lines,
-        print_summary,
+        print_report,
         write_report,
         write_run_report,
     )
-    from maxmars.compare.sizes import size_directories
-    from maxmars.compare.summary import summarize
+    from maxmars.compare.summary import Summary, by_size, summarize
 
-    named = {text: Path(text).expanduser().absolute() for text in arguments.runs}
-    if len(set(named.values())) < len(arguments.runs):
+    runs = {text: Path(text).expanduser().absolute() for text in arguments.runs}
+    if len(set(runs.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
-    if arguments.out is None:
-        if len(named) > 1:
-            raise UsageError(
-                "maxmars report of several runs needs --out DIR, where the report goes."
-            )
-        (path,) = named.values()
-        if (path / COMPARISON).is_file():
-            print_summary(write_report(path, arguments.format), path)
-            return 0
-        if sizes := size_directories(path):
-            _report_sizes(path, sizes, arguments.format)
-            return 0
-    runs: dict[str, Path] = {}
-    for text, path in named.items():
-        sizes = [] if (path / COMPARISON).is_file() else size_directories(path)
-        runs |= {f"{text}/{size.name}": size for size in sizes} or {text: path}
+    if arguments.out is None and len(runs) > 1:
+        raise UsageError("maxmars report of several runs needs --out DIR, where the report goes.")
     if len({path.name for path in runs.values()}) == len(runs):
         runs = {path.name: path for path in runs.values()}
+    out = None if arguments.out is None else Path(arguments.out).expanduser().absolute()
+    first = next(iter(runs.values()))
+    compared: dict[str, dict[str, Summary]] = {}
+    for name, path in runs.items():
+        if (path / COMPARISON).is_file():
+            found, own = summarize(path), name if len(runs) > 1 else ""
+            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
+    if len(compared) == len(runs):
+        summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
+        if out is not None:
+            check_out(out, lambda earlier: is_report_of(summaries, earlier))
+        write_report(summaries, out or first, arguments.format)
+        print_report(summaries, out or first)
+        return 0
     lines, workdirs = [], {}
     for name, path in runs.items():
-        if not (path / COMPARISON).is_file():
+        if name not in compared:
             lines.append(read_run(path, name))
             workdirs[name] = path
-            continue
-        summary = summarize(path)
-        for outcome in summary.outcomes:
-            if outcome.best is None:
-                print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
-        for line in best_lines(summary):
-            own = line.name if len(runs) == 1 else f"{name}: {line.name}"
-            lines.append(dataclasses.replace(line, name=own))
-            workdirs[own] = path
-    (first, *_) = runs.values()
-    out = Path(arguments.out).expanduser().absolute() if arguments.out else first / "report"
+        for size, summary in compared.get(name, {}).items():
+            for outcome in summary.outcomes:
+                if outcome.best is None:
+                    print(f"{size}: {outcome.contender.name} has no finished run, and is not drawn")
+            for line in best_lines(summary):
+                own = f"{size}: {line.name}"
+                lines.append(dataclasses.replace(line, name=own))
+                workdirs[own] = path
+    out = out or first / "report"
     write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
     return 0
-
-
-def _report_sizes(
-    directory: Path, sizes: Sequence[Path], format: Literal["png", "pdf", "svg"]
-) -> None:
-    """Write and print the reports of the sizes of a comparison."""
-    from maxmars.compare.report import print_summary
-    from maxmars.compare.sizes import print_sizes, write_reports_of_sizes
-
-    summaries, found = write_reports_of_sizes(directory, sizes, format)
-    for size in sizes:
-        print(f"size {size.name}")
-        if size.name in summaries:
-            print_summary(summaries[size.name], size)
-        else:
-            print("left out: none of its cells is finished yet")
-    print_sizes(found, directory)
 
 
 def _names(options: Sequence[str], flag: str) -> list[str]:
@@ -488,13 +460,23 @@ def _starts(
     if directory is None:
         return {name: {} for name in fields}
     # Imported late: they load JAX.
+    from maxmars.compare.cells import COMPARISON
     from maxmars.compare.grids import value_of, with_values
     from maxmars.compare.summary import summarize
 
+    path, size = Path(directory).expanduser(), None
+    if (path.parent / COMPARISON).is_file():  # DIR/SIZE
+        path, size = path.parent, path.name
     try:
-        summary = summarize(Path(directory).expanduser())
+        summaries = summarize(path)
     except ValueError as error:
         raise UsageError(f"--start-from: {error}") from error
+    if size is None and len(summaries) == 1:
+        (size,) = summaries
+    if size not in summaries:
+        named = ", ".join(f"{path / name}" for name in summaries)
+        raise UsageError(f"--start-from {directory} must be one of {named}.")
+    summary = summaries[size]
     if summary.num_missing:
         raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
     outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}

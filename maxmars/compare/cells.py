@@ -1,16 +1,17 @@
 """The cells of a comparison, what identifies them, and their files.
 
-A cell is one training run: a contender, with one setting of the fields that are tuned, and one
-seed. These three identify it within a comparison, whose `compare.json` fixes the contenders'
-configs. The files are
+A cell is one training run: of a size of the model, a contender, with one setting of the fields
+that are tuned, and one seed. These four identify it within a directory, whose `compare.json` fixes
+the contenders' configs. The files are
 
-    compare.json                          what is compared
-    rows.jsonl                            how each finished cell ended, a line a cell
-    sources/SHA256/FILE.py                a copy of each Python file that a config names
-    cells/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
+    compare.json                               what is compared at each size
+    rows.jsonl                                 how each finished cell ended, a line a cell
+    sources/SHA256/FILE.py                     a copy of each Python file that a config names
+    cells/SIZE/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
 
 where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
-such as `,b1=0.95`. All but `cells` is enough to continue, to report and to repeat a result.
+such as `,b1=0.95`. A comparison without sizes has one, whose name is empty. All but `cells` is
+enough to continue, to report and to repeat a result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import operator
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ from maxmars.distributed.files import (
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
 _SOURCES = "sources"
-_FORMAT = 4
+_FORMAT = 5
+_WITHOUT_SIZES = 4  # the format before: the fields of one size, and rows that name none
 _PATIENCE_S = 60.0  # another process has the rows for the time of a line
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
@@ -101,6 +102,8 @@ class Contender:
 class Cell:
     """The identity of one training run of a comparison."""
 
+    size: str = ""
+    """Name of the size of the model; empty in a comparison without sizes."""
     contender: str
     setting: Setting
     seed: int
@@ -112,7 +115,7 @@ class Cell:
 
     def directory(self, workdir: Path) -> Path:
         """Working directory of the run."""
-        return workdir / "cells" / self.contender / self.name
+        return workdir / "cells" / self.size / self.contender / self.name
 
     def config(self, contender: Contender) -> TrainConfig:
         """Config of the run.
@@ -158,8 +161,10 @@ class CellResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared with what."""
+    """What is compared with what, at one size of the model."""
 
+    size: str = ""
+    """Its name; empty in a comparison without sizes."""
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that the others are tested against."""
@@ -171,6 +176,10 @@ class Comparison:
     """The best settings of a contender, which run with all seeds."""
     confirm: int = 1
     """Seeds with which a setting must be better before the search moves to it."""
+
+    def cell(self, contender: Contender, setting: Setting, seed: int) -> Cell:
+        """The cell of a contender at a setting."""
+        return Cell(size=self.size, contender=contender.name, setting=setting, seed=seed)
 
     @property
     def own_fields(self) -> dict[str, dict[str, object]]:
@@ -243,9 +252,9 @@ def check_code(contender: Contender, before: Code, workdir: Path) -> None:
             )
 
 
-def stored_code(workdir: Path) -> Code:
-    """The code of the comparison in `workdir`, as far as it is stored."""
-    return _read_fields(workdir).get("code", {})
+def stored_code(workdir: Path, size: str) -> Code:
+    """The code of a size of the comparison in `workdir`, as far as it is stored."""
+    return _read_sizes(workdir).get(size, {}).get("code", {})
 
 
 def _keep_code(code: Code, workdir: Path) -> None:
@@ -265,14 +274,14 @@ def _has_digest(path: Path, digest: str) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
-def with_kept_code(config: TrainConfig, contender: str, workdir: Path) -> TrainConfig:
-    """A config of a contender that names Python files as they were when its comparison began: where
+def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfig:
+    """The config of a cell that names Python files as they were when its comparison began: where
     they lay then, or the copies in `workdir`.
 
     Raises:
       FileNotFoundError: a file is gone or was changed, and there is no copy.
     """
-    code = stored_code(workdir).get(contender, {})
+    code = stored_code(workdir, cell.size).get(cell.contender, {})
 
     def place(source: Source) -> Source:
         path = Path(source.file)
@@ -281,26 +290,49 @@ def with_kept_code(config: TrainConfig, contender: str, workdir: Path) -> TrainC
             if _has_digest(candidate, digest):
                 return dataclasses.replace(source, file=str(candidate), sha256=digest)
         raise FileNotFoundError(
-            f"{path} is not the file that {contender} was trained with (SHA-256 {digest}), and "
-            f"{workdir / _SOURCES} holds no copy of that."
+            f"{path} is not the file that {cell.contender} was trained with (SHA-256 {digest}), "
+            f"and {workdir / _SOURCES} holds no copy of that."
         )
 
     return with_sources(config, place)
 
 
-def open_comparison(comparison: Comparison, workdir: Path) -> None:
+def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:
     """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
 
+    Args:
+      comparisons: one for each size; sizes that are stored and not among these stay.
+      workdir: directory of the comparison.
+
     Raises:
-      ValueError: `workdir` holds a comparison of another version, or a contender of the same name
-        with another config or code.
+      ValueError: `workdir` holds a comparison of another version, one with sizes where these have
+        none or the other way round, or a contender of the same name with another config or code.
       FileNotFoundError: a Python file that a config names is gone.
     """
-    stored, code = _stored_configs(workdir), stored_code(workdir)
+    sizes = _read_sizes(workdir)
+    for comparison in comparisons:
+        if sizes and ("" in sizes) != (comparison.size == ""):
+            held = "without --sizes" if "" in sizes else f"of the sizes {', '.join(sizes)}"
+            raise ValueError(f"{workdir} holds a comparison {held}; choose another --workdir.")
+    sizes = sizes | {c.size: _fields_of(c, workdir) for c in comparisons}
+    fields = {"format": _FORMAT, "maxmars": maxmars.__version__, "sizes": sizes}
+    write_json(workdir / COMPARISON, fields)
+    for comparison in comparisons:
+        _keep_code(stored_code(workdir, comparison.size), workdir)
+
+
+def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
+    """What `compare.json` says of a size; contenders that it had before keep their configs."""
+    before = _read_sizes(workdir).get(comparison.size, {})
+    code = before.get("code", {})
+    stored = {
+        name: with_recorded(from_dict(config), code.get(name, {}))
+        for name, config in before.get("configs", {}).items()
+    }
     for contender in comparison.contenders:
         check_code(contender, code, workdir)
-        before = stored.get(contender.name, contender.config)
-        if rows := _differences(contender.config, before):
+        earlier = stored.get(contender.name, contender.config)
+        if rows := _differences(contender.config, earlier):
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
             raise ValueError(
                 f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
@@ -308,9 +340,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
             )
     configs = stored | {c.name: c.config for c in comparison.contenders}
     code = {**code, **{c.name: code_of(c.config) for c in comparison.contenders}}
-    fields = {
-        "format": _FORMAT,
-        "maxmars": maxmars.__version__,
+    return {
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
         "budget": comparison.budget,
@@ -322,58 +352,48 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
         "configs": {name: to_dict(config) for name, config in configs.items()},
         "code": {name: digests for name, digests in code.items() if digests},
     }
-    write_json(workdir / COMPARISON, fields)
-    _keep_code(code, workdir)
 
 
-def read_comparison(workdir: Path) -> Comparison:
-    """The comparison in `workdir`.
+def read_comparisons(workdir: Path) -> list[Comparison]:
+    """The comparison in `workdir`, of each size.
 
     Raises:
       ValueError: there is none, it is damaged, or another version of maxmars wrote it.
     """
-    fields = _read_fields(workdir)
-    if not fields:
+    sizes = _read_sizes(workdir)
+    if not sizes:
         raise ValueError(f"{workdir} holds no comparison: there is no {COMPARISON} in it.")
     try:
-        comparison = _comparison(fields)
+        comparisons = [_comparison(size, fields) for size, fields in sizes.items()]
     except (AttributeError, KeyError, TypeError) as error:
         raise _damaged(workdir) from error
-    if comparison.baseline not in {contender.name for contender in comparison.contenders}:
-        raise _damaged(workdir)
-    return comparison
+    for comparison in comparisons:
+        if comparison.baseline not in {contender.name for contender in comparison.contenders}:
+            raise _damaged(workdir)
+    return comparisons
 
 
-def _comparison(fields: Mapping[str, Any]) -> Comparison:
+def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
     contenders = tuple(
         Contender(
             name=name,
             config=from_dict(fields["configs"][name]),
             grids=tuple(
-                Grid(
-                    field=grid["field"],
-                    values=tuple(map(_number, grid["values"])),
-                    scanned=tuple(map(_number, grid["scanned"])),
-                )
-                for grid in grids
+                Grid(field=g["field"], values=tuple(g["values"]), scanned=tuple(g["scanned"]))
+                for g in grids
             ),
         )
         for name, grids in fields["compared"].items()
     )
     return Comparison(
+        size=size,
         contenders=contenders,
         baseline=fields["baseline"],
-        seeds=tuple(map(operator.index, fields["seeds"])),
-        budget=operator.index(fields["budget"]),
-        finalists=operator.index(fields["finalists"]),
-        confirm=operator.index(fields.get("confirm", 1)),  # which comparisons before it lacked
+        seeds=tuple(fields["seeds"]),
+        budget=fields["budget"],
+        finalists=fields["finalists"],
+        confirm=fields["confirm"],
     )
-
-
-def _number(value: Any) -> Number:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return value
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
@@ -382,99 +402,49 @@ def write_result(result: CellResult, workdir: Path) -> None:
     Raises:
       OSError: it cannot be written, or another process keeps it locked.
     """
+    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
+    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
+    if result.curve is not None:
+        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
     path = workdir / _ROWS
     # On a network disk two machines that append at the same time write over each other.
     with naming(path), path.open("ab") as held:
         if not try_lock(held, path, _PATIENCE_S):
             raise TimeoutError(f"another process has had the lock for {_PATIENCE_S:g} s")
         rows = LineFile(path)
-        rows.write(json.dumps(cell_to_json(result)))
+        rows.write(json.dumps(fields))
         rows.close()
 
 
-def cell_to_json(result: CellResult) -> dict[str, Any]:
-    """The fields of a result for JSON."""
-    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
-    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
-    if result.curve is not None:
-        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
-    return fields
+def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
+    """The results of the finished cells with the size, contenders and seeds of a comparison,
+    whatever their settings."""
+    names = [contender.name for contender in comparison.contenders]
+    found: dict[Cell, CellResult] = {}
+    for fields in read_json_lines(workdir / _ROWS):
+        # A row that cannot be read is no result: the cell is run again, and its later row counts.
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            result = _result(fields)
+            cell = result.cell
+            if (
+                cell.size == comparison.size
+                and cell.contender in names
+                and cell.seed in comparison.seeds
+            ):
+                found[cell] = result
+    return dict(sorted(found.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
 
 
-def cell_from_json(fields: Any) -> CellResult:
-    """The result that `cell_to_json` made these fields of.
-
-    Raises:
-      KeyError, TypeError, ValueError: these are fields of something else.
-    """
+def _result(fields: Any) -> CellResult:
+    """The result that `write_result` made these fields of."""
     cell, curve = fields["cell"], fields["curve"]
     if curve is not None:
-        curve = _curve_from_json(curve)
+        numbers = {name: tuple(curve[name]) for name in ("steps", "tokens")}
+        curve = Curve(**curve | numbers | {"losses": tuple(map(float, curve["losses"]))})
     setting = tuple((field, value) for field, value in cell["setting"])
     own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
     own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
     return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
-
-
-def _curve_from_json(fields: Any) -> Curve:
-    tokens = tuple(map(operator.index, fields["tokens"]))
-    losses = tuple(map(float, fields["losses"]))
-    time_s, steps = fields["step_time_s"], fields.get("steps")
-    if steps is None:  # older results have the tokens of a step instead
-        steps = [count // operator.index(fields["tokens_per_step"]) for count in tokens]
-    if not tokens or not len(tokens) == len(losses) == len(steps):
-        raise ValueError(
-            f"a curve has {len(losses)} losses at {len(tokens)} numbers of tokens and {len(steps)} "
-            "of steps"
-        )
-    return Curve(
-        loss_of=fields["loss_of"],
-        steps=tuple(map(operator.index, steps)),
-        tokens=tokens,
-        losses=losses,
-        step_time_s=None if time_s is None else float(time_s),
-    )
-
-
-def finished_cells(workdir: Path, names: Sequence[str]) -> list[CellResult]:
-    """The results of all finished cells of the contenders of these names, whatever their settings
-    and seeds."""
-    # A row that cannot be read is no result: the cell is run again, and its later row counts.
-    rows = map(_result, read_json_lines(workdir / _ROWS))
-    own = {row.cell: row for row in rows if row is not None and row.cell.contender in names}
-    return sorted(own.values(), key=lambda row: (names.index(row.cell.contender), row.cell.name))
-
-
-def _result(fields: Any) -> CellResult | None:
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        result = cell_from_json(fields)
-        cell = result.cell
-        parts = [cell.contender, *(field for field, _ in cell.setting)]
-        numbers = [cell.seed, *(value for _, value in cell.setting), result.step_time_s or 0.0]
-        told = {"device_kinds", "num_devices", "jax"} <= result.environment.keys()
-        if (
-            all(isinstance(part, str) for part in parts)
-            and all(isinstance(number, int | float) for number in numbers)
-            and (told or not result.environment)
-        ):
-            return result
-    return None
-
-
-def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
-    """The results of the finished cells with the seeds of a comparison."""
-    found = finished_cells(workdir, [contender.name for contender in comparison.contenders])
-    return {result.cell: result for result in found if result.cell.seed in comparison.seeds}
-
-
-def _stored_configs(workdir: Path) -> dict[str, TrainConfig]:
-    """The configs of all contenders that the comparison in `workdir` has or had, by name."""
-    fields = _read_fields(workdir)
-    code = fields.get("code", {})
-    return {
-        name: with_recorded(from_dict(config), code.get(name, {}))
-        for name, config in fields.get("configs", {}).items()
-    }
 
 
 def _damaged(workdir: Path) -> ValueError:
@@ -482,17 +452,20 @@ def _damaged(workdir: Path) -> ValueError:
     return ValueError(f"{path} is damaged; restore it, or choose another --workdir.")
 
 
-def _read_fields(workdir: Path) -> Mapping[str, Any]:
+def _read_sizes(workdir: Path) -> dict[str, Any]:
+    """What `compare.json` says, by size; nothing where there is no such file."""
     path = workdir / COMPARISON
     if not path.is_file():
         return {}
     fields = read_json(path)
     if not isinstance(fields, dict):
         raise _damaged(workdir)
+    if fields.get("format") == _WITHOUT_SIZES:
+        return {"": fields}
     if fields.get("format") != _FORMAT:
         raise ValueError(
             f"{workdir} holds a comparison of format {fields.get('format', 1)}, and this maxmars "
             f"has format {_FORMAT}. Choose another --workdir, or continue it with the maxmars that "
             "wrote it."
         )
-    return fields
+    return fields["sizes"]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from maxmars.compare.cells import Comparison, Contender, check_comparable, read_results
+from maxmars.compare.grids import Grid
 from maxmars.compare.run import keep_programs
 from maxmars.compare.search import most_cells_left
 from maxmars.compare.tables import fold, print_table
@@ -105,8 +106,7 @@ def print_estimate(estimates: list[Estimate], comparison: Comparison, num_proces
     """Print the cells and times in 80 columns."""
     rows = [
         (
-            each.contender.name,
-            ", ".join(f"{g.field} {_values(g.scanned)}" for g in each.contender.grids),
+            ", ".join([each.contender.name, *map(_begin, each.contender.grids)]),
             f"{each.num_cells}",
             "" if each.step_s is None else f"{1e3 * each.step_s:.1f}",
             duration(each.cell_s),
@@ -114,7 +114,7 @@ def print_estimate(estimates: list[Estimate], comparison: Comparison, num_proces
         )
         for each in estimates
     ]
-    print_table(("", "begins with", "cells", "ms", "a cell", "in all"), rows)
+    print_table(("begins with", "cells", "ms", "a cell", "in all"), rows)
     num_cells = sum(each.num_cells for each in estimates)
     seconds = sum(each.seconds for each in estimates) / num_processes
     print(
@@ -126,5 +126,5 @@ def print_estimate(estimates: list[Estimate], comparison: Comparison, num_proces
     )
 
 
-def _values(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:g}" for value in values)
+def _begin(grid: Grid) -> str:
+    return " ".join([grid.field, *(f"{value:g}" for value in grid.scanned)])

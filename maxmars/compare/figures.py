@@ -24,7 +24,7 @@ import numpy as np
 
 from maxmars.compare.curves import TRAINING_LOSS, Curve, Line, fixed_tokens_per_step
 from maxmars.compare.grids import Number
-from maxmars.compare.statistics import Interval
+from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.config.errors import pip_install
 from maxmars.config.numbers import short
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, from dark to light.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)))
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 2)))
 _MARKERS = "osD^vPX*<"  # nine markers for eight colours: the ninth line differs from the first
 _KNOWN = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap", "lion", "mars_shampoo")
 _SIZE = (6.4, 4.2)  # inches, without the legend
@@ -329,14 +329,13 @@ def draw_speed_ups(
     Raises:
       ImportError: matplotlib is not installed.
     """
-    if not any(points.values()):
+    numbers, points = _numbers(points), {name: found for name, found in points.items() if found}
+    if not points:
         return False
-    numbers = _numbers(points)
     with _figure(path, note=note) as (axes,):
         for number, (name, found) in enumerate(points.items()):
-            if not found:
-                continue
-            sizes = [size * 1.02**number for size, _ in found]  # beside each other, not on top
+            aside = 1.02 ** (number - (len(points) - 1) / 2)  # not on top of each other
+            sizes = [size * aside for size, _ in found]
             means = np.array([gain.mean for _, gain in found])
             ends = [(gain.low or gain.mean, gain.high or gain.mean) for _, gain in found]
             reach = np.abs(np.transpose(ends) - means)  # below and above
@@ -352,7 +351,7 @@ def draw_speed_ups(
         axes.set_xticks(ticks, [short(tick) for tick in ticks])
         axes.set_xticks([], minor=True)
         axes.set_xlabel("parameters")
-        axes.set_ylabel(f"data speed-up over {baseline}")
+        axes.set_ylabel(f"data speed-up over {baseline} ({CONFIDENCE:.0%})")
     return True
 
 
@@ -567,7 +566,8 @@ def _figure(
                 list(named.values()), list(named), loc="outside lower center", ncols=across
             )
         if note:
-            figure.suptitle(_label(note, int(_NOTE_WIDTH * width)), fontsize="small")
+            texts = [_label(line, int(_NOTE_WIDTH * width)) for line in note.splitlines()]
+            figure.suptitle("\n".join(texts), fontsize="small")
         # Without matplotlib's version and the time, the same figure is the same file.
         varying = {".png": "Software", ".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
         figure.savefig(path, metadata={varying: None})

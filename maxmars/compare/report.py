@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +29,13 @@ from maxmars.compare.figures import (
     draw_every_run,
     draw_losses,
     draw_rates_and_norms,
+    draw_speed_ups,
     draw_training_losses,
     draw_tuning,
     require_matplotlib,
 )
 from maxmars.compare.grids import LEARNING_RATE
-from maxmars.compare.statistics import CONFIDENCE
+from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import (
     EFFECT,
     MARK_MEANS,
@@ -41,7 +43,6 @@ from maxmars.compare.summary import (
     Best,
     Outcome,
     Summary,
-    summarize,
 )
 from maxmars.compare.tables import (
     csv_table,
@@ -59,43 +60,129 @@ from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
-_ENDS = ("", "_low", "_high")  # of an interval
+_ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
+_OF_SEARCH = (
+    "search_ended",
+    "tokens_to_baseline",
+    "seconds_to_baseline",
+    "step_time_s",
+    "num_cells",
+    "num_diverged",
+)
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
-def write_report(workdir: Path, format: Format = "png") -> Summary:
-    """Write the report of a comparison, complete or not, into its directory; `format` is that of
-    its figures.
+Summaries = Mapping[str, Summary]
+"""What was found, by the name of the size, smallest model first; the name of a single size may be
+empty, and then no table has a column for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """Where figures of a report go, and what they are of."""
+
+    out: Path
+    """Directory of the report."""
+    format: Format
+    folder: str = ""
+    """Below `figures`."""
+    note: str = ""
+    """What stands above each."""
+
+    def path(self, name: str) -> Path:
+        return self.out / "figures" / self.folder / f"{name}.{self.format}"
+
+    def image(self, name: str, caption: str) -> str:
+        """A figure in the Markdown of the report, with a caption."""
+        shown = "" if self.format == "pdf" else "!"  # Markdown shows no PDF
+        link = self.path(name).relative_to(self.out).as_posix()
+        return f"{shown}[{name.replace('_', ' ')}]({link})\n\n{caption}".strip()
+
+
+def write_report(summaries: Summaries, out: Path, format: Format = "png") -> None:
+    """Write the report of a comparison, complete or not.
+
+    Args:
+      summaries: of each size.
+      out: directory that gets the report.
+      format: of the figures.
 
     Raises:
-      ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
       ImportError: matplotlib is not installed.
     """
-    summary = summarize(workdir)
-    one_device = {o.cost["num_devices"] for o in summary.outcomes if o.cost} == {1}
+    every = [outcome for summary in summaries.values() for outcome in summary.outcomes]
+    names = ", ".join(dict.fromkeys(outcome.contender.name for outcome in every))
+    title = f"{names} at {', '.join(summaries)}" if any(summaries) else names
+    one_device = {o.cost["num_devices"] for o in every if o.cost} == {1}
+    results = _table(summaries, _result_columns(summaries), _result_rows)
     blocks = [
-        f"# Comparison of {', '.join(o.contender.name for o in summary.outcomes)}",
+        f"# Comparison of {title}",
         "## Result",
-        _setting(summary),
-        markdown_table(*_result_table(summary)),
-        *_notes(summary),
-        *_pair_blocks(summary),
+        *(_at(size, _setting(summary)) for size, summary in summaries.items()),
+        "With the same seed all contenders of a size start from the same weights and read the same "
+        "tokens in the same order.",
+        markdown_table(*results),
+        *(_at(size, note) for size, summary in summaries.items() for note in _notes(summary)),
+        *_general_notes(summaries),
+        *_pair_blocks(summaries),
         "## Cost of a step",
-        _cost_table(summary),
+        markdown_table(*_table(summaries, _COST_COLUMNS, _cost_rows)),
         "One device moves nothing; `maxmars plan` says what a step moves between several."
         if one_device
         else "State and collectives are bytes of one device.",
         "## Tuning",
-        _tuning_text(summary),
-        _tuning_table(summary),
+        *(_at(size, _tuning_text(summary)) for size, summary in summaries.items()),
+        markdown_table(*_table(summaries, _TUNING_COLUMNS, _tuning_rows)),
         "## Figures",
-        *_comparison_figures(summary, workdir, format),
     ]
-    write_json(workdir / "report.json", summary_json(summary))
-    write_text(workdir / "results.csv", _results_csv(summary))
-    write_text(workdir / "results.tex", latex_table(*_result_table(summary)))
-    _write_markdown(workdir, blocks)
-    return summary
+    figures = _Figures(out=out, format=format)
+    runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
+    gains, path = _speed_ups(summaries), figures.path("speed_up")
+    if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
+        blocks.append(figures.image("speed_up", "Data speed-up by the size of the model."))
+    for size, summary in summaries.items():
+        note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
+        own = dataclasses.replace(figures, folder=folder, note=note)
+        if any(outcome.num_cells for outcome in summary.outcomes):
+            blocks += [*([f"### {size}"] if size else []), *_comparison_figures(summary, own)]
+    report = report_json(summaries)
+    write_json(out / "report.json", report)
+    write_text(out / "results.csv", _results_csv(report))
+    write_text(out / "results.tex", latex_table(*results))
+    _write_markdown(out, blocks)
+
+
+def _table(
+    summaries: Summaries,
+    columns: Sequence[str],
+    rows_of: Callable[[Summary], Iterable[Sequence[str]]],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Columns and rows of a table over all sizes."""
+    if not any(summaries):
+        return columns, [row for summary in summaries.values() for row in rows_of(summary)]
+    rows = [(size, *row) for size, summary in summaries.items() for row in rows_of(summary)]
+    return ("size", *columns), rows
+
+
+def _at(size: str, text: str) -> str:
+    return f"{size}: {text}" if size else text
+
+
+def _baseline(summaries: Summaries) -> str:
+    """The baseline, which may be another one at each size."""
+    return " or ".join(dict.fromkeys(each.comparison.baseline for each in summaries.values()))
+
+
+def _speed_ups(summaries: Summaries) -> dict[str, list[tuple[int, Interval]]]:
+    """Contender -> parameters of the model and speed-up; empty of a single size."""
+    found: dict[str, list[tuple[int, Interval]]] = {}
+    if len({summary.num_parameters for summary in summaries.values()}) > 1:
+        for summary in summaries.values():
+            for outcome in summary.outcomes:
+                points = found.setdefault(outcome.contender.name, [])
+                if outcome.best is not None and outcome.best.speed_up is not None:
+                    points.append((summary.num_parameters, outcome.best.speed_up))
+    return found
 
 
 def write_run_report(
@@ -145,10 +232,11 @@ def write_run_report(
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
     thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
-    blocks += ["## Figures", *_line_figures(lines, out, "", thin, format)]
-    path = out / "figures" / f"norms_by_part.{format}"
+    figures = _Figures(out=out, format=format)
+    blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
+    path = figures.path("norms_by_part")
     if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
-        blocks.append(image(path, "Norms by part of the model."))
+        blocks.append(figures.image("norms_by_part", "Norms by part of the model."))
     _write_markdown(out, blocks)
 
 
@@ -175,8 +263,28 @@ def print_lines(lines: Sequence[Line]) -> None:
     print_table(_RUN_COLUMNS, _run_rows(lines))
 
 
-def print_summary(summary: Summary, workdir: Path) -> None:
+def print_report(summaries: Summaries, out: Path) -> None:
     """Print what a comparison found, in 80 columns, and where its report is."""
+    for size, summary in summaries.items():
+        if size:
+            print(f"size {size}")
+        _print_summary(summary)
+    if len(summaries) > 1:
+        best = {(o.contender.name, k): o.best for k, s in summaries.items() for o in s.outcomes}
+        rows = []
+        for name in dict.fromkeys(name for name, _ in best):
+            row = [name]
+            for each in (best.get((name, size)) for size in summaries):
+                gain = None if each is None else each.speed_up
+                row.append("" if each is None else f"{each.loss.mean:.4f}")
+                row.append("" if gain is None else f"x{gain.mean:.2f}")
+            rows.append(row)
+        print_table(("", *(title for size in summaries for title in (size, ""))), rows)
+        print(f"validation loss, and data speed-up over {_baseline(summaries)}")
+    print(f"report: {out / 'report.md'}")
+
+
+def _print_summary(summary: Summary) -> None:
     columns = {
         "rate": "rate",
         "loss": "loss",
@@ -206,7 +314,7 @@ def print_summary(summary: Summary, workdir: Path) -> None:
             if o.best is not None
         ]
     texts += _search_notes(summary)
-    print(*map(fold, texts), f"report: {workdir / 'report.md'}", sep="\n")
+    print(*map(fold, texts), sep="\n")
 
 
 def best_lines(summary: Summary) -> list[Line]:
@@ -225,24 +333,25 @@ def _setting(summary: Summary) -> str:
         where = (
             f" on {environment['num_devices']} x {escape_markdown(kinds)}, JAX {environment['jax']}"
         )
+    text = f"{_runs_of(summary)}{where}."
     digests = "; ".join(
         f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
         for seed, (weights, tokens) in sorted(summary.digests.items())
     )
+    if not digests:
+        return text
     return (
-        f"{_size(summary)}{where}. With the same seed all contenders start "
-        "from the same weights and read the same tokens in the same order. Digests of the initial "
-        f"weights, and of the batches of the first and the last step: {digests}."
+        f"{text} Digests of the initial weights, and of the batches of the first and the last "
+        f"step: {digests}."
     )
 
 
-def _size(summary: Summary) -> str:
+def _runs_of(summary: Summary) -> str:
     """Size of the model, tokens and seeds."""
-    config, cost = summary.outcomes[0].contender.config, summary.outcomes[0].cost
-    model = f"{short(cost['num_parameters'])} parameters, " if cost else ""
-    seeds = len(summary.comparison.seeds)
+    config, seeds = summary.outcomes[0].contender.config, len(summary.comparison.seeds)
     return (
-        f"{model}{config.num_steps:,} steps of {config.tokens_per_step:,} tokens "
+        f"{short(summary.num_parameters)} parameters, "
+        f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens "
         f"({short(config.num_steps * config.tokens_per_step)} a run), "
         f"{seeds} seed{'s' if seeds > 1 else ''}"
     )
@@ -283,10 +392,10 @@ def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
     return cells
 
 
-def _result_table(summary: Summary) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Columns and rows of the table of results."""
-    baseline = summary.comparison.baseline
-    columns = (
+def _result_columns(summaries: Summaries) -> Sequence[str]:
+    """Columns of the table of results."""
+    baseline = _baseline(summaries)
+    return (
         "optimizer",
         "best setting",
         f"validation loss ({CONFIDENCE:.0%})",
@@ -295,15 +404,20 @@ def _result_table(summary: Summary) -> tuple[Sequence[str], Sequence[Sequence[st
         f"seeds to find {EFFECT}",
         f"tokens to {baseline}'s loss",
         "time to it",
+        f"data speed-up ({CONFIDENCE:.0%})",
         "diverged",
     )
+
+
+def _result_rows(summary: Summary) -> Sequence[Sequence[str]]:
+    baseline = summary.comparison.baseline
     rows = []
     base = next(o.best for o in summary.outcomes if o.contender.name == baseline)
     for outcome in summary.outcomes:
         best, cells = outcome.best, _result(outcome, summary)
         diverged = f"{outcome.num_diverged} of {outcome.num_cells}"
         if best is None:
-            rows.append((cells["name"], *[_NONE] * 7, diverged))
+            rows.append((cells["name"], *[_NONE] * 8, diverged))
             continue
         reached = [
             f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else _NONE
@@ -320,41 +434,32 @@ def _result_table(summary: Summary) -> tuple[Sequence[str], Sequence[Sequence[st
         )
         loss, seeds = cells["loss"], len(summary.comparison.seeds)
         loss += f" ({len(best.losses)} of {seeds} seeds)" if len(best.losses) < seeds else ""
-        rows.append((cells["name"], setting, loss, *tested, *reached, diverged))
-    return columns, rows
+        gain = _NONE if best.speed_up is None else _factor(best.speed_up)
+        rows.append((cells["name"], setting, loss, *tested, *reached, gain, diverged))
+    return rows
 
 
-def _results_csv(summary: Summary) -> str:
-    """The numbers of the table of results, unrounded; times in seconds."""
+def _factor(found: Interval) -> str:
+    """A mean of factors, whose interval is not symmetric."""
+    if found.low is None or found.high is None:
+        return f"{found.mean:.2f}"
+    return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _results_csv(report: Mapping[str, Any]) -> str:
+    """The numbers of the table of results in what `report.json` holds; times in seconds."""
     rows: list[dict[str, Any]] = []
-    for outcome in summary.outcomes:
-        best, name = outcome.best, outcome.contender.name
-        row: dict[str, Any] = {
-            "name": name,
-            "setting": None,
-            **dict.fromkeys(f"{what}{end}" for what in ("loss", "difference") for end in _ENDS),
-            "p_adjusted": summary.p_adjusted.get(name),
-            "num_seeds": 0,
-            "search_ended": outcome.search.is_at_its_end,
-            "tokens_to_baseline": None,
-            "seconds_to_baseline": None,
-            "step_time_s": outcome.step_time_s,
-            "num_cells": outcome.num_cells,
-            "num_diverged": outcome.num_diverged,
-        }
-        if best is not None:
-            row |= {
-                "setting": describe_setting(best.setting),
-                "num_seeds": len(best.losses),
-                "tokens_to_baseline": best.tokens_to_baseline,
-                "seconds_to_baseline": best.seconds_to_baseline,
-            }
-            tested = None if best.test is None else best.test.difference
-            for what, found in (("loss", best.loss), ("difference", tested)):
-                if found is not None:
-                    ends = (found.mean, found.low, found.high)
-                    row |= {f"{what}{end}": x for end, x in zip(_ENDS, ends, strict=True)}
-        rows.append(row)
+    for size in report["sizes"]:
+        for found in size["outcomes"]:
+            setting, test = found["setting"], found["test"] or {}
+            row = {"name": found["name"], "size": size["size"]}
+            row |= {"num_parameters": size["num_parameters"]}
+            row |= {"setting": setting and describe_setting(tuple(setting.items()))}
+            intervals = {"loss": found["loss"], "difference": test.get("difference")}
+            for what, each in (intervals | {"speed_up": found["speed_up"]}).items():
+                row |= {f"{what}{end}": (each or {}).get(key) for key, end in _ENDS.items()}
+            row |= {"p_adjusted": test.get("p_adjusted"), "num_seeds": len(found["losses"] or ())}
+            rows.append(row | {key: found[key] for key in _OF_SEARCH})
     return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -392,25 +497,37 @@ def _notes(summary: Summary) -> Iterator[str]:
                 f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
                 f"{least}{found.factor:.1f}."
             )
-    if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
-        yield MARK_MEANS
-    if len(summary.comparison.seeds) > 1:
-        yield (
-            f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
-            "Student's t test, paired by seed, with p adjusted by Holm's method: calling "
-            "differences with p below alpha significant controls the family-wise error rate at "
-            "alpha. It is a test of the settings that were found; how well each contender was "
-            "tuned comes on top, above all where a search is not at its end."
-        )
-    yield (
-        "Tokens and time to the baseline's loss are read off the mean curve of a run whose "
-        "learning rate decays to the end; a run planned to be that short would be a little better."
-    )
     for field, values in summary.comparison.own_fields.items():
         each = ", ".join(
             f"{escape_markdown(str(value))} ({name})" for name, value in values.items()
         )
         yield f"The configs also differ in {field}: {each}."
+
+
+def _general_notes(summaries: Summaries) -> Iterator[str]:
+    """What the numbers mean."""
+    every = list(summaries.values())
+    if any(each.mark(pair.first, pair.second) for each in every for pair in each.pairs):
+        yield MARK_MEANS
+    if any(len(each.comparison.seeds) > 1 for each in every):
+        yield (
+            f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
+            "Student's t test, paired by seed, with p adjusted by Holm's method over the "
+            "contenders of a size: calling differences with p below alpha significant controls the "
+            "family-wise error rate at alpha. It is a test of the settings that were found; how "
+            "well each contender was tuned comes on top, above all where a search is not at its "
+            "end."
+        )
+    yield (
+        "Tokens and time to the baseline's loss are read off the mean curve of a run whose "
+        "learning rate decays to the end; a run planned to be that short would be a little better."
+    )
+    yield (
+        "The data speed-up says how many times fewer tokens a contender needs than the baseline: "
+        "of the two runs of a seed, the tokens of the better one, over those after which its curve "
+        "comes down to the final loss of the other; the inverse of it where the baseline is the "
+        "better one. The mean over the seeds is the geometric one."
+    )
 
 
 def _devices(environment: Mapping[str, Any]) -> str:
@@ -447,15 +564,17 @@ def _search_notes(summary: Summary) -> Iterator[str]:
             )
 
 
-def _cost_table(summary: Summary) -> str:
-    columns = (
-        "optimizer",
-        "step",
-        "tokens/s",
-        "optimizer state",
-        "bytes a parameter",
-        "collectives a step",
-    )
+_COST_COLUMNS = (
+    "optimizer",
+    "step",
+    "tokens/s",
+    "optimizer state",
+    "bytes a parameter",
+    "collectives a step",
+)
+
+
+def _cost_rows(summary: Summary) -> Sequence[Sequence[str]]:
     rows = []
     for outcome in summary.outcomes:
         step, cost = outcome.step_time_s, outcome.cost
@@ -470,24 +589,25 @@ def _cost_table(summary: Summary) -> str:
             ratio = ratio if cost["num_devices"] == 1 else _NONE
             memory = [f"{short(state)}B", ratio, f"{short(cost['collective_bytes'])}B"]
         rows.append((outcome.contender.name, *speed, *memory))
-    return markdown_table(columns, rows)
+    return rows
 
 
-def _pair_blocks(summary: Summary) -> Iterator[str]:
+def _pair_blocks(summaries: Summaries) -> Iterator[str]:
     """Every contender against every other; of two the table of results says it."""
-    if len(summary.pairs) > 1:
-        rows = [
-            (
-                pair.first,
-                pair.second,
-                interval(pair.test.difference, "{:+.4f}"),
-                f"{pair.p_adjusted:.2g}{summary.mark(pair.first, pair.second)}",
-            )
-            for pair in summary.pairs
-        ]
+
+    def rows(summary: Summary) -> Iterable[Sequence[str]]:
+        for pair in summary.pairs:
+            difference = interval(pair.test.difference, "{:+.4f}")
+            p = f"{pair.p_adjusted:.2g}{summary.mark(pair.first, pair.second)}"
+            yield pair.first, pair.second, difference, p
+
+    most = max(len(summary.pairs) for summary in summaries.values())
+    if most > 1:
+        columns = ("lower", "higher", f"difference ({CONFIDENCE:.0%})", "p")
         yield "## Every pair"
-        yield markdown_table(("lower", "higher", f"difference ({CONFIDENCE:.0%})", "p"), rows)
-        yield f"p is adjusted by Holm's method for all {len(rows)} pairs."
+        yield markdown_table(*_table(summaries, columns, rows))
+        of_size = " of a size" if any(summaries) else ""
+        yield f"p is adjusted by Holm's method for all {most} pairs{of_size}."
 
 
 def _tuning_text(summary: Summary) -> str:
@@ -506,7 +626,10 @@ def _tuning_text(summary: Summary) -> str:
     )
 
 
-def _tuning_table(summary: Summary) -> str:
+_TUNING_COLUMNS = ("optimizer", "setting", "loss by seed")
+
+
+def _tuning_rows(summary: Summary) -> Sequence[Sequence[str]]:
     rows = []
     for outcome in summary.outcomes:
         best = outcome.best and outcome.best.setting
@@ -515,67 +638,68 @@ def _tuning_table(summary: Summary) -> str:
             mark = " (best)" if setting == best else ""
             name = describe_setting(setting).replace(",", ", ")
             rows.append((outcome.contender.name, f"{name}{mark}", ", ".join(texts) or _NONE))
-    return markdown_table(("optimizer", "setting", "loss by seed"), rows)
+    return rows
 
 
-def _comparison_figures(summary: Summary, workdir: Path, format: Format) -> Iterator[str]:
-    best, note = best_lines(summary), _size(summary)
+def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
+    best, note = best_lines(summary), figures.note
     seeds = len(summary.comparison.seeds)
     thin = f"Thin: each of {seeds} seeds; thick: their mean." if seeds > 1 else ""
-    yield from _line_figures(best, workdir, " at the best setting", thin, format, note)
+    yield from _line_figures(best, figures, " at the best setting", thin)
     for field in _tuned(summary):
-        path = workdir / "figures" / f"tuning_{field}.{format}"
+        name = f"tuning_{field}"
         grids = {o.contender.name: o.along(field) for o in summary.outcomes}
         others = {o.contender.name: o.beside(field) for o in summary.outcomes}
-        if draw_tuning(grids, path, field, others, note=note):
+        if draw_tuning(grids, figures.path(name), field, others, note=note):
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "
                 "is as in the best setting, and small marks are single seeds; crosses are all "
                 "other runs, and thin lines join the lowest means. At the upper edge, a triangle "
                 "is a run above it, an x one that diverged."
             )
-            yield image(path, caption)
-    path = workdir / "figures" / f"every_run.{format}"
+            yield figures.image(name, caption)
     cells = {  # a run that diverged before its second evaluation has a curve of its training loss
         o.contender.name: [
             r.curve for r in o.results if r.curve and r.curve.loss_of == VALIDATION_LOSS
         ]
         for o in summary.outcomes
     }
-    if draw_every_run(cells, {line.name: line for line in best}, path, note=note):
-        yield image(path, "Validation loss of every run; thick: the mean at the best setting.")
+    lines = {line.name: line for line in best}
+    if draw_every_run(cells, lines, figures.path("every_run"), note=note):
+        caption = "Validation loss of every run; thick: the mean at the best setting."
+        yield figures.image("every_run", caption)
 
 
-def _line_figures(
-    lines: Sequence[Line], out: Path, what: str, thin: str, format: Format, note: str = ""
-) -> Iterator[str]:
+def _line_figures(lines: Sequence[Line], figures: _Figures, what: str, thin: str) -> Iterator[str]:
     """Figures of losses, rates and norms."""
+    note = figures.note
     validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
     never = _names([line for line in lines if line not in validated])
     axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else [])]
     for against in axes if validated else ():
-        path = out / "figures" / f"loss_{against}.{format}"
-        draw_losses(validated, path, against=against, note=note)
+        name = f"loss_{against}"
+        draw_losses(validated, figures.path(name), against=against, note=note)
         notes = f" Without evaluations, so not drawn: {never}." if never else ""
-        yield image(path, f"Validation loss{what} against {against}. {thin}{notes}")
+        yield figures.image(name, f"Validation loss{what} against {against}. {thin}{notes}")
     for against in axes:
-        path = out / "figures" / f"training_loss_{against}.{format}"
-        if draw_training_losses(lines, path, against=against, note=note):
+        name = f"training_loss_{against}"
+        if draw_training_losses(lines, figures.path(name), against=against, note=note):
             text = f"Training loss{what} against {against}. Thin: every run as it was logged; "
-            yield image(path, f"{text}thick: a mean over the seeds and a sixteenth of the run.")
-    path = out / "figures" / f"training_loss_time.{format}"
-    if validated and draw_training_losses(lines, path, against="time", note=note):
-        yield image(path, f"Training loss{what} against the time of the steps.")
-    path, timed = out / "figures" / f"loss_time.{format}", validated or lines
-    if draw_losses(timed, path, against="time", note=note):
+            text += "thick: a mean over the seeds and a sixteenth of the run."
+            yield figures.image(name, text)
+    name = "training_loss_time"
+    if validated and draw_training_losses(lines, figures.path(name), against="time", note=note):
+        yield figures.image(name, f"Training loss{what} against the time of the steps.")
+    name, timed = "loss_time", validated or lines
+    if draw_losses(timed, figures.path(name), against="time", note=note):
         untimed = _names([line for line in timed if line.seconds_per_step is None])
         notes = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
         text = "time of the steps (their number times their median)"
         loss = "Validation loss" if validated else "Training loss"
-        yield image(path, f"{loss}{what} against {text}. {thin}{notes}")
-    path, text = out / "figures" / f"rates_and_norms.{format}", f"Learning rates and norms{what}."
-    if draw_rates_and_norms(lines, path, RATES_AND_NORMS, note=note):
-        yield image(path, text + _unlogged(lines))
+        yield figures.image(name, f"{loss}{what} against {text}. {thin}{notes}")
+    name, text = "rates_and_norms", f"Learning rates and norms{what}."
+    if draw_rates_and_norms(lines, figures.path(name), RATES_AND_NORMS, note=note):
+        yield figures.image(name, text + _unlogged(lines))
     else:
         yield text + _unlogged(lines)
 
@@ -597,13 +721,6 @@ def _unlogged(lines: Sequence[Line]) -> str:
 
 def _names(lines: Sequence[Line]) -> str:
     return escape_markdown(", ".join(line.name for line in lines))
-
-
-def image(path: Path, caption: str) -> str:
-    """A figure in the Markdown of the directory above its own, with a caption."""
-    link = f"{path.parent.name}/{path.name}"
-    shown = "" if path.suffix == ".pdf" else "!"  # Markdown shows no PDF
-    return f"{shown}[{path.stem.replace('_', ' ')}]({link})\n\n{caption}".strip()
 
 
 _RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms")
@@ -641,9 +758,21 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return markdown_table(("share of the time", *found), rows)
 
 
-def summary_json(summary: Summary) -> dict[str, Any]:
+def report_json(summaries: Summaries) -> dict[str, Any]:
     """What `report.json` holds."""
+    return {"sizes": [_summary_json(size, found) for size, found in summaries.items()]}
+
+
+def is_report_of(summaries: Summaries, earlier: Any) -> bool:
+    """Whether what a `report.json` holds is of these sizes."""
+    found = earlier.get("sizes") if isinstance(earlier, dict) else None
+    return isinstance(found, list) and [each.get("size") for each in found] == [*summaries]
+
+
+def _summary_json(size: str, summary: Summary) -> dict[str, Any]:
     return {
+        "size": size,
+        "num_parameters": summary.num_parameters,
         "baseline": summary.comparison.baseline,
         "seeds": list(summary.comparison.seeds),
         "budget": summary.comparison.budget,
@@ -674,6 +803,7 @@ def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
         "config": to_dict(o.contender.config),
         **best,
         "step_time_s": o.step_time_s,
+        "search_ended": o.search.is_at_its_end,
         "num_cells": o.num_cells,
         "num_diverged": o.num_diverged,
         "basin": o.basin and dataclasses.asdict(o.basin) | {"tolerance": TOLERANCE},

@@ -13,7 +13,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -38,6 +38,7 @@ from maxmars.compare.curves import median_step_time, read_curve
 from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, most_cells_left, next_cells
+from maxmars.compare.summary import summarize
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
 from maxmars.config.numbers import duration
@@ -60,6 +61,9 @@ RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
 _POLL_S = 5.0  # between looks for results of other processes
+
+_OfSizes = Mapping[str, tuple[Comparison, Results]]
+"""Size -> what is compared, and its results."""
 
 Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
@@ -85,11 +89,12 @@ class Part:
         return [*own, *(cell for cell in cells if cell not in own)]
 
 
-def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
+def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part()) -> bool:
     """Run the cells that a comparison lacks, on all devices, and write `report.*` and `figures/`.
 
     Args:
-      comparison: what is compared; every config evaluates (`eval.every` is not None).
+      comparisons: what is compared, one for each size, whose cells run in this order; every config
+        evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
       part: which of the processes that share the comparison this one is. A cell is run by
         whoever owns its directory first; where all are taken, this waits for the others.
@@ -105,39 +110,40 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
       FileNotFoundError: there is no data, or a Python file that a config names is gone.
     """
     require_matplotlib()  # now rather than after hours
-    check_comparable(comparison.contenders)
-    for contender in comparison.contenders:
-        _check_optimizer(contender.config)
+    for comparison in comparisons:
+        check_comparable(comparison.contenders)
+        for contender in comparison.contenders:
+            _check_optimizer(contender.config)
     keep_programs(workdir)
     with contextlib.ExitStack() as stack:
         own = acquire(workdir / "cells" / part.lock)
         assert own is not None, "each part of a comparison is one process"
         stack.callback(own.release)
-        comparison = _with_precision(comparison)
-        open_comparison(comparison, workdir)
-        code = stored_code(workdir)
-        contenders = {c.name: c for c in comparison.contenders}
-        results = read_results(comparison, workdir)
+        comparisons = [_with_precision(comparison) for comparison in comparisons]
+        open_comparison(comparisons, workdir)
+        contenders = {(each.size, c.name): c for each in comparisons for c in each.contenders}
+        of_sizes = _read(comparisons, workdir)
         print(f"cells and their logs: {workdir / 'cells'}", flush=True)
-        if results:
-            print(f"{len(results)} cells are finished and kept", flush=True)
-        starts: dict[tuple[str, int], Digests] = {}
+        if num_finished := _num_finished(of_sizes):
+            print(f"{num_finished} cells are finished and kept", flush=True)
+        starts: dict[tuple[str, str, int], Digests] = {}
         stops = stack.enter_context(StopRequests())
-        while pending := next_cells(comparison, results):
+        while pending := _pending(of_sizes):
             if stops.due():
                 break
             taken = _take(part.order(pending), workdir)
             if taken is None:
-                results = _wait_for_others(comparison, workdir, stops)
+                of_sizes = _wait_for_others(comparisons, workdir, stops)
                 continue
             cell, lock = taken
             try:
-                results = read_results(comparison, workdir)
+                of_sizes = _read(comparisons, workdir)
+                comparison, results = of_sizes[cell.size]
                 if cell in results:  # another process finished it just now
                     continue
-                contender = contenders[cell.contender]
-                check_code(contender, code, workdir)
-                key = cell.contender, cell.seed
+                contender = contenders[cell.size, cell.contender]
+                check_code(contender, stored_code(workdir, cell.size), workdir)
+                key = cell.size, cell.contender, cell.seed
                 if key not in starts:  # the cell's own values may be refused
                     own = dataclasses.replace(contender.config, seed=cell.seed)
                     starts[key] = find_start(own)
@@ -157,13 +163,28 @@ def compare(comparison: Comparison, workdir: Path, part: Part = Part()) -> bool:
                 shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)
             finally:
                 lock.release()
-            results = read_results(comparison, workdir)  # others may have finished some as well
-            print(_progress(result, comparison, results, part.count), flush=True)
+            of_sizes = _read(comparisons, workdir)  # others may have finished some as well
+            print(_progress(result, *of_sizes[cell.size], part.count), flush=True)
         if pending:
-            print(f"stopped with {len(results)} finished cells; the same command continues")
+            print(
+                f"stopped with {_num_finished(of_sizes)} finished cells; the same command continues"
+            )
             return False
-    write_report(workdir)
+    write_report(summarize(workdir), workdir)
     return True
+
+
+def _read(comparisons: Sequence[Comparison], workdir: Path) -> _OfSizes:
+    return {c.size: (c, read_results(c, workdir)) for c in comparisons}
+
+
+def _pending(of_sizes: _OfSizes) -> list[Cell]:
+    """The cells to run next, those of the first size first."""
+    return [cell for found in of_sizes.values() for cell in next_cells(*found)]
+
+
+def _num_finished(of_sizes: _OfSizes) -> int:
+    return sum(len(results) for _, results in of_sizes.values())
 
 
 def keep_programs(workdir: Path) -> None:
@@ -186,17 +207,19 @@ def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     return None
 
 
-def _wait_for_others(comparison: Comparison, workdir: Path, stops: StopRequests) -> Results:
+def _wait_for_others(
+    comparisons: Sequence[Comparison], workdir: Path, stops: StopRequests
+) -> _OfSizes:
     """Wait until there is a cell that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
         while True:
-            results = read_results(comparison, workdir)
-            pending = next_cells(comparison, results)
+            of_sizes = _read(comparisons, workdir)
+            pending, num_finished = _pending(of_sizes), _num_finished(of_sizes)
             are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
             if not all(are_owned) or not pending or stops.due():
-                return results
+                return of_sizes
             waiting = f"waiting for {len(pending)} cells of other processes"
-            progress.update(waiting, len(results), len(results) + len(pending))
+            progress.update(waiting, num_finished, num_finished + len(pending))
             time.sleep(_POLL_S)
 
 
@@ -327,7 +350,7 @@ def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -
 def _progress(
     result: CellResult, comparison: Comparison, results: Results, num_processes: int
 ) -> str:
-    """How a cell ended, how many there are at most, and the time that they may take."""
+    """How a cell ended, how many its size has at most, and the time that they may take."""
     cell = result.cell
     num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
@@ -336,7 +359,8 @@ def _progress(
         num_left += most
         seconds_left += most * float(np.mean(own or [result.seconds]))
     width = max(len(contender.name) for contender in comparison.contenders)
-    text = f"[{len(results):>3}/{len(results) + num_left}] {cell.contender:<{width}}  "
+    size = f"{cell.size} " if cell.size else ""
+    text = f"[{len(results):>3}/{len(results) + num_left}] {size}{cell.contender:<{width}}  "
     text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
     text += f"  {duration(result.seconds)}"
     if num_left:

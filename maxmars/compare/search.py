@@ -86,8 +86,10 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
     missing, left = _ask(_descend(contender, losses), asked, comparison.budget, losses)
     while True:
         finalists = _finalists(_settings(asked), contender, comparison, results)
-        all_tries = [(setting, seed) for setting in finalists for seed in comparison.seeds]
-        finals = [] if missing else [one for one in all_tries if one not in losses.of_try]
+        all_tries: list[_Try] = [
+            (setting, seed) for setting in finalists for seed in comparison.seeds
+        ]
+        finals = [one for one in all_tries if one not in losses.of_try and not missing]
         best = _best(_settings(asked), contender, comparison, results)
         if missing or left or finals or best is None:
             break
@@ -97,8 +99,8 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
             break
     return Search(
         tried=_settings(asked),
-        missing=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in missing),
-        finals=tuple(Cell(contender=contender.name, setting=s, seed=n) for s, n in finals),
+        missing=tuple(comparison.cell(contender, *one) for one in missing),
+        finals=tuple(comparison.cell(contender, *one) for one in finals),
         untried=_settings(left),
         budget_left=comparison.budget - len(asked),
     )
@@ -152,9 +154,7 @@ def results_at(
     contender: Contender, setting: Setting, comparison: Comparison, results: Results
 ) -> list[CellResult]:
     """The results of the finished cells at a setting, in the order of the seeds."""
-    cells = [
-        Cell(contender=contender.name, setting=setting, seed=seed) for seed in comparison.seeds
-    ]
+    cells = [comparison.cell(contender, setting, seed) for seed in comparison.seeds]
     return [results[cell] for cell in cells if cell in results]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from maxmars.compare.cells import (
     Comparison,
     Contender,
     Setting,
-    read_comparison,
+    read_comparisons,
     read_results,
 )
 from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
@@ -42,6 +43,7 @@ from maxmars.compare.statistics import (
     paired_test,
     seeds_needed,
 )
+from maxmars.model.parameters import Parameters
 
 TOLERANCE = 0.05
 """Nats above the best loss at which a learning rate still counts as good."""
@@ -72,6 +74,8 @@ class Best:
     """Tokens after which the mean curve comes down to the baseline's final loss; None if never."""
     seconds_to_baseline: float | None
     """Time of the steps on these tokens."""
+    speed_up: Interval | None
+    """How many times fewer tokens it needs than the baseline, see `_speed_up`."""
     line: Line
     """Curves of the seeds."""
 
@@ -158,7 +162,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a comparison found."""
+    """What a comparison found at one size."""
 
     comparison: Comparison
     outcomes: tuple[Outcome, ...]
@@ -171,7 +175,12 @@ class Summary:
     pairs: tuple[Pair, ...]
     """Every pair of contenders, by the mean losses."""
     environment: dict[str, Any]
-    """Versions and devices of the first cell."""
+    """Versions and devices of the first cell; empty before it."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return Parameters(self.comparison.contenders[0].config.model).count
 
     def mark(self, *names: str) -> str:
         """What stands after a p value of these contenders: `MARK` where it says less than it
@@ -181,16 +190,30 @@ class Summary:
         return MARK if few or not all(o.search.is_at_its_end for o in found) else ""
 
 
-def summarize(workdir: Path) -> Summary:
+def summarize(workdir: Path) -> dict[str, Summary]:
     """Read a comparison, complete or not.
+
+    Returns:
+      What was found by the name of the size, smallest model first.
 
     Raises:
       ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
     """
-    comparison = read_comparison(workdir)
-    results = read_results(comparison, workdir)
-    if not results:
+    found = {
+        comparison.size: _summarize(comparison, read_results(comparison, workdir), workdir)
+        for comparison in read_comparisons(workdir)
+    }
+    if not any(o.num_cells for summary in found.values() for o in summary.outcomes):
         raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
+    return by_size(found)
+
+
+def by_size(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
+    """Summaries in the order of the size, smallest model first."""
+    return dict(sorted(summaries.items(), key=lambda item: item[1].num_parameters))
+
+
+def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summary:
     baseline = next(c for c in comparison.contenders if c.name == comparison.baseline)
     best = best_setting(baseline, comparison, results)
     baselines = [] if best is None else results_at(baseline, best, comparison, results)
@@ -223,7 +246,7 @@ def summarize(workdir: Path) -> Summary:
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
         pairs=_pairs(outcomes),
-        environment=dict(next(iter(results.values())).environment),
+        environment=dict(next((r.environment for r in results.values()), {})),
     )
 
 
@@ -262,7 +285,7 @@ def _best(
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
     logged = tuple(_logged(result, contender, workdir) for result in ours)
     line = Line(name=contender.name, curves=tuple(curves), logged=logged)
-    tokens = seconds = test = needed = None
+    tokens = seconds = gain = test = needed = None
     if baselines:
         positions, losses = line.points
         # By the same sum as the baseline's own curve, which so ends exactly there. Where seeds are
@@ -282,6 +305,7 @@ def _best(
             pairs = [(r.loss, theirs[r.cell.seed]) for r in ours if r.cell.seed in theirs]
             test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
             needed = seeds_needed([a - b for a, b in pairs], EFFECT)
+            gain = _speed_up(ours, baselines)
     return Best(
         setting=setting,
         losses={r.cell.seed: r.loss for r in ours},
@@ -290,8 +314,37 @@ def _best(
         seeds_needed=needed,
         tokens_to_baseline=tokens,
         seconds_to_baseline=seconds,
+        speed_up=gain,
         line=line,
     )
+
+
+def _speed_up(ours: Sequence[CellResult], baselines: Sequence[CellResult]) -> Interval | None:
+    """How many times fewer tokens a contender needs than the baseline; below 1, it needs more.
+
+    Of the two runs of a seed, the better one is read: the tokens of a whole run, over those after
+    which its curve first comes down to the final loss of the other. This is the speed-up where the
+    contender is the better one, and its inverse where the baseline is. The mean over the seeds is
+    the geometric one, so that contender and baseline exchanged give the inverse.
+
+    None where no seed has both runs, and where one ends above its first loss.
+    """
+    theirs, logs = {r.cell.seed: r.curve for r in baselines}, []
+    for result in ours:
+        our, their = result.curve, theirs.get(result.cell.seed)
+        if our is None or their is None:
+            continue
+        is_better = our.losses[-1] <= their.losses[-1]
+        better, worse = (our, their) if is_better else (their, our)
+        crossing = first_crossing(better.tokens, better.losses, worse.losses[-1])
+        if not crossing:
+            return None
+        logs.append((1 if is_better else -1) * math.log(better.tokens[-1] / crossing))
+    if not logs:
+        return None
+    found = mean_interval(logs)
+    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return Interval(mean=math.exp(found.mean), low=low, high=high)
 
 
 def _logged(result: CellResult, contender: Contender, workdir: Path) -> Logged:

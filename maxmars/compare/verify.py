@@ -55,6 +55,7 @@ class Repeated:
         """The verdict."""
         cell = self.row.cell
         whose = f"{cell.contender}, seed {cell.seed}, {self.steps:,} steps"
+        whose = f"{cell.size}, {whose}" if cell.size else whose
         if self.problem is not None:
             return f"{whose}: REFUSED, {self.problem}"
         how = f"equal up to rounding (losses differ by at most {self.difference:.1e})"
@@ -69,6 +70,7 @@ def verify(
     workdir: Path,
     scratch: Path,
     *,
+    size: str | None = None,
     contender: str | None = None,
     seed: int | None = None,
     steps: int | None = None,
@@ -80,6 +82,7 @@ def verify(
     Args:
       workdir: directory of the comparison.
       scratch: working directory of the run.
+      size: name of the size of the model; None is the smallest.
       contender: whose run, at its best setting; None is the best contender's.
       seed: of the run; None is the first.
       steps: only so many first steps; None is all of them.
@@ -92,8 +95,12 @@ def verify(
       FileNotFoundError: there is no data, or a file that its config names is another one here.
       KeyboardInterrupt: a signal stopped the run.
     """
-    row, config = _find(summarize(workdir), contender, seed)
-    config = with_kept_code(config, row.cell.contender, workdir)
+    summaries = summarize(workdir)
+    own = next(iter(summaries)) if size is None else size
+    if own not in summaries:
+        raise ValueError(f"--size {own} is none of those with a finished run: {[*summaries]}.")
+    row, config = _find(summaries[own], contender, seed)
+    config = with_kept_code(config, row.cell, workdir)
     if data_path is not None:
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: these tokens are not read from a directory.")

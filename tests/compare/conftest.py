@@ -7,19 +7,21 @@ import pytest
 from tiny import short_config
 
 from maxmars import cli
-from maxmars.compare.cells import Comparison, read_comparison
+from maxmars.compare.cells import Comparison, read_comparisons
 
 CONFIG = """
 import sys
 sys.path.insert(0, {tests!r})
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from maxmars.config import CheckpointConfig, ComparisonConfig, EvalConfig, LionConfig
-from tiny import ADAMW, short_config
+from tiny import ADAMW, MODEL, short_config
 
-def get_config(optimizer: Literal["adamw", "lion"]):
+def get_config(optimizer: Literal["adamw", "lion"], size: Literal["16", "32"] = "32"):
     return short_config(
         Path({tokens!r}),
+        model=replace(MODEL, embed_dim=int(size)),
         optimizer=ADAMW if optimizer == "adamw" else LionConfig(),
         eval=EvalConfig(every=9, num_windows=16),
         checkpoint=CheckpointConfig(every=None),
@@ -62,4 +64,5 @@ def compared(tmp_path_factory, compare_command) -> Path:
 @pytest.fixture(scope="session")
 def comparison(compared) -> Comparison:
     """What that comparison compares."""
-    return read_comparison(compared)
+    (comparison,) = read_comparisons(compared)
+    return comparison

@@ -25,13 +25,12 @@ from maxmars.compare.cells import (
     CellResult,
     Comparison,
     Contender,
-    finished_cells,
+    read_results,
     write_result,
 )
 from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
 from maxmars.compare.run import compare
-from maxmars.compare.sizes import speed_up
 from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
@@ -45,16 +44,17 @@ def series(workdir, key):
     return {row["step"]: row[key] for row in rows if key in row}
 
 
-def by_cell(workdir, comparison):
-    names = [contender.name for contender in comparison.contenders]
-    return {result.cell: result for result in finished_cells(workdir, names)}
+def reported(workdir):
+    """What `report.json` holds of a comparison of one size."""
+    (size,) = json.loads((workdir / "report.json").read_text())["sizes"]
+    return size
 
 
 def forget(workdir, cell, line=""):
     """Replace the row of a cell by a line, or by nothing."""
     path = workdir / "rows.jsonl"
     setting = [list(pair) for pair in cell.setting]
-    theirs = {"contender": cell.contender, "setting": setting, "seed": cell.seed}
+    theirs = {"size": "", "contender": cell.contender, "setting": setting, "seed": cell.seed}
     rows = path.read_text().splitlines()
     rows = [line if json.loads(row)["cell"] == theirs else row for row in rows]
     path.write_text("".join(f"{row}\n" for row in rows if row))
@@ -102,7 +102,7 @@ def test_what_the_command_prints(compared):
 
 
 def test_the_report_says_what_was_found(compared):
-    report = json.loads((compared / "report.json").read_text())
+    report = reported(compared)
     adamw, lion = report["outcomes"]
     assert report["num_missing"] == 0
     assert adamw["num_diverged"] == 1
@@ -123,7 +123,7 @@ def test_the_report_says_what_was_found(compared):
 
 
 def test_results_are_tables_for_other_programs_too(compared):
-    report = json.loads((compared / "report.json").read_text())
+    report = reported(compared)
     with (compared / "results.csv").open() as file:
         adamw, lion = csv.DictReader(file)
     assert (adamw["name"], lion["name"]) == ("adamw", "lion")
@@ -137,14 +137,14 @@ def test_results_are_tables_for_other_programs_too(compared):
 
 
 def test_a_p_of_two_seeds_has_a_mark(compared):
-    p = json.loads((compared / "report.json").read_text())["outcomes"][1]["test"]["p_adjusted"]
+    p = reported(compared)["outcomes"][1]["test"]["p_adjusted"]
     for text in ((compared / "report.md").read_text(), (compared.parent / "printed").read_text()):
         assert f" {p:.2g}† " in text
         assert f" {p:.2g} " not in text
 
 
 def test_with_the_same_seed_all_cells_have_the_same_weights_and_tokens(compared, comparison):
-    results = by_cell(compared, comparison).values()
+    results = read_results(comparison, compared).values()
     seen = {}
     for result in results:
         directory = result.cell.directory(compared)
@@ -162,7 +162,7 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     ours = LION.directory(compared)
     for key in ("train/loss", "eval/loss", "train/learning_rate"):
         assert series(ours, key) == series(tmp_path, key)
-    result = by_cell(compared, comparison)[LION]
+    result = read_results(comparison, compared)[LION]
     assert result.loss == series(ours, "eval/loss")[4]
     assert dict(result.train_losses) == series(ours, "train/loss")
     assert result.final_state == read(tmp_path / "checkpoints").digest
@@ -170,16 +170,16 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
 
 
 def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, comparison, capsys):
-    before = by_cell(copied, comparison)
+    before = read_results(comparison, copied)
     forget(copied, LION)
     with (copied / "rows.jsonl").open("a") as file:
         file.write('{"cell": {"contender": "lion", "sett')  # a kill came within the row
     shutil.rmtree(copied / "cells" / "adamw")
-    assert compare(comparison, copied)
+    assert compare([comparison], copied)
     printed = capsys.readouterr().out
     assert f"{len(before) - 1} cells are finished and kept" in printed
     assert printed.count("validation loss") == 1
-    after = by_cell(copied, comparison)
+    after = read_results(comparison, copied)
     assert after.keys() == before.keys()
     assert after[LION].loss == before[LION].loss
     assert all(after[cell] == before[cell] for cell in before if cell != LION)
@@ -194,8 +194,8 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
     assert f"{before} cells are finished and kept" in err
-    report = json.loads(out)
-    assert report == json.loads((copied / "report.json").read_text())
+    report = reported(copied)
+    assert json.loads(out) == {"sizes": [report]}
     for outcome in report["outcomes"]:
         assert len(outcome["settings"]) == 3
         rates = [row["setting"]["learning_rate"] for row in outcome["settings"]]
@@ -212,9 +212,9 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate", "weight_decay"])
     assert "too few for one batch" in capsys.readouterr().err
-    found = json.loads((compared / "report.json").read_text())["outcomes"]
+    found = reported(compared)["outcomes"]
     best = {outcome["name"]: outcome["setting"]["learning_rate"] for outcome in found}
-    grids = json.loads((tmp_path / "compare.json").read_text())["compared"]
+    grids = json.loads((tmp_path / "compare.json").read_text())["sizes"][""]["compared"]
     for name, rate in best.items():
         assert grids[name][0]["scanned"] == [rate / 2, rate, rate * 2]
 
@@ -222,7 +222,7 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
 def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
     compare_command, copied, comparison, tmp_path, capsys
 ):
-    for cell, result in by_cell(copied, comparison).items():
+    for cell, result in read_results(comparison, copied).items():
         if cell.setting == LION.setting and cell.contender == "lion":
             better = dataclasses.replace(cell, setting=(*cell.setting, ("b1", 0.8)))
             write_result(dataclasses.replace(result, cell=better, loss=1.0), copied)
@@ -238,8 +238,8 @@ def test_a_dry_run_says_cells_and_time_and_writes_nothing(
 ):
     cli.main([*compare_command, str(tmp_path / "new"), "--dry-run", "True"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"adamw learning_rate 0.004 10000 3 \d", printed)
-    assert re.search(r"lion learning_rate 0.001 0.004 3 \d", printed)
+    assert re.search(r"adamw, learning_rate 0.004 10000 3 \d", printed)
+    assert re.search(r"lion, learning_rate 0.001 0.004 3 \d", printed)
     assert re.search(r"At most 6 cells in about \d", printed)
     assert not (tmp_path / "new").exists()
 
@@ -260,7 +260,7 @@ def test_two_processes_share_the_cells(compare_command, compared, comparison, tm
     assert first
     assert second
     assert not first & second
-    one, shared = by_cell(compared, comparison), by_cell(tmp_path, comparison)
+    one, shared = read_results(comparison, compared), read_results(comparison, tmp_path)
     assert {cell: result.loss for cell, result in shared.items()} == {
         cell: result.loss for cell, result in one.items()
     }
@@ -293,7 +293,7 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     printed = " ".join(capsys.readouterr().out.split())
     refused = r"damping=0\.04,seed=0 the optimizer refuses it: own\.py:\d+: damping=0\.04 is more"
     assert re.search(refused, printed)
-    (outcome,) = json.loads((tmp_path / "refused" / "report.json").read_text())["outcomes"]
+    (outcome,) = reported(tmp_path / "refused")["outcomes"]
     losses = {row["setting"].get("damping"): row["losses"][0] for row in outcome["settings"]}
     assert losses.keys() == {None, 0.01, 0.04}
     assert losses[0.04] == "Infinity"
@@ -322,8 +322,8 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
     alone = Comparison(
         contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
     )
-    assert compare(alone, tmp_path)
-    (found,) = by_cell(tmp_path, alone).values()
+    assert compare([alone], tmp_path)
+    (found,) = read_results(alone, tmp_path).values()
     assert found.loss == math.inf
     assert "b1=0.95 must be positive and at most b3=0.92" in found.diverged
 
@@ -331,9 +331,8 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
 def test_rows_alone_are_enough_to_report(compared, tmp_path):
     for name in ("compare.json", "rows.jsonl"):
         shutil.copy(compared / name, tmp_path)
-    write_report(tmp_path)
-    ours, theirs = (json.loads((d / "report.json").read_text()) for d in (tmp_path, compared))
-    assert ours["outcomes"] == theirs["outcomes"]
+    write_report(summarize(tmp_path), tmp_path)
+    assert reported(tmp_path)["outcomes"] == reported(compared)["outcomes"]
     assert (
         "no metrics.jsonl is there with them: learning rate, gradient norm, update norm, "
         in (tmp_path / "report.md").read_text()
@@ -342,61 +341,55 @@ def test_rows_alone_are_enough_to_report(compared, tmp_path):
 
 @pytest.mark.slow
 def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
-    _, config, *options = compare_command
-    text = Path(config).read_text()
-    text = text.replace('"lion"])', '"lion"], size: Literal["16", "32"] = "16")')
-    text = text.replace("    return short_config(", "    config = short_config(")
-    end = "(every=None),\n    )\n"
-    text = text.replace(
-        end,
-        f"""{end}    import dataclasses
-    model = dataclasses.replace(config.model, embed_dim=int(size))
-    return dataclasses.replace(config, model=model)
-""",
-    )
-    file = tmp_path / "sized.py"
-    file.write_text(text)
-    workdir = tmp_path / "sizes"
-    tuned = "--learning-rates 1e-3 4e-3 --budget 2 --finalists 1 --seeds 2"
-    words = ["compare", str(file), "--optimizers", "adamw", "lion"]
-    words += [*tuned.split(), *options]
-    cli.main([*words, str(workdir), "--sizes", "16", "32"])
+    tuned = "--learning-rates 4e-3 --budget 1 --finalists 1 --seeds 1"
+    workdir = tmp_path / "out"
+    words = [*compare_command, str(workdir), "--optimizers", "adamw", "lion", *tuned.split()]
+    cli.main([*words, "--sizes", "32", "16", "--dry-run", "True"])
+    assert capsys.readouterr().out.count("At most 2 cells") == 2
+    cli.main([*words, "--sizes", "32", "16"])
     printed = capsys.readouterr().out
-    assert f"report of all sizes: {workdir / 'report.md'}" in printed
-    report = json.loads((workdir / "report.json").read_text())
-    found = {(row["name"], row["size"]): row for row in report["results"]}
-    assert found.keys() == {(name, size) for name in ("adamw", "lion") for size in ("16", "32")}
-    for (name, size), row in found.items():
-        own = json.loads((workdir / size / "report.json").read_text())
-        (outcome,) = (o for o in own["outcomes"] if o["name"] == name)
-        assert row["loss"] == outcome["loss"]
-        assert row["setting"] == outcome["setting"]
-        assert (row["difference"] is None) == (name == "adamw")
-    assert found["lion", "32"]["num_parameters"] > found["lion", "16"]["num_parameters"]
-    page = (workdir / "report.md").read_text()
-    assert "| lion | 32 | learning_rate=" in page
+    assert "[  2/2] 16 " in printed
+    assert printed.rindex("size 16") < printed.rindex("size 32") < printed.index("data speed-up")
+    cells = [json.loads(line)["cell"] for line in (workdir / "rows.jsonl").read_text().splitlines()]
+    assert [cell["size"] for cell in cells] == ["32"] * 2 + ["16"] * 2
+    assert (workdir / "cells/32/lion/learning_rate=0.004,seed=0/metrics.jsonl").exists()
+    small, large = json.loads((workdir / "report.json").read_text())["sizes"]
+    assert (small["size"], large["size"]) == ("16", "32")
+    assert small["num_parameters"] < large["num_parameters"]
+    assert small["digests"]["0"]["initial_weights"] != large["digests"]["0"]["initial_weights"]
+    with (workdir / "results.csv").open() as file:
+        assert [row["size"] for row in csv.DictReader(file)] == ["16"] * 2 + ["32"] * 2
+    assert "| 32 | lion | learning_rate=" in (workdir / "report.md").read_text()
+    assert {p.name for p in (workdir / "figures").iterdir()} == {"16", "32", "speed_up.png"}
 
-    # One size again keeps the other one in the report, and nothing else is overwritten.
-    cli.main([*words, str(workdir), "--sizes", "16"])
-    assert json.loads((workdir / "report.json").read_text()) == report
-    (workdir / "report.json").unlink()
-    with pytest.raises(SystemExit):
-        cli.main([*words, str(workdir), "--sizes", "16"])
-    assert "holds report.md and figures already" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main([*words, str(workdir / "16"), "--sizes", "16"])
-    assert "holds a comparison without --sizes" in capsys.readouterr().err
+    # One size alone continues, and keeps the other one in the report.
+    before = (workdir / "report.md").read_text()
+    cli.main([*words, "--sizes", "16"])
+    assert (workdir / "report.md").read_text() == before
+    assert "2 cells are finished and kept" in capsys.readouterr().out
+    for chosen, size in (([], "16"), (["--size", "32"], "32")):
+        cli.main(["compare", "verify", str(workdir), "--contender", "lion", *chosen])
+        assert f"{size}, lion, seed 0, 4 steps: confirmed" in capsys.readouterr().out
+    cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run", "True"])
+    assert "At most 2 cells" in capsys.readouterr().out
+    for more, message in (
+        (["--start-from", str(workdir)], f"must be one of {workdir / '16'}, {workdir / '32'}"),
+        ([], f"{workdir} holds a comparison of the sizes 32, 16"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*words, *more])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
-    kept = tmp_path / ".github" / "results" / "tiny" / "which"
+    kept = tmp_path / ".github" / "results" / "which"
     kept.mkdir(parents=True)
     for name in ("compare.json", "rows.jsonl"):
         shutil.copy(compared / name, kept)
     figures = tmp_path / ".github" / "figures"
     figures.mkdir()
-    names = ("tiny-which-loss_tokens.png", "other.png")
+    names = ("which-loss_tokens.png", "other.png")
     (tmp_path / "README.md").write_text("".join(f"![](.github/figures/{name})" for name in names))
     tool = Path(__file__).parents[2] / "tools" / "figures.py"
     command = [sys.executable, str(tool), "--root", str(tmp_path)]
@@ -408,43 +401,49 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
     assert not (kept / "report.md").exists()
 
 
-@pytest.mark.slow
-def test_the_report_over_sizes_from_the_command_line(compared, tmp_path, capsys):
-    sizes = tmp_path / "sizes"
-    for name, width in (("a-large", 32), ("small", 16), ("unfinished", 48)):
-        (sizes / name).mkdir(parents=True)
+def test_several_comparisons_are_a_column_as_sizes_are(compared, tmp_path, capsys):
+    for name, width in (("a-large", 32), ("small", 16)):
+        (tmp_path / name).mkdir()
         fields = json.loads((compared / "compare.json").read_text())
-        for config in fields["configs"].values():
+        for config in fields["sizes"][""]["configs"].values():
             config["model"]["embed_dim"] = width
-        (sizes / name / "compare.json").write_text(json.dumps(fields))
-        if name != "unfinished":
-            shutil.copy(compared / "rows.jsonl", sizes / name)
-    cli.main(["report", str(sizes)])
+        (tmp_path / name / "compare.json").write_text(json.dumps(fields))
+        shutil.copy(compared / "rows.jsonl", tmp_path / name)
+    words = ["report", str(tmp_path / "a-large"), str(tmp_path / "small"), "--out"]
+    cli.main([*words, str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "size unfinished\nleft out: none of its cells is finished yet" in printed
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    assert (sizes / "a-large" / "report.md").is_file()
-    report = json.loads((sizes / "report.json").read_text())
-    assert report["sizes"] == ["small", "a-large"]
-    (ours, _) = (row["speed_up"] for row in report["results"] if row["name"] == "lion")
-    # Contender and baseline exchanged give the inverse.
-    fields["baseline"] = "lion"
-    (sizes / "small" / "compare.json").write_text(json.dumps(fields))
-    summary = summarize(sizes / "small")
-    theirs = speed_up(summary.outcomes[0], summary)
-    assert ours["mean"] != 1
-    assert ours["mean"] * theirs.mean == pytest.approx(1)
-    assert ours["low"] * theirs.high == pytest.approx(1)
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["sizes"]
+    assert [size["size"] for size in found] == ["small", "a-large"]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| small | lion | " in page
+    assert "](figures/small/loss_tokens.png)" in page
+    cli.main([*words, str(tmp_path / "out"), "--format", "svg"])
     with pytest.raises(SystemExit):
-        cli.main(["report", str(sizes)])
-    assert "their baselines differ (" in capsys.readouterr().err
+        cli.main([*words, str(compared)])
+    assert f"{compared} holds report.md and " in capsys.readouterr().err
+
+
+def test_a_comparison_of_the_format_before_continues(copied, comparison, capsys):
+    """It had no sizes: its fields stood where now those of each size do, and no row named one."""
+    before = read_results(comparison, copied)
+    fields = json.loads((copied / "compare.json").read_text())
+    (copied / "compare.json").write_text(json.dumps({"format": 4, **fields["sizes"][""]}))
+    forget(copied, LION)
+    rows = (copied / "rows.jsonl").read_text()
+    (copied / "rows.jsonl").write_text(rows.replace('"size": "", ', ""))
+    assert compare([comparison], copied)
+    assert capsys.readouterr().out.count("validation loss") == 1
+    assert json.loads((copied / "compare.json").read_text()) == fields
+    after = read_results(comparison, copied)
+    assert {cell: r.loss for cell, r in after.items()} == {c: r.loss for c, r in before.items()}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"cell": 1}', '{"loss": "x"}', "{"])
 def test_a_damaged_row_is_none(text, copied, comparison):
-    before = by_cell(copied, comparison)
+    before = read_results(comparison, copied)
     forget(copied, LION, text)
-    assert by_cell(copied, comparison) == {c: r for c, r in before.items() if c != LION}
+    assert read_results(comparison, copied) == {c: r for c, r in before.items() if c != LION}
 
 
 def with_config(comparison, index, **changes):
@@ -471,12 +470,12 @@ def another_version(comparison, workdir):
 
 
 def damaged(comparison, workdir):
-    (workdir / "compare.json").write_text('{"format": 4, "conf')
+    (workdir / "compare.json").write_text('{"format": 5, "conf')
     return comparison
 
 
 def other_tokens(comparison, workdir):
-    results = by_cell(workdir, comparison)
+    results = read_results(comparison, workdir)
     forget(workdir, LION)
     adamw = results[dataclasses.replace(LION, contender="adamw")]
     write_result(dataclasses.replace(adamw, tokens="0" * 64), workdir)
@@ -496,29 +495,30 @@ def other_tokens(comparison, workdir):
 def test_what_cannot_be_continued(change, message, copied, comparison):
     changed = change(comparison, copied)
     with refused(ValueError, message):
-        compare(changed, copied)
+        compare([changed], copied)
 
 
 def test_a_comparison_that_is_not_complete_is_reported_as_such(compared, comparison, tmp_path):
     shutil.copy(compared / "compare.json", tmp_path)
     with refused(ValueError, tmp_path):
-        write_report(tmp_path)
-    write_result(by_cell(compared, comparison)[LION], tmp_path)
-    summary = write_report(tmp_path)
-    assert summary.num_missing == len(comparison.contenders) * comparison.budget - 1
+        summarize(tmp_path)
+    write_result(read_results(comparison, compared)[LION], tmp_path)
+    write_report(summarize(tmp_path), tmp_path)
+    assert reported(tmp_path)["num_missing"] == len(comparison.contenders) * comparison.budget - 1
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
 
 
 def test_one_rate_and_one_seed(compared, comparison, tmp_path):
-    write_result(by_cell(compared, comparison)[LION], tmp_path)
+    write_result(read_results(comparison, compared)[LION], tmp_path)
     fields = json.loads((compared / "compare.json").read_text())
     grid = {"field": "learning_rate", "values": [4e-3], "scanned": [4e-3]}
     changed = {"compared": {"lion": [grid]}, "baseline": "lion", "seeds": [0]}
-    (tmp_path / "compare.json").write_text(json.dumps(fields | changed))
-    write_report(tmp_path)
+    fields["sizes"][""] |= changed
+    (tmp_path / "compare.json").write_text(json.dumps(fields))
+    write_report(summarize(tmp_path), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "lion was run at one setting only, so it is not tuned." in text
-    (lion,) = json.loads((tmp_path / "report.json").read_text())["outcomes"]
+    (lion,) = reported(tmp_path)["outcomes"]
     assert lion["loss"]["low"] is None
     assert lion["test"] is None
 
@@ -534,9 +534,9 @@ def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, ca
     assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
 
 
-def test_a_result_survives_its_file(tmp_path):
+def test_a_result_survives_its_file(comparison, tmp_path):
     result = CellResult(
-        cell=dataclasses.replace(LION, seed=3),
+        cell=dataclasses.replace(LION, seed=1),
         loss=math.inf,
         diverged="step 3 was skipped",
         step_time_s=None,
@@ -548,9 +548,9 @@ def test_a_result_survives_its_file(tmp_path):
         final_state=None,
         environment={},
     )
-    assert finished_cells(tmp_path, ["lion"]) == []
+    assert read_results(comparison, tmp_path) == {}
     write_result(result, tmp_path)
-    assert finished_cells(tmp_path, ["lion"]) == [result]
+    assert read_results(comparison, tmp_path) == {result.cell: result}
 
 
 @pytest.mark.slow

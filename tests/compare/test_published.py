@@ -6,7 +6,6 @@ import pytest
 
 from maxmars.compare import tables
 from maxmars.compare.grids import value_of, with_values
-from maxmars.compare.sizes import speed_up
 from maxmars.compare.statistics import Interval
 from maxmars.compare.summary import Outcome, Summary, summarize
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an sdist has no .g
 
 @pytest.fixture(scope="module")
 def summaries() -> dict[str, Summary]:
-    return {size: summarize(RESULTS / size) for size in SIZES}
+    return summarize(RESULTS)
 
 
 def interval(found: Interval, sign: str = "") -> str:
@@ -43,11 +42,12 @@ def setting(outcome: Outcome) -> str:
 
 def row(outcome: Outcome, summary: Summary) -> list[str]:
     """A contender in the table of its size, but for the time of a step, which is measured alone."""
-    name, best, gain = outcome.contender.name, outcome.best, speed_up(outcome, summary)
+    name, best = outcome.contender.name, outcome.best
     difference, p, factor = "", "", "1"
     if best.test is not None:
         difference = interval(best.test.difference, "+")
         p = p_value(summary.p_adjusted[name])
+        gain = best.speed_up
         factor = f"{gain.mean:.2f} ({gain.low:.2f} to {gain.high:.2f})"
     return [f"`{name}`", setting(outcome), interval(best.loss), difference, p, factor]
 

@@ -22,7 +22,6 @@ from maxmars.compare.cells import (
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
-from maxmars.compare.sizes import speed_up
 from maxmars.compare.statistics import holm
 from maxmars.compare.summary import summarize
 from maxmars.config import AdamWConfig, OptaxConfig
@@ -31,27 +30,35 @@ CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
 LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
 
 
-def write(workdir, losses, num_seeds=3):
+def write(workdir, losses, num_seeds=3, size=""):
     """A comparison with these losses of its contenders; one that is None is not finished."""
     grid = make_grid(CONFIG, "learning_rate", (1e-3,))
     assert grid is not None
     comparison = Comparison(
+        size=size,
         contenders=tuple(Contender(name=name, config=CONFIG, grids=(grid,)) for name in losses),
         baseline="a",
         seeds=tuple(range(num_seeds)),
         budget=1,
         finalists=1,
     )
-    open_comparison(comparison, workdir)
+    open_comparison([comparison], workdir)
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
             if loss is not None:
-                write_result(made_up(name, seed, loss), workdir)
+                write_result(made_up(name, seed, loss, size), workdir)
+
+
+def report_of(workdir):
+    """What a comparison of one size found, after its report is written."""
+    write_report(found := summarize(workdir), workdir)
+    (summary,) = found.values()
+    return summary
 
 
 def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
     write(tmp_path, LOSSES)
-    summary = write_report(tmp_path)
+    summary = report_of(tmp_path)
     found = {(pair.first, pair.second): pair for pair in summary.pairs}
     assert list(found) == [("b", "c"), ("b", "a"), ("c", "a")]  # the lower mean first
     p = {pair: scipy.stats.ttest_rel(LOSSES[pair[0]], LOSSES[pair[1]]).pvalue for pair in found}
@@ -68,25 +75,30 @@ def test_with_many_seeds_the_baseline_ends_at_its_own_loss(tmp_path):
     while not np.mean(losses) < np.stack([losses, losses], axis=1).mean(axis=0)[1]:
         losses = rng.uniform(2, 3, 8)
     write(tmp_path, {"a": losses.tolist(), "b": (losses - 0.1).tolist()}, num_seeds=8)
-    a, b = (outcome.best for outcome in write_report(tmp_path).outcomes)
+    a, b = (outcome.best for outcome in report_of(tmp_path).outcomes)
     assert a.tokens_to_baseline == 100
     assert b.tokens_to_baseline == pytest.approx(100 * (6 - losses.mean()) / (6.1 - losses.mean()))
     assert "not reached" not in (tmp_path / "report.md").read_text()
 
 
 def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
-    write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0), "c": (None, None, 2.0)})
-    summary = summarize(tmp_path)
-    _, b, c = summary.outcomes
-    found = speed_up(b, summary)
+    write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)})
+    a, b = (outcome.best for outcome in report_of(tmp_path).outcomes)
+    assert a.speed_up is None
+    found = b.speed_up
     assert found.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
     assert found.low is None
-    assert speed_up(c, summary) is None
+    # Contender and baseline exchanged give the inverse.
+    fields = json.loads((tmp_path / "compare.json").read_text())
+    fields["sizes"][""]["baseline"] = "b"
+    (tmp_path / "compare.json").write_text(json.dumps(fields))
+    a, _ = (outcome.best for outcome in report_of(tmp_path).outcomes)
+    assert a.speed_up.mean == pytest.approx(1 / found.mean)
 
 
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
-    summary = write_report(tmp_path)
+    summary = report_of(tmp_path)
     assert {(pair.first, pair.second) for pair in summary.pairs} == {
         ("b", "a"),
         ("a", "c"),  # of all seeds
@@ -103,12 +115,13 @@ def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     result = dataclasses.replace(made_up("b", 0, math.inf), diverged="rose by 0.6")
     write_result(result, tmp_path)
     lower = "b diverged at every setting: give it lower rates."
-    write_report(tmp_path)
+    report_of(tmp_path)
     assert lower in (tmp_path / "report.md").read_text()  # at the one that there is
     fields = json.loads((tmp_path / "compare.json").read_text())
-    fields["compared"]["b"][0] |= {"values": [5e-4, 1e-3], "scanned": [5e-4, 1e-3]}
-    (tmp_path / "compare.json").write_text(json.dumps(fields | {"budget": 2}))
-    write_report(tmp_path)
+    fields["sizes"][""]["compared"]["b"][0] |= {"values": [5e-4, 1e-3], "scanned": [5e-4, 1e-3]}
+    fields["sizes"][""]["budget"] = 2
+    (tmp_path / "compare.json").write_text(json.dumps(fields))
+    report_of(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "UNFINISHED" in text
     assert lower not in text
@@ -116,27 +129,32 @@ def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
 
 def test_cells_of_several_devices_are_told_apart(tmp_path):
     write(tmp_path, LOSSES)
-    write_report(tmp_path)
+    report_of(tmp_path)
     several = "The cells ran on several devices"
     assert several not in (tmp_path / "report.md").read_text()
     for name, kind in (("a", "H100"), ("b", "H200")):
         environment = {"num_devices": 1, "device_kinds": [kind], "jax": "0.11.0"}
         result = dataclasses.replace(made_up(name, 0, LOSSES[name][0]), environment=environment)
         write_result(result, tmp_path)
-    write_report(tmp_path)
+    report_of(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert several in text
     assert "1 x H100: a; 1 x H200: b." in text
 
 
-def test_an_unfinished_size_is_told_as_such(tmp_path, capsys):
-    write(tmp_path / "small", LOSSES)
-    write(tmp_path / "large", LOSSES | {"b": (2.0, None, None)})
+def test_sizes_that_are_unfinished_or_not_begun_are_told_as_such(tmp_path, capsys):
+    write(tmp_path, LOSSES, size="0.3M")
+    write(tmp_path, LOSSES | {"b": (2.0, None, None)}, size="1M")
+    write(tmp_path, dict.fromkeys(LOSSES, ()), size="3M")
     cli.main(["report", str(tmp_path)])
-    assert "unfinished: large" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.index("size 1M") < printed.index("unfinished: cells are missing, 2 at least")
     page = (tmp_path / "report.md").read_text()
-    assert "UNFINISHED: cells are missing, 2 at least of large." in page
+    assert "0.3M: UNFINISHED" not in page
+    assert "1M: UNFINISHED: cells are missing, 2 at least" in page
+    assert "3M: UNFINISHED: cells are missing, 3 at least" in page
     assert "2.0000 (1 of 3 seeds)" in page
+    assert "| 3M | b | – |" in page
 
 
 def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monkeypatch):
@@ -148,10 +166,10 @@ def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monke
         optimizer = OptaxConfig(make=f"{path}:make", learning_rate=1e-3)
         config = dataclasses.replace(CONFIG, optimizer=optimizer)
         contender = Contender(name="own", config=config, grids=())
-        open_comparison(
-            Comparison(contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1),
-            tmp_path / "compared",
+        comparison = Comparison(
+            contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1
         )
+        open_comparison([comparison], tmp_path / "compared")
 
     opened("own.py")
     opened(own)
@@ -160,9 +178,9 @@ def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monke
         opened("other.py")
 
 
-def made_up(name: str, seed: int, loss: float) -> CellResult:
+def made_up(name: str, seed: int, loss: float, size: str = "") -> CellResult:
     return CellResult(
-        cell=Cell(contender=name, setting=(("learning_rate", 1e-3),), seed=seed),
+        cell=Cell(size=size, contender=name, setting=(("learning_rate", 1e-3),), seed=seed),
         loss=loss,
         diverged=None,
         step_time_s=0.1,

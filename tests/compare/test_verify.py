@@ -27,7 +27,7 @@ def forge(kept, change, contender="lion"):
     fields = json.loads((kept / "compare.json").read_text())
     for row in rows:
         if row["cell"]["contender"] == contender:
-            change(row, fields["configs"][contender])
+            change(row, fields["sizes"][""]["configs"][contender])
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (kept / "compare.json").write_text(json.dumps(fields))
 
@@ -42,7 +42,7 @@ def verify(kept, *options, contender="lion"):
 
 
 def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
-    report = json.loads((compared / "report.json").read_text())
+    (report,) = json.loads((compared / "report.json").read_text())["sizes"]
     best = min((o for o in report["outcomes"]), key=lambda o: o["loss"]["mean"])["name"]
     cli.main(["compare", "verify", str(compared), "--workdir", str(tmp_path / "run")])
     printed = capsys.readouterr().out
