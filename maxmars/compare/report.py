@@ -23,6 +23,7 @@ from maxmars.compare.curves import (
     Line,
     fixed_tokens_per_step,
     norms_by_part,
+    own_evaluations,
 )
 from maxmars.compare.figures import (
     draw_every_run,
@@ -149,6 +150,9 @@ def write_run_report(
     path = out / "figures" / f"norms_by_part.{format}"
     if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
         blocks.append(image(path, "Norms by part of the model."))
+    path = out / "figures" / f"evaluations.{format}"
+    if draw_rates_and_norms(lines, path, own_evaluations(lines)):
+        blocks.append(image(path, "Evaluations by functions of one's own (`eval.own`)."))
     _write_markdown(out, blocks)
 
 

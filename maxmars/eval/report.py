@@ -103,9 +103,9 @@ class Report:
         for function, numbers in first.get("own", {}).items():
             for name in numbers:
                 found = [model["own"][function].get(name) for model in models]
-                if second is not None:
-                    found.append(difference["own"][function].get(name))
                 values = ["" if value is None else f"{float(value):.4g}" for value in found]
+                if name in difference.get("own", {}).get(function, {}):
+                    values.append(f"{float(difference['own'][function][name]):+.4g}")
                 table.add_row(escape(f"{function} {name}"), *values)
         for protocol in first.get("hellaswag", {}):
             table.add_row(f"hellaswag {protocol}" if second is None else protocol)

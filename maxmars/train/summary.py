@@ -16,7 +16,7 @@ from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.workdir import SUMMARY
 from maxmars.eval.own_evaluation import in_one_line
 from maxmars.train.journal import ACTIVITIES, run_seconds, shares
-from maxmars.train.metrics import read_metrics
+from maxmars.train.metrics import own_metric, read_metrics
 from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
@@ -120,8 +120,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     )
     own: dict[str, dict[str, float]] = {}
     for key, value in found.items():
-        if key.startswith("eval/") and key.count("/") > 1:
-            _, function, name = key.split("/", 2)
+        if metric := own_metric(key):
+            function, name = metric
             own.setdefault(function, {})[name] = float(value)
     lines += [f"  {function:<10} {in_one_line(numbers)}" for function, numbers in own.items()]
     if "perf/tokens_per_sec" in found:

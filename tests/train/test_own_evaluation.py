@@ -52,7 +52,8 @@ def rhyme(trained):
     return {"entropy": entropy(trained.logits(tokens)), "length": tokens.shape[1]}
 
 def spoken(trained):
-    return {"letters": len(generate_texts(trained, ["a", "b"], max_new_tokens=3)), "none": jnp.nan}
+    texts = generate_texts(trained, ["a", "b"], max_new_tokens=3)
+    return {"letters": len(texts), "none": jnp.nan, "in $": 1}
 
 def divided(trained):
     return {"share": 1 / 0}
@@ -131,12 +132,13 @@ def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
     words = ["--tasks", "own", "--own", "mine.py:spoken", "--against", "run/checkpoints/4"]
     main(["eval", "run", *words, "--output", "scores.json", "--num-processes", "1"])
     report = json.loads((folder / "scores.json").read_text())
-    assert report["own"]["spoken"] == {"letters": 2, "none": "NaN"}
+    assert report["own"]["spoken"] == {"letters": 2, "none": "NaN", "in $": 1}
     assert report["difference"]["own"]["spoken"]["letters"] == 0
 
     before = scores(folder / "run")
     train("run", "--eval.own", "mine.py:rhyme", "mine.py:spoken")
     added = {(6, "eval/spoken/letters"): 2, (6, "eval/spoken/none"): "NaN"}
+    added[6, "eval/spoken/in $"] = 1
     assert scores(folder / "run") == before | added
 
     changed = MINE.replace('"letters"', '"texts"')
@@ -145,8 +147,11 @@ def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
     assert scores(folder / "run") == before | added | {
         (6, "eval/said/texts"): 2,
         (6, "eval/said/none"): "NaN",
+        (6, "eval/said/in $"): 1,
     }
     main(["audit", "run"])
+    main(["report", "run"])
+    assert "](figures/evaluations.png)" in (folder / "run" / "report" / "report.md").read_text()
     main(["eval", "run", "--tasks", "own", "--output", "scores.json", "--num-processes", "1"])
     assert json.loads((folder / "scores.json").read_text())["own"].keys() == {"said"}
 
