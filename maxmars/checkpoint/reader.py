@@ -103,12 +103,11 @@ class Checkpoint:
             model.
         """
         if self.format_version < FORMAT_VERSION:
-            version = self.environment.get("maxmars", "0.1.0 or older")
             raise ValueError(
-                f"{self.path} was written by maxmars {version} (format {self.format_version}); "
-                f"this is maxmars {maxmars.__version__}, which continues runs of format "
-                f"{FORMAT_VERSION}. Continue it with maxmars {version}, or start a new run from "
-                f"its weights with --init-from {self.path} and another --workdir."
+                f"{self.path} has format {self.format_version}, and this maxmars "
+                f"({maxmars.__version__}) continues runs of format {FORMAT_VERSION}. Start a new "
+                f"run from its weights with --init-from {self.path} and another --workdir, or "
+                f"continue it with {_code_of(self.environment)}."
             )
         if not isinstance(self.config, TrainConfig):
             raise ValueError(
@@ -436,8 +435,8 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     version, config = meta["format_version"], meta["config"]
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format {version} and maxmars {maxmars.__version__} reads up to "
-            f"{FORMAT_VERSION}; use the version of maxmars that wrote it, or a newer one."
+            f"{path} has format {version}, and this maxmars ({maxmars.__version__}) reads up to "
+            f"{FORMAT_VERSION}; update it, or take {_code_of(meta.get('environment', {}))}."
         )
     if version < FORMAT_VERSION:  # other fields than the model's may have had other names
         config = config.get("model", config)
@@ -463,6 +462,17 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         journal=meta.get("journal"),
         format_version=version,
     )
+
+
+def _code_of(environment: dict[str, Any]) -> str:
+    """The code that wrote a checkpoint, and how to have it: no package index has maxmars."""
+    version, commit = (environment.get(name) for name in ("maxmars", "git_commit"))
+    wrote = f"the maxmars that wrote it ({version or '0.1.0 or older'}"
+    if not commit:
+        return f"{wrote}; the checkpoint does not tell its git commit)"
+    plain = commit.removesuffix("-dirty")
+    changes = " and changes that were not committed" if commit != plain else ""
+    return f"{wrote}, git commit {plain}{changes}): `git checkout {plain}` in its repository"
 
 
 def _together(part: Any, read_own: Callable[[], Any]) -> Any:

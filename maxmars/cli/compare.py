@@ -412,8 +412,9 @@ def _check_words(flag: str, words: Sequence[str]) -> None:
 
 
 def _prepare(config: TrainConfig) -> TrainConfig:
-    """The config of a contender: without HellaSwag, and always with an evaluation."""
-    evaluation = dataclasses.replace(config.eval, hellaswag_every=None)
+    """The config of a contender: always with the validation loss, and with nothing else that would
+    be evaluated in each cell."""
+    evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None)
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
     return dataclasses.replace(config, eval=evaluation)

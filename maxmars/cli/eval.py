@@ -13,8 +13,9 @@ import tyro
 from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig, TokenShardsConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, UsageError
+from maxmars.config.user_code import Source
 
-_TASKS = ("loss", "hellaswag")
+_TASKS = ("loss", "hellaswag", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +89,19 @@ class EvalArguments(CheckedConfig):
     """The working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging
     Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
-    """What to measure: loss, hellaswag or both. None takes hellaswag and, where there is validation
-    data, loss. With --backend lm-eval, tasks of lm-evaluation-harness, its groups and patterns,
-    YAML files, or mars_paper, the nine of the MARS paper."""
+    """What to measure, of loss, hellaswag and own. None takes hellaswag, where there is validation
+    data loss, and where there are functions of your own (--own) own. With --backend lm-eval, tasks
+    of lm-evaluation-harness, its groups and patterns, YAML files, or mars_paper, the nine of the
+    MARS paper."""
     backend: Literal["native", "lm-eval"] = "native"
     """`lm-eval` runs the tasks of lm-evaluation-harness (extra `eval`)."""
     against: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
     """Also score this one on the same data, and say whether the difference may be chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the scores here, and those of each question beside it (FILE.hellaswag.jsonl)."""
+    own: tuple[Source | str, ...] | None = None
+    """Functions of your own, `FILE.py:NAME`, each called as `NAME(trained)` with what
+    `maxmars.eval.load` returns; None takes those of the run (eval.own)."""
     batch_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
     """Rows scored at once, over all devices; None takes what suits the device. The scores do not
     depend on it."""
@@ -147,6 +152,7 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
         others = {
             "--against": arguments.against is not None,
             "--hellaswag.*": arguments.hellaswag != HellaSwagArguments(),
+            "--own": arguments.own is not None,
             "--data.*": arguments.data != DataArguments(),
         }
     else:
@@ -207,6 +213,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         hellaswag_path=arguments.hellaswag.path,
         num_questions=arguments.hellaswag.num_questions,
         too_long=arguments.hellaswag.too_long,
+        own=arguments.own,
         batch_size=arguments.batch_size,
         trust_code=arguments.trust_code,
     )

@@ -91,7 +91,7 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
     kinds = typing.get_args(info.type)  # none where the config file gives ()
     varies = kinds[1:] == (Ellipsis,)
     inner = [PrimitiveTypeInfo.make(kind, info.markers) for kind in kinds if kind is not Ellipsis]
-    specs = [spec for one in inner if (spec := _one_value(one)) is not None]
+    specs = [spec for one in inner if (spec := _one_value(one) or _own_function(one)) is not None]
     if len(specs) < len(inner):
         return None  # parts of a mixture, of which each field is an option
 
@@ -102,15 +102,19 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
             raise ValueError(
                 f"{' '.join(words)} must be {len(specs)} values, as the config file gives them."
             )
-        each = zip(words, itertools.cycle(specs), strict=False)
-        return tuple(spec.instance_from_str([word]) for word, spec in each)
+        each = zip(itertools.cycle(specs), words, strict=False)
+        return tuple(spec.instance_from_str([word]) for spec, word in each)
+
+    def written(values: tuple[Any, ...]) -> list[str]:
+        each = zip(itertools.cycle(specs), values, strict=False)
+        return [word for spec, value in each for word in spec.str_from_instance(value)]
 
     return PrimitiveConstructorSpec(
         nargs="*",
         metavar=f"{specs[0].metavar if specs else 'VALUE'} ...",
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda values: list(map(str, values)),
+        str_from_instance=written,
     )
 
 

@@ -13,7 +13,7 @@ from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed.files import read_json
 from maxmars.distributed.workdir import CHECKPOINTS, CONFIG
-from maxmars.train.metrics import read_metrics
+from maxmars.train.metrics import own_metric, read_metrics
 
 VALIDATION_LOSS = "validation loss"
 
@@ -50,8 +50,8 @@ class Logged:
     tokens: Mapping[int, int]
     """Step -> tokens trained on."""
     series: Mapping[str, Sequence[tuple[int, float]]]
-    """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, and `NORMS`
-    by part of the model, as far as the run has them."""
+    """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, `NORMS` by
+    part of the model, and evaluations of the user's own, as far as the run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,11 @@ def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
 
 
 def read_logged(workdir: Path, config: TrainConfig) -> Logged:
-    """Training losses, rates and norms of a run from its `metrics.jsonl`, if it is there."""
+    """What is drawn beside the curve of a run from its `metrics.jsonl`, if it is there."""
     rows = read_metrics(workdir)
-    by_part = sorted({key for row in rows for key in row if key.rpartition("/")[0] in NORMS})
-    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS, *by_part)}
+    keys = sorted({key for row in rows for key in row})
+    more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
+    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS, *more)}
     return Logged(
         tokens=_tokens(rows, config),
         series={key: points for key, points in series.items() if points},
@@ -155,13 +156,22 @@ def read_logged(workdir: Path, config: TrainConfig) -> Logged:
 
 def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
     """The norms by part of the model that lines have: metric -> how a report calls it."""
-    metrics = {metric for line in lines for logged in line.logged for metric in logged.series}
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
         for norm, name in NORMS.items()
-        for metric in sorted(metrics)
+        for metric in _metrics(lines)
         if metric.startswith(f"{norm}/")
     }
+
+
+def own_evaluations(lines: Sequence[Line]) -> dict[str, str]:
+    """The numbers of the user's own functions that lines have: metric -> how a report calls it."""
+    found = {metric: own_metric(metric) for metric in _metrics(lines)}
+    return {metric: ", ".join(names) for metric, names in found.items() if names}
+
+
+def _metrics(lines: Sequence[Line]) -> list[str]:
+    return sorted({name for line in lines for logged in line.logged for name in logged.series})
 
 
 def _tokens(rows: Sequence[dict[str, Any]], config: TrainConfig) -> dict[int, int]:

@@ -169,7 +169,7 @@ def draw_rates_and_norms(
             spread = spread[np.isfinite(spread) & (spread > 0)]
             is_log = spread.size > 0 and spread.max() > 5 * spread.min()
             _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, are_losses=False)
-            axes.set_title(metrics[metric])
+            axes.set_title(metrics[metric], parse_math=False)
             axes.set_xlabel(f"tokens{unit}")
     return True
 

@@ -24,6 +24,7 @@ from maxmars.compare.curves import (
     Line,
     fixed_tokens_per_step,
     norms_by_part,
+    own_evaluations,
 )
 from maxmars.compare.figures import (
     draw_every_run,
@@ -237,6 +238,10 @@ def write_run_report(
     path = figures.path("norms_by_part")
     if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
         blocks.append(figures.image("norms_by_part", "Norms by part of the model."))
+    path = figures.path("evaluations")
+    if draw_rates_and_norms(lines, path, own_evaluations(lines)):
+        words = "Evaluations by functions of one's own (`eval.own`)."
+        blocks.append(figures.image("evaluations", words))
     _write_markdown(out, blocks)
 
 

@@ -7,8 +7,10 @@ values are properties, `None` switches an option off, `Literal` lists the values
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -79,7 +81,8 @@ class MeshConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(CheckedConfig):
-    """Validation in the loop: the first windows of the validation split, always the same."""
+    """Evaluations in the loop. The validation loss is that of the first windows of the validation
+    split, always the same."""
 
     every: Positive[int] | None = 1000
     """Steps between evaluations (also at step 0 and at the end); None never evaluates."""
@@ -98,6 +101,29 @@ class EvalConfig(CheckedConfig):
     hellaswag_too_long: Literal["cut", "leave_out"] = "cut"
     """Of a question that is longer than max_seq_len, `cut` the beginning of the context, or
     `leave_out` the question. The line that tells the score counts them."""
+    own: tuple[Source | str, ...] | None = None
+    """Functions of the user's own, `FILE.py:NAME`, relative to the config file, or to where they
+    are typed. Each is called with the validation loss, as `NAME(trained)` with what
+    `maxmars.eval.load` returns, and returns numbers by name, which are recorded as
+    eval/NAME/..."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.own is None:
+            return
+        own = tuple(Source.of(s, field="eval.own", example="my_eval.py:rhyme") for s in self.own)
+        object.__setattr__(self, "own", own)
+        for source, other in itertools.combinations(own, 2):
+            require(
+                source.function != other.function,
+                f"eval.own names two functions {source.function}, {source!r} and {other!r}, whose "
+                "numbers would have the same names; give one another name.",
+            )
+            require(
+                source.file == other.file or Path(source.file).name != Path(other.file).name,
+                f"eval.own names {source!r} and {other!r}, of which a run could keep only one, as "
+                "their files have the same name; rename one.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,15 @@ DATA = "data.json"  # of each part of the data: name, source, tokens and documen
 PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of each parameter
 TOKENIZER = "tokenizer"  # of the data, for `generate`, `eval` and `export`
 SOURCES = "sources"  # files of the user's own: of the data here, and of
-MODEL_SOURCE = "sources/model"  # the model and
-OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer there; the config has the SHA-256 of each
-KEPT_SOURCES = {SOURCES: "data", MODEL_SOURCE: "model", OPTIMIZER_SOURCE: "optimizer"}
+MODEL_SOURCE = "sources/model"  # the model,
+OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer and
+EVAL_SOURCE = "sources/eval"  # the evaluations there; the config has the SHA-256 of each
+KEPT_SOURCES = {
+    SOURCES: "data",
+    MODEL_SOURCE: "model",
+    OPTIMIZER_SOURCE: "optimizer",
+    EVAL_SOURCE: "eval",
+}
 
 # What happened. Files of lines only grow, but for the lines of steps that are made again.
 JOURNAL = "journal.jsonl"  # what each session began with, saved and ended with; train/journal.py

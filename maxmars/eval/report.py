@@ -18,11 +18,12 @@ from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
 from maxmars.config import DataConfig, EvalConfig, ModelConfig, TrainConfig
 from maxmars.config.checks import require
+from maxmars.config.user_code import Source
 from maxmars.data.batches import ValidationBatches, open_data
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import Workdir, write_json
+from maxmars.distributed.files import Workdir, json_number, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.eval.hellaswag import (
     HellaSwag,
@@ -35,6 +36,7 @@ from maxmars.eval.hellaswag import (
     paired_difference,
     write_scores,
 )
+from maxmars.eval.own_evaluation import OwnEvaluation
 from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_target, load
 from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
 from maxmars.model import huggingface
@@ -49,9 +51,10 @@ class Report:
 
     fields: dict[str, Any]
     """For JSON: `target`, `name`, `source` and `digest` (see `TrainedModel`); `loss` (nats a
-    token), `loss_tokens`, `hellaswag` (see `Scores.summary`, by protocol) and `hellaswag_left_out`
-    (a number of questions) if they were asked for; `environment`; and for two models `against`,
-    with the fields of the second, and `difference`, first minus second."""
+    token), `loss_tokens`, `hellaswag` (see `Scores.summary`, by protocol), `hellaswag_left_out`
+    (a number of questions) and `own` (numbers of functions of the user's own, by function and name;
+    such as are not finite are text) if they were asked for; `environment`; and for two models
+    `against`, with the fields of the second, and `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
     """HellaSwag's, of each model."""
@@ -97,6 +100,13 @@ class Report:
         if "loss" in first:
             row = ["loss", *(f"{model['loss']:.4f}" for model in models)]
             table.add_row(*row, *([f"{difference['loss']:+.4f}"] if second is not None else []))
+        for function, numbers in first.get("own", {}).items():
+            for name in numbers:
+                found = [model["own"][function].get(name) for model in models]
+                values = ["" if value is None else f"{float(value):.4g}" for value in found]
+                if name in difference.get("own", {}).get(function, {}):
+                    values.append(f"{float(difference['own'][function][name]):+.4g}")
+                table.add_row(escape(f"{function} {name}"), *values)
         for protocol in first.get("hellaswag", {}):
             table.add_row(f"hellaswag {protocol}" if second is None else protocol)
             for metric in ("acc", "acc_norm"):
@@ -136,6 +146,7 @@ def score_models(
     hellaswag_path: Path | None = None,
     num_questions: int | None = None,
     too_long: Literal["cut", "leave_out"] = "cut",
+    own: Sequence[Source | str] | None = None,
     batch_size: int | None = None,
     trust_code: bool = False,
 ) -> Report:
@@ -146,14 +157,15 @@ def score_models(
     Args:
       targets: one or two; see `load`. The second is scored on the data of the first.
       mesh: the models are loaded here, one after the other; every process calls.
-      tasks: `loss`, `hellaswag` or both; None scores HellaSwag and, if there is validation data,
-        the loss.
+      tasks: of `loss`, `hellaswag` and `own`; None scores HellaSwag, if there is validation data
+        the loss, and if there are any the functions of the user's own.
       data: its validation split is scored; None takes the data of the first target's run.
       num_windows: number of windows to score; None takes as many as the run does, or 512.
       hellaswag_path: see `load_questions`, as `num_questions`.
       num_questions: score the first so many questions.
       too_long: whether questions that are longer than a model's context are cut, or left out for
         all models.
+      own: functions of the user's own; None takes those of the first target's run.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
       trust_code: see `find_target`.
 
@@ -181,6 +193,17 @@ def score_models(
             questions = load_questions(
                 hellaswag_path, num_questions=num_questions, progress=shows("downloading HellaSwag")
             )
+        evaluations = []
+        if tasks is None or "own" in tasks:
+            first = found[0]
+            if own is None:
+                own = first.own_evaluations() if isinstance(first, RunTarget) else ()
+            evaluations = [OwnEvaluation(source, field="own") for source in own]
+            if not evaluations and tasks is not None:
+                raise ValueError(
+                    f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
+                    "name some by --own my_eval.py:rhyme, or leave own out of --tasks."
+                )
         num_questions = len(questions)
         if questions and too_long == "leave_out":
             for target in found:
@@ -205,6 +228,12 @@ def score_models(
                 scores[-1] = score(model.params, shows(f"HellaSwag of {model.name}"))
                 summaries = {protocol: s.summary() for protocol, s in scores[-1].items()}
                 models[-1]["hellaswag"] = summaries
+            if evaluations:
+                models[-1]["own"] = {}
+            for evaluation in evaluations:
+                status.update(f"{evaluation.name} of {model.name}")
+                numbers = evaluation(model).items()
+                models[-1]["own"][evaluation.name] = {n: json_number(x) for n, x in numbers}
             del model  # its parameters make room for those of the next
     fields = models[0]
     if questions:
@@ -218,7 +247,8 @@ def score_models(
 def _difference(
     models: Sequence[dict[str, Any]], scores: Sequence[Mapping[Protocol, Scores]]
 ) -> dict[str, Any]:
-    """First minus second: the loss in nats a token, HellaSwag by protocol and metric."""
+    """First minus second: the loss in nats a token, HellaSwag by protocol and metric, and the
+    numbers of the user's own functions that both models have."""
     difference = {}
     if "loss" in models[0]:
         difference["loss"] = models[0]["loss"] - models[1]["loss"]
@@ -231,6 +261,15 @@ def _difference(
                 for metric, correct in first.correct.items()
             }
             for protocol, first in scores[0].items()
+        }
+    if "own" in models[0]:
+        difference["own"] = {
+            function: {
+                name: json_number(float(value) - float(models[1]["own"][function][name]))
+                for name, value in numbers.items()
+                if name in models[1]["own"][function]
+            }
+            for function, numbers in models[0]["own"].items()
         }
     return difference
 

@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, candidates, find, load_arrays, save_params
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig
+from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import Source
@@ -36,13 +37,21 @@ from maxmars.distributed.files import (
     cache_directory,
     is_remote,
     naming,
+    read_json,
     require_access,
     resolve,
     write_bytes,
     write_json,
 )
 from maxmars.distributed.progress import Progress
-from maxmars.distributed.workdir import CHECKPOINTS, IMPORTED_FROM, MODEL_SOURCE, TOKENIZER
+from maxmars.distributed.workdir import (
+    CHECKPOINTS,
+    CONFIG,
+    EVAL_SOURCE,
+    IMPORTED_FROM,
+    MODEL_SOURCE,
+    TOKENIZER,
+)
 from maxmars.model import hub, huggingface
 from maxmars.model.language_model import LanguageModel, make_model, supports
 from maxmars.model.parameters import Parameters
@@ -72,6 +81,33 @@ class TrainedModel:
     def model(self) -> LanguageModel:
         """The model with these parameters: int32 tokens [B, T] to logits [B, T, V]."""
         return make_model(self.config, self.params)
+
+    def logits(
+        self, tokens: Integer[np.ndarray | Array, "B T"]
+    ) -> Float[np.ndarray, "B T vocab_size"]:
+        """Logits of the next token at every position, in float32 at least.
+
+        Compiled once for each shape, where `model` compiles at each call. The rows, of any number,
+        are split over the mesh; every process of it calls with the same tokens and gets all logits.
+
+        Raises:
+          ValueError: the rows are longer than `max_seq_len`.
+        """
+        shards = sharding.batch_shards(self.mesh)
+        padding = -len(tokens) % shards
+        rows = np.pad(np.asarray(tokens, np.int32), ((0, padding), (0, 0)))
+        with jax.set_mesh(self.mesh):
+            found = _logits(self.params, rows, config=self.config)
+            return np.asarray(found)[: len(tokens), :, : self.config.vocab_size]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(
+    params: Any, tokens: Int[Array, "B T"], *, config: ModelConfig
+) -> Float[Array, "B T V"]:
+    tokens = sharding.constrain(tokens, "batch", "length")
+    logits = make_model(config, params)(tokens)
+    return sharding.constrain(logits, None, None, None)  # each process has all of them
 
 
 def load(
@@ -200,19 +236,32 @@ class RunTarget:
         if config.make is None:
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
-        source = Source.of(config.make)
+        return dataclasses.replace(config, make=self._kept(Source.of(config.make), MODEL_SOURCE))
+
+    def own_evaluations(self) -> tuple[Source, ...]:
+        """The functions of the user's own that the run was evaluated by when it last started, in
+        the files that it keeps.
+
+        Raises:
+          ValueError: a file has another text than in training.
+        """
+        record = read_json(self.workdir / CONFIG) or {}
+        own = from_dict(record.get("eval", {}).get("own"))
+        return tuple(self._kept(source, EVAL_SOURCE) for source in own or ())
+
+    def _kept(self, source: Source, folder: str) -> Source:
+        """A function by the copy of its file that the run keeps, which it may run."""
         path = Path(source.file)
-        kept = self.workdir / MODEL_SOURCE / path.name
+        kept = self.workdir / folder / path.name
         if not kept.exists():
             kept = path
         if not self.trust_code and kept.is_file():
             check_code(kept, source)
         if is_remote(kept):
             text = kept.read_bytes()
-            kept = cache_directory() / "models" / hashlib.sha256(text).hexdigest() / path.name
+            kept = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / path.name
             write_bytes(kept, text)
-        source = dataclasses.replace(source, file=str(kept))
-        return dataclasses.replace(config, make=source.as_it_is())
+        return dataclasses.replace(source, file=str(kept)).as_it_is()
 
     def name(self, step: int) -> str:
         """Name of the model at a step, for people."""

@@ -202,10 +202,15 @@ def audit(
 def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
     """Compare the user's own files that a run keeps with the SHA-256 that it recorded of each."""
     for folder, part in KEPT_SOURCES.items():
-        for source in sources_in(getattr(config, part)):
+        for source in sources_in(getattr(_without_evaluations(config), part)):
             kept = workdir / folder / Path(source.file).name
             if kept.is_file():
                 check_code(kept, source)
+
+
+def _without_evaluations(config: TrainConfig) -> TrainConfig:
+    """What decides the steps of a run: evaluations may change, and run no code of an audit."""
+    return dataclasses.replace(config, eval=EvalConfig(every=None))
 
 
 def _check_links(chain: Sequence[Line]) -> list[str]:
@@ -369,7 +374,7 @@ def _replay(
             f"--replay {count}: config or code changed on the way, or the run was steered, at step "
             f"{when}; take another K."
         )
-    config = config_of(began)
+    config = _without_evaluations(config_of(began))
     for source in sources_in(config):
         if source.as_it_is().sha256 not in (source.sha256, None):
             raise ValueError(
@@ -392,12 +397,11 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
     before does not count."""
 
     def of_steps(began: Line) -> TrainConfig:
-        config = config_of(began)
+        config = _without_evaluations(config_of(began))
         return dataclasses.replace(
             config,
             num_steps=last,
             schedule=fixed_schedule(config),
-            eval=EvalConfig(every=None),
             checkpoint=CheckpointConfig(every=None),
             log=LogConfig(),
         )

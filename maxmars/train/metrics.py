@@ -80,6 +80,14 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
 
+def own_metric(key: str) -> tuple[str, str] | None:
+    """Function and name of a number that a function of `eval.own` returned, by its key
+    `eval/FUNCTION/NAME`; None of another key."""
+    kind, _, rest = key.partition("/")
+    function, slash, name = rest.partition("/")
+    return (function, name) if kind == "eval" and slash else None
+
+
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     """The lines of `<workdir>/metrics.jsonl`; none if there is no such file.
 

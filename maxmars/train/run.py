@@ -47,6 +47,7 @@ from maxmars.distributed.workdir import (
     of_process,
 )
 from maxmars.eval.hellaswag import HellaSwagInLoop
+from maxmars.eval.own_evaluation import OwnInLoop
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.parameters import Parameters
 from maxmars.train.agreement import check_agreement
@@ -445,14 +446,14 @@ def make_evaluations(
     clock: Clock,
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
-    """The evaluations that the config asks for: validation loss, HellaSwag.
+    """The evaluations that the config asks for: validation loss, HellaSwag, the user's own.
 
-    `tokens`, of training, have the tokenizer that HellaSwag takes. `log` is told if the data has no
-    split `val`, or fewer windows than the config asks for.
+    `tokens`, of training, have the tokenizer that the last two take. `log` is told if the data has
+    no split `val`, or fewer windows than the config asks for.
 
     Raises:
-      ValueError, FileNotFoundError, ImportError: see `open_data`, `ValidationBatches` and
-        `HellaSwagInLoop`.
+      ValueError, FileNotFoundError, ImportError: see `open_data`, `ValidationBatches`,
+        `HellaSwagInLoop` and `OwnEvaluation`.
     """
     if config.eval.every is not None:
         validation = open_data(config.data, "val", model=config.model)
@@ -490,3 +491,9 @@ def make_evaluations(
             metric="eval/hellaswag_acc_norm",
             measure=HellaSwagInLoop(config, mesh, tokens),
         )
+    if config.eval.every is not None:
+        for source in config.eval.own or ():
+            own = OwnInLoop(source, config, mesh, tokens)
+            yield Evaluation(
+                name=own.name, every=config.eval.every, metric=own.time_metric, measure=own
+            )

@@ -14,8 +14,9 @@ from maxmars.config.numbers import duration, short
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.workdir import SUMMARY
+from maxmars.eval.own_evaluation import in_one_line
 from maxmars.train.journal import ACTIVITIES, run_seconds, shares
-from maxmars.train.metrics import read_metrics
+from maxmars.train.metrics import own_metric, read_metrics
 from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
@@ -117,6 +118,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"  goodput    {found['shares']['steps']:.1%} of {duration(found['wall_time_s'])} went "
         f"into steps{starts}"
     )
+    own: dict[str, dict[str, float]] = {}
+    for key, value in found.items():
+        if metric := own_metric(key):
+            function, name = metric
+            own.setdefault(function, {})[name] = float(value)
+    lines += [f"  {function:<10} {in_one_line(numbers)}" for function, numbers in own.items()]
     if "perf/tokens_per_sec" in found:
         text = f"{short(float(found['perf/tokens_per_sec']))} tokens/s"
         text += f", {1000 * found['perf/step_time']:.4g} ms a step"

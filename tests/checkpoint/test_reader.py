@@ -231,21 +231,33 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
     assert read(copy).step == 2
 
 
-def test_a_newer_format_is_refused(copy):
-    change_meta(copy / "2", lambda meta: meta.update(format_version=99))
-    with refused(ValueError, copy / "2", "format 99"):
+@pytest.mark.parametrize(
+    ("commit", "named"),
+    [
+        ("1" * 40, [f"git checkout {'1' * 40}"]),
+        (f"{'2' * 40}-dirty", [f"git checkout {'2' * 40}", "not committed"]),
+        (None, ["does not tell its git commit"]),
+    ],
+)
+def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy, commit, named):
+    def newer(meta):
+        meta["format_version"] = 99
+        meta["environment"]["git_commit"] = commit
+
+    change_meta(copy / "2", newer)
+    with refused(ValueError, copy / "2", "format 99", *named):
         read(copy)
 
 
 def test_of_an_older_format_the_parameters_can_be_read_but_no_run_continued(saved, copy):
     def older(meta):
         meta["format_version"] = 2
-        meta["environment"]["maxmars"] = "0.1.0"
+        meta["environment"] |= {"maxmars": "0.1.0", "git_commit": "1" * 40}
         meta["config"]["guard"]["max_skipped_in_a_row"] = 0  # a name of that version
 
     for step in (1, 2):
         change_meta(copy / str(step), older)
-    named = ("maxmars 0.1.0", "format 2", f"--init-from {copy / '2'}")
+    named = ("0.1.0", "format 2", f"--init-from {copy / '2'}", "git checkout " + "1" * 40)
     with refused(ValueError, *named):
         restore(copy, saved[1][2])
     with refused(ValueError, *named):

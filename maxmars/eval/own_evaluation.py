@@ -1,0 +1,129 @@
+"""Evaluations of the user's own: functions from a trained model to numbers by name."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxmars.config import TrainConfig
+from maxmars.config.errors import EXTERNAL_ERRORS, about, place_in_own_file
+from maxmars.config.user_code import Source, load_function
+from maxmars.data.batches import SplitTokens
+from maxmars.data.tokenizer import tokenizer_of_tokens
+from maxmars.eval.trained_model import TrainedModel
+
+# What the command line already tells in one line, or keeps the trace of.
+_TOLD = (*EXTERNAL_ERRORS, RuntimeError, MemoryError)
+
+
+class OwnEvaluation:
+    """A function of the user's own, `NAME(trained) -> {name: number, ...}`.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such function, or it cannot be called with one
+        argument. Any other exception was raised by the file's own code.
+    """
+
+    def __init__(self, source: Source | str, *, field: str = "eval.own") -> None:
+        source = Source.of(source, field=field, example="my_eval.py:rhyme")
+        self._what = f"{field}={source!r}"
+        self._function = load_function(source, field=field)
+        self.name = source.function
+        try:
+            inspect.signature(self._function).bind(None)
+        except TypeError as error:
+            raise ValueError(
+                f"{self._what} cannot be called with the trained model alone ({error}); it is "
+                f"{self.name}(trained), with what maxmars.eval.load returns."
+            ) from None
+
+    def __call__(self, trained: TrainedModel) -> dict[str, float]:
+        """The numbers of a model, of which the function may return arrays [].
+
+        Every process of the model's mesh calls.
+
+        Raises:
+          ValueError: it returns something else, or fails. OSError, ImportError, KeyError,
+            RuntimeError and MemoryError are raised as they are.
+        """
+        with about(self._what):
+            try:
+                found: Any = self._function(trained)
+            except _TOLD:
+                raise
+            except Exception as error:
+                place = place_in_own_file(error)
+                raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+            if not isinstance(found, Mapping) or not found:
+                raise ValueError(f"it returned {found!r:.80}, {_WANTED}.")
+            for name, value in found.items():
+                if not (isinstance(name, str) and name and _is_number(value)):
+                    shape = f" [{', '.join(map(str, np.shape(value)))}]" if np.ndim(value) else ""
+                    raise ValueError(f"it returned {value!r:.60}{shape} for {name!r}, {_WANTED}.")
+        return {name: float(value) for name, value in found.items()}
+
+
+_WANTED = "but must return a dict of numbers by name, such as {'share': 0.5}"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str) or np.ndim(value):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class OwnInLoop:
+    """Calls a function of the user's own with the parameters of a run.
+
+    Raises:
+      FileNotFoundError, ValueError, ImportError: see `OwnEvaluation` and `tokenizer_of_tokens`.
+    """
+
+    def __init__(
+        self, source: Source | str, config: TrainConfig, mesh: Mesh, tokens: SplitTokens
+    ) -> None:
+        self._evaluation = OwnEvaluation(source)
+        self._config, self._mesh = config, mesh
+        self._tokenizer = tokenizer_of_tokens(tokens.first)
+        self.name = self._evaluation.name
+        self.time_metric = f"perf/{self.name}/time"
+        """Seconds that it took; recorded whatever it returns."""
+
+    def __call__(
+        self, params: Any, before_batch: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, float], str]:
+        """Measure parameters in the mesh's shardings; every process calls.
+
+        `before_batch` is called once before, and may end the evaluation by an exception.
+
+        Returns:
+          The metrics `eval/NAME/...` and `time_metric`; and a line about them for people.
+        """
+        before_batch()
+        started = time.monotonic()
+        trained = TrainedModel(
+            config=self._config.model,
+            params=params,
+            tokenizer=self._tokenizer,
+            mesh=self._mesh,
+            name=self._config.name,
+        )
+        found = self._evaluation(trained)
+        seconds = time.monotonic() - started
+        metrics = {f"eval/{self.name}/{name}": value for name, value in found.items()}
+        text = f"{self.name}: {in_one_line(found)} in {seconds:.1f} s"
+        return metrics | {self.time_metric: seconds}, text
+
+
+def in_one_line(found: Mapping[str, float]) -> str:
+    """Numbers by name for people: `share 0.5, count 12`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())

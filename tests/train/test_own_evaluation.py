@@ -1,0 +1,274 @@
+"""Evaluations of the user's own: made while a run trains, made up after a kill, and refused."""
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from refusals import refused
+from running import finish, start, start_two, wait_until
+
+from maxmars.cli import main
+from maxmars.cli.parse import ConfigArguments, parse_arguments
+from maxmars.config import EvalConfig, from_dict, to_dict
+from maxmars.config.user_code import Source
+from maxmars.train.metrics import read_metrics
+
+CONFIG = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, EvalConfig
+from tiny import ADAMW, MODEL, tiny_config
+
+def get_config():
+    return tiny_config(
+        num_steps=6,
+        num_microbatches=1,
+        optimizer=ADAMW,
+        model=dataclasses.replace(MODEL, num_layers=1),
+        eval=EvalConfig(every=2, num_windows=16, batch_size=16, own=("mine.py:rhyme",)),
+        checkpoint=CheckpointConfig(every=2),
+    )
+"""
+MINE = """
+import os, time
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+import numpy as np
+from maxmars.eval.generate import generate_texts
+
+def entropy(logits):
+    return -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1).mean()
+
+def rhyme(trained):
+    waits = Path(__file__).with_name("waits")
+    while waits.exists():
+        waits.write_text("waiting")
+        time.sleep(0.01)
+    tokens = trained.tokenizer.encode("def f")[None]
+    return {"entropy": entropy(trained.logits(tokens)), "length": tokens.shape[1]}
+
+def spoken(trained):
+    texts = generate_texts(trained, ["a", "b"], max_new_tokens=3)
+    return {"letters": len(texts), "none": jnp.nan, "in $": 1}
+
+def divided(trained):
+    return {"share": 1 / 0}
+
+def refusing(trained):
+    raise ValueError("no such file of rhymes")
+
+def number(trained):
+    return 0.5
+
+def empty(trained):
+    return {}
+
+def text(trained):
+    return {"share": "0.5"}
+
+def several(trained):
+    return {"share": jnp.zeros(3)}
+
+def numbered(trained):
+    return {1: 0.5}
+
+def needs_two(trained, tokenizer):
+    return {"share": 0.5}
+
+constant = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory, with a config file and the functions beside it."""
+    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(name, *options):
+    # Without the last two, JAX would look for other processes, which it does only when it starts.
+    main(["train", "config.py", "--workdir", name, *options, "--num-processes", "1"])
+
+
+def scores(workdir):
+    """Numbers of evaluations by step and name."""
+    return {
+        (row["step"], key): row[key]
+        for row in read_metrics(workdir)
+        for key in row
+        if key.startswith("eval/")
+    }
+
+
+def test_its_numbers_are_those_of_eval_on_the_finished_run(folder, capsys):
+    train("run", "--log.tensorboard", "True")
+    found = scores(folder / "run")
+    assert [step for step, key in found if key == "eval/rhyme/entropy"] == [0, 2, 4, 6]
+    assert found[6, "eval/rhyme/length"] == 5
+    assert 0 < found[6, "eval/rhyme/entropy"] < math.log(257)
+    printed = capsys.readouterr().out
+    assert "  rhyme      entropy " in printed.partition("done: 6 steps")[2]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["eval/rhyme/entropy"] == found[6, "eval/rhyme/entropy"]
+
+    (folder / "mine.py").unlink()  # the run keeps it
+    main(["eval", "run", "--tasks", "own", "--output", "scores.json", "--num-processes", "1"])
+    entropy = json.loads((folder / "scores.json").read_text())["own"]["rhyme"]["entropy"]
+    assert entropy == pytest.approx(found[6, "eval/rhyme/entropy"], rel=1e-5)
+    assert "entropy" in capsys.readouterr().out
+    (folder / "mine.py").write_text("raise NotImplementedError")
+    main(["audit", "run", "--replay", "2"])  # which makes no evaluation
+
+
+def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
+    train("run")
+    words = ["--tasks", "own", "--own", "mine.py:spoken", "--against", "run/checkpoints/4"]
+    main(["eval", "run", *words, "--output", "scores.json", "--num-processes", "1"])
+    report = json.loads((folder / "scores.json").read_text())
+    assert report["own"]["spoken"] == {"letters": 2, "none": "NaN", "in $": 1}
+    assert report["difference"]["own"]["spoken"]["letters"] == 0
+
+    before = scores(folder / "run")
+    train("run", "--eval.own", "mine.py:rhyme", "mine.py:spoken")
+    added = {(6, "eval/spoken/letters"): 2, (6, "eval/spoken/none"): "NaN"}
+    added[6, "eval/spoken/in $"] = 1
+    assert scores(folder / "run") == before | added
+
+    changed = MINE.replace('"letters"', '"texts"')
+    (folder / "mine.py").write_text(changed.replace("def spoken", "def said"))
+    train("run", "--eval.own", "mine.py:said")
+    assert scores(folder / "run") == before | added | {
+        (6, "eval/said/texts"): 2,
+        (6, "eval/said/none"): "NaN",
+        (6, "eval/said/in $"): 1,
+    }
+    main(["audit", "run"])
+    main(["report", "run"])
+    assert "](figures/evaluations.png)" in (folder / "run" / "report" / "report.md").read_text()
+    main(["eval", "run", "--tasks", "own", "--output", "scores.json", "--num-processes", "1"])
+    assert json.loads((folder / "scores.json").read_text())["own"].keys() == {"said"}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_kill_in_an_evaluation_loses_no_number(folder):
+    """Of the last step, whose checkpoint is complete before its evaluations."""
+    code, output = finish(start(folder, "whole", "--eval.every", "3"))
+    assert code == 0, output
+    killed = start(folder, "killed", "--eval.every", "3")
+    wait_until((folder / "killed" / "checkpoints" / "4").exists, killed)
+    (folder / "waits").touch()
+    wait_until(lambda: (folder / "waits").read_text() == "waiting", killed)
+    killed.send_signal(signal.SIGKILL)
+    finish(killed)
+    (folder / "waits").unlink()
+    code, output = finish(start(folder, "killed", "--eval.every", "3"))
+    assert code == 0, output
+    assert scores(folder / "killed") == scores(folder / "whole")
+    assert (6, "eval/rhyme/entropy") in scores(folder / "killed")
+    main(["audit", "killed"])
+
+
+def test_a_changed_function_goes_on_and_is_recorded(folder):
+    train("run", "--num-steps", "2")
+    (folder / "mine.py").write_text(MINE.replace('"length": ', '"tokens": 2 * '))
+    train("run", "--num-steps", "4")
+    found = scores(folder / "run")
+    assert (2, "eval/rhyme/length") in found
+    assert (2, "eval/rhyme/tokens") not in found
+    assert found[4, "eval/rhyme/tokens"] == 10
+    assert "2 * " in (folder / "run" / "sources" / "eval" / "mine.py").read_text()
+    began = map(json.loads, (folder / "run" / "journal.jsonl").read_text().splitlines())
+    digests = [b["config"]["eval"]["own"][0]["sha256"] for b in began if b["kind"] == "began"]
+    assert len(set(digests)) == 2
+    main(["audit", "run"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_call_it_together(folder):
+    options = ["--eval.own", f"{folder}/mine.py:rhyme", f"{folder}/mine.py:spoken"]
+    for found in map(finish, start_two(folder, "two", *options)):
+        assert found[0] == 0, found[1]
+    found = scores(folder / "two")
+    assert found[6, "eval/spoken/letters"] == 2
+    code, output = finish(start(folder, "one", *options))
+    assert code == 0, output
+    for key, value in scores(folder / "one").items():
+        assert float(found[key]) == pytest.approx(float(value), rel=1e-3, nan_ok=True), key
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("mine.py", ["'mine.py'", ".py:"]),
+        ("none.py:rhyme", ["none.py"]),
+        ("mine.py:missing", ["'missing'"]),
+        ("mine.py:constant", ["'constant'"]),
+        ("mine.py:needs_two", ["mine.py:needs_two", "tokenizer"]),
+    ],
+)
+def test_a_wrong_function_is_refused_before_anything_is_written(folder, own, named, capsys):
+    with pytest.raises(SystemExit):
+        train("run", "--eval.own", own)
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(word in error for word in ["eval.own", *named]), error
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("divided", [f"mine.py:{MINE.partition('1 / 0')[0].count(chr(10)) + 1}", "ZeroDivision"]),
+        ("refusing", ["mine.py:", "no such file of rhymes"]),
+        ("number", ["0.5"]),
+        ("empty", ["{}"]),
+        ("text", ["share", "'0.5'"]),
+        ("several", ["share", "[3]"]),
+        ("numbered", ["1"]),
+    ],
+)
+def test_a_wrong_result_stops_the_run_before_its_first_step(folder, own, named, capsys):
+    with pytest.raises(SystemExit):
+        train("run", "--eval.own", f"mine.py:{own}")
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1, error
+    assert all(word in error for word in ["eval.own", f"mine.py:{own}", *named]), error
+    assert not any("train/loss" in row for row in read_metrics(folder / "run"))
+
+
+def test_names_that_clash_are_refused(folder):
+    shutil.copy("mine.py", "other.py")
+    with refused(ValueError, "rhyme"):
+        EvalConfig(own=("mine.py:rhyme", "other.py:rhyme"))
+    Path("other").mkdir()
+    with refused(ValueError, "mine.py"):
+        EvalConfig(own=("mine.py:rhyme", "other/mine.py:spoken"))
+
+
+def test_the_command_line_names_others_or_none(folder):
+    def parsed(*words):
+        return parse_arguments(ConfigArguments, ["config.py", *words], prog="maxmars train").config
+
+    assert parsed().eval.own == (Source.of("mine.py:rhyme"),)
+    assert parsed("--eval.own", "mine.py:spoken", "mine.py:rhyme").eval.own == (
+        Source.of("mine.py:spoken"),
+        Source.of("mine.py:rhyme"),
+    )
+    assert parsed("--eval.own", "None").eval.own is None
+
+
+def test_a_record_of_before_has_none(folder):
+    config = EvalConfig(own=("mine.py:rhyme",))
+    record = json.loads(json.dumps(to_dict(config)))
+    assert from_dict(record) == config
+    del record["own"]
+    assert from_dict(record) == EvalConfig()
