@@ -119,32 +119,29 @@ def combine(digests: dict[str, str]) -> str:
 
 @functools.cache  # jit keeps its traces on the wrapped function: the same one must come back
 def _compiled(sharding: NamedSharding | None) -> Callable[[Sequence[Any]], jax.Array]:
-    return jax.jit(
-        lambda leaves: jnp.stack([_sums_and_infinite(x) for x in leaves]), out_shardings=sharding
-    )
-
-
-@jax.jit
-def _sums_and_infinite(x: Any) -> Array:
-    """`leaf_sums`, and whether an element is not finite, `uint32[3]`."""
-    infinite = jnp.any(~jnp.isfinite(x)).astype(jnp.uint32)
-    return jnp.append(leaf_sums(x), infinite)
+    return jax.jit(lambda leaves: jnp.stack(list(map(leaf_sums, leaves))), out_shardings=sharding)
 
 
 @jax.jit  # so that leaves of one shape are traced once, in all trees
 def leaf_sums(x: Any) -> Array:
-    """The two sums of the module's docstring, `uint32[2]`; for use under `jax.jit`."""
-    words = _words(jnp.asarray(x))
+    """The two sums of the module's docstring, and whether an element is not finite, `uint32[3]`;
+    for use under `jax.jit`."""
+    x = jnp.asarray(x)
+    words = _words(x)
     mixed = [
         _mix(words ^ _index_hash(words.shape, seed, constants), constants)
         for seed, constants in ((_SEED_A, _MIX_A), (_SEED_B, _MIX_B))
     ]
-    # Both sums in one reduction: XLA on CPUs splits separate ones, and then stores their operands,
-    # which takes twice the memory of the leaf and six times as long.
+    infinite = ~jnp.isfinite(x if words.ndim == x.ndim else x[..., None])
+    infinite = jnp.broadcast_to(infinite, words.shape).astype(jnp.uint32)
+    # All in one reduction: XLA on CPUs splits separate ones, and then stores their operands, which
+    # takes twice the memory of the leaf and six times as long.
     zero = np.uint32(0)
-    axes = range(words.ndim)
     sums = jax.lax.reduce(
-        mixed, [zero, zero], lambda x, y: [x[0] + y[0], x[1] + y[1]], dimensions=axes
+        [*mixed, infinite],
+        [zero, zero, zero],
+        lambda x, y: [x[0] + y[0], x[1] + y[1], x[2] | y[2]],
+        dimensions=range(words.ndim),
     )
     return jnp.stack(sums)
 

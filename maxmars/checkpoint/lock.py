@@ -73,6 +73,7 @@ def is_owned(directory: Any, patience_s: float = 0.0) -> bool:
     Waits `patience_s` for an owner on a disk. In a bucket a living owner rewrites its lease within
     `_SIGN_OF_LIFE_S`; without a lease the answer comes at once.
     """
+    require_access(directory)
     if is_remote(directory):
         return _is_rewritten(open_store(directory), os.fspath(directory))
     path = directory / ".lock"

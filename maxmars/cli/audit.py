@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -42,12 +41,17 @@ def run(argv: list[str]) -> int:
     """Run `maxmars audit`; 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
     from maxmars.distributed.files import write_json
-    from maxmars.train.audit import audit  # loads JAX
+    from maxmars.distributed.progress import Progress
 
-    def log(text: str) -> None:
-        print(text, file=sys.stderr)
+    with Progress(stderr=True) as progress, progress.waiting("auditing"):
+        from maxmars.train.audit import audit  # loads JAX
 
-    found = audit(arguments.run, replay=arguments.replay, trust_code=arguments.trust_code, log=log)
+        found = audit(
+            arguments.run,
+            replay=arguments.replay,
+            trust_code=arguments.trust_code,
+            log=progress.message,
+        )
     if arguments.output is not None:
         fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
         write_json(arguments.output, fields)

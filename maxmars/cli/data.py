@@ -31,7 +31,7 @@ from maxmars.data.sources import (
 )
 from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import load, tokenizer_of_tokens
-from maxmars.distributed.files import Workdir, is_remote, require_access, resolve, sha256_of
+from maxmars.distributed.files import Workdir, is_remote, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
 _SAMPLE_TOKENS = 1 << 14
@@ -301,7 +301,6 @@ def _metadata_of(directory: Workdir) -> Metadata | None:
     Raises:
       FileNotFoundError: there is nothing that can be read.
     """
-    require_access(directory)
     is_described = is_remote(directory) or (directory / METADATA).is_file()
     if not is_described and next(_open_splits(directory), None) is not None:
         return None

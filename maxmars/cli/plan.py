@@ -79,26 +79,32 @@ def run(argv: list[str]) -> int:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     from maxmars.distributed.files import write_json
-    from maxmars.plan import get_topology, make_plan
-    from maxmars.plan.compile import find_fit
-    from maxmars.plan.faster import find_faster
-    from maxmars.plan.plan import print_plan
+    from maxmars.distributed.progress import Progress
 
     log = functools.partial(print, flush=True)
-    topology = get_topology(arguments.topology, arguments.num_slices)
-    config, step, overrides = arguments.config, None, []
-    if arguments.max_memory is not None:
-        limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
-        config, step = find_fit(config, topology, limit, log=log)
-        overrides = ["--num-microbatches", str(config.num_microbatches)]
-        if isinstance(config.model, GPT2Config):
-            overrides += ["--model.remat", str(config.model.remat)]
-    plan = make_plan(config, topology, price=arguments.price, train_step=step, log=log)
-    print_plan(plan)
-    if overrides:
-        print(f"use: {' '.join(overrides)}")
-    faster = None
-    if arguments.faster and step is None and (faster := find_faster(config, plan, log=log)):
+    config, step, overrides, faster = arguments.config, None, [], None
+    with Progress(quiet=True) as progress:
+        with progress.waiting(f"compiling for {arguments.topology}"):
+            from maxmars.plan import get_topology, make_plan  # loads JAX
+            from maxmars.plan.compile import find_fit
+            from maxmars.plan.faster import find_faster
+            from maxmars.plan.plan import print_plan
+
+            topology = get_topology(arguments.topology, arguments.num_slices)
+            if arguments.max_memory is not None:
+                limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
+                config, step = find_fit(config, topology, limit, log=log)
+                overrides = ["--num-microbatches", str(config.num_microbatches)]
+                if isinstance(config.model, GPT2Config):
+                    overrides += ["--model.remat", str(config.model.remat)]
+            plan = make_plan(config, topology, price=arguments.price, train_step=step, log=log)
+        print_plan(plan)
+        if overrides:
+            print(f"use: {' '.join(overrides)}")
+        if arguments.faster and step is None:
+            with progress.waiting("looking for a faster one"):
+                faster = find_faster(config, plan, log=log)
+    if faster is not None:
         print(f"faster: {faster}")
     if arguments.output is not None:
         found = None if faster is None else faster.to_json()

@@ -48,7 +48,7 @@ from maxmars.data.token_files import (
     shards_of,
 )
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
-from maxmars.distributed.files import Workdir, is_remote, read_text, require_access, resolve
+from maxmars.distributed.files import Workdir, is_remote, read_text, resolve
 
 _LOGGER = logging.getLogger(__name__)
 _HEADER = np.dtype("<i4"), 256  # llm.c's
@@ -72,7 +72,7 @@ def open_split(directory: str | os.PathLike[str] | TokenDirectory, split: str) -
       FileNotFoundError: there is no such directory, nothing in it that can be read, or a file of
         our own shards is missing.
       ValueError: the files are damaged; `NoSuchSplitError` where there is no such split.
-      OSError, ImportError: a bucket cannot be read; see `require_access`.
+      OSError, ImportError: a bucket cannot be read; see `files.require_access`.
     """
     if not isinstance(directory, TokenDirectory):
         directory = TokenDirectory(path=os.fspath(directory))
@@ -88,8 +88,11 @@ def vocab_size_of(directory: str) -> int:
       See `read_metadata`.
     """
     place = resolve(directory)
-    is_ours = any((place / name).exists() for name in (METADATA, PLAN))
-    if is_remote(place) or is_ours or not place.is_dir():
+    if (
+        is_remote(place)
+        or any((place / name).exists() for name in (METADATA, PLAN))
+        or not place.is_dir()
+    ):
         return read_metadata(directory, format=None).vocab_size
     headers = (_read_header(Path(path)) for path in sorted(place.glob("*.bin")))
     told = (_LLM_C[magic, version] for magic, version, _ in headers if (magic, version) in _LLM_C)
@@ -111,7 +114,6 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
       See `open_split`.
     """
     directory = resolve(directory)
-    require_access(directory)
     meta = read_text(directory / "meta.json")
     if meta is None:
         check_finished(directory)

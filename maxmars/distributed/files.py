@@ -18,8 +18,11 @@ import logging
 import math
 import os
 import re
+import ssl
 import threading
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -38,6 +41,7 @@ Workdir = Path | epath.Path
 _BLOCK_BYTES = 1 << 20
 _UPLOAD_EVERY_S = 30.0
 _PROBE_S = 30.0
+_ANSWER_S = 10.0
 _REQUEST_S = 60.0  # gcsfs waits for ever
 _PASSING = re.compile(  # TensorStore's errors have no types of their own
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |Could not resolve|Couldn't resolve|"
@@ -111,7 +115,35 @@ def _require_bucket(name: str) -> None:
     options.setdefault("requests_timeout", aiohttp.ClientTimeout(total=_REQUEST_S))
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs it also raises
     with reporting(name):
+        _require_answer()
         open_store(name).read("maxmars").result(timeout=_PROBE_S)
+
+
+def _require_answer() -> None:
+    """Check that Google's store, or the one that TensorStore is told of, answers anything at all.
+
+    TensorStore and gcsfs log what they try where it does not. As they do, urllib goes through the
+    proxies of the environment.
+
+    Raises:
+      ConnectionError: it does not answer for some seconds.
+    """
+    url = os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com"
+    for pause_s in (0.5, 1.0, 2.0, None):  # a machine that has just started may have no network yet
+        try:
+            urllib.request.urlopen(url, timeout=_ANSWER_S).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):  # TensorStore has certificates of its own
+                return
+            if pause_s is None:
+                why = getattr(reason, "strerror", None) or reason
+                raise ConnectionError(f"{url}: {why}") from error
+            time.sleep(pause_s)
+        else:
+            return
 
 
 def open_store(directory: Any) -> Any:
@@ -179,6 +211,7 @@ def write_bytes(path: Workdir, content: bytes) -> None:
       OSError: it cannot be written.
     """
     if is_remote(path):
+        require_access(path)
         with reporting(path):
             path.write_bytes(content)
         return
@@ -246,6 +279,7 @@ def read_text(path: Workdir) -> str | None:
 
 
 def _read_bytes(path: Workdir) -> bytes | None:
+    require_access(path)
     with reporting(path):
         try:
             return path.read_bytes()

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import constrain, copies, gathered, look_up, on_parts
+from maxmars.distributed.sharding import RULES, constrain, copies, gathered, look_up, on_parts
 from maxmars.model.attention import (
     RESIDUALS,
     attention,
@@ -52,6 +52,18 @@ _VECTOR = MatrixSpec(rows=(), cols=(0,))
 
 def _at_least_float32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any) -> jax.Array:
+    """Normal random numbers. They are drawn with few axes: each that is not split over a mesh is
+    joined to the one before, as XLA's CPU backend unrolls loops over short ones, for seconds."""
+    joined: list[int] = []
+    for size, parts in zip(shape, RULES.spec(*axes), strict=True):
+        if parts is None and joined:
+            joined[-1] *= size
+        else:
+            joined.append(size)
+    return jax.random.normal(rngs.params(), joined, dtype).reshape(shape)
 
 
 class LayerNorm(nnx.Module):
@@ -102,7 +114,7 @@ class Linear(nnx.Module):
         self.num_inputs = len(inputs)
         self.axes = (*inputs, *outputs)
         shape = (*inputs.values(), *outputs.values())
-        kernel = std * jax.random.normal(rngs.params(), shape, config.param_dtype)
+        kernel = std * _normal(rngs, shape, self.axes, config.param_dtype)
         places = range(len(shape))
         spec = MatrixSpec(rows=(*places[: len(inputs)],), cols=(*places[len(inputs) :],))
         self.kernel = nnx.Param(kernel, axes=self.axes, matrix_spec=spec)
@@ -223,10 +235,10 @@ class Embedding(nnx.Module):
     ):
         """Draw the vectors [rows, D] from a normal distribution; `axis` names the first axis, and
         the last `padding` rows are never used."""
-        shape = (rows, config.embed_dim)
-        vectors = _INIT_STD * jax.random.normal(rngs.params(), shape, config.param_dtype)
+        shape, axes = (rows, config.embed_dim), (axis, "embed")
+        vectors = _INIT_STD * _normal(rngs, shape, axes, config.param_dtype)
         spec = MatrixSpec(rows=(1,), cols=(0,), embedding=True, padding=padding)  # as of a head
-        self.embedding = nnx.Param(vectors, axes=(axis, "embed"), matrix_spec=spec)
+        self.embedding = nnx.Param(vectors, axes=axes, matrix_spec=spec)
 
 
 class GPT2(nnx.Module):
@@ -255,7 +267,7 @@ class GPT2(nnx.Module):
 
         stacked = {nnx.PARTITION_NAME: None, "axes": LAYERS}  # the name of the new axis
 
-        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked)
+        @nnx.scan(in_axes=0, out_axes=0, transform_metadata=stacked)  # vmap compiles for longer
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
