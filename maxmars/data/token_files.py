@@ -62,8 +62,8 @@ class Vocabulary:
 
 
 @runtime_checkable
-class TokenStream(Protocol):
-    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
+class Origin(Protocol):
+    """The split that tokens are of, and what they mean."""
 
     directory: Workdir
     """Where it is."""
@@ -77,6 +77,12 @@ class TokenStream(Protocol):
     """The directory of these files, or the one that is a `tokenizer.json`."""
     vocab_size: int
     """Every token lies in [0, vocab_size)."""
+
+
+@runtime_checkable
+class TokenStream(Origin, Protocol):
+    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
+
     files: Sequence[TokenFile]
     """The files of tokens in the directory, of all splits."""
 

@@ -420,13 +420,12 @@ def make_evaluations(
     """
     if config.eval.every is not None:
         validation = open_data(config.data, "val", model=config.model)
-        for stream in validation.streams:
-            if stream.split != "val":
-                log(f"validation takes split {stream.split!r} of {stream.directory}")
+        for origin in validation.origins:
+            if origin.split != "val":
+                log(f"validation takes split {origin.split!r} of {origin.directory}")
         batches = ValidationBatches(
             validation,
             mesh,
-            length=config.model.max_seq_len,
             num_windows=config.eval.num_windows,
             batch_size=config.eval_batch_size,
         )

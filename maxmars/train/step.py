@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
-from maxmars.data.own_data import TYPES, Types
+from maxmars.data.windows import TYPES, Types
 from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import PARTS, Parameters, init_params
