@@ -68,9 +68,9 @@ float32, the weight of its loss; that of the first token of a row is never used)
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTokens:
-    """The opened windows of one split that a config means, and their order.
+    """The `Windows` of one split that a config means, and how training takes them.
 
-    The windows of all parts are numbered one part after the other.
+    Those of all parts of a mixture are numbered one part after the other.
     """
 
     parts: tuple[Windows, ...]
@@ -93,6 +93,35 @@ class SplitTokens:
         """Number of windows of each part."""
         return [len(part) for part in self.parts]
 
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window that are predicted."""
+        return self.parts[0].length
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Whose windows those of each part are."""
+        return [part.origin for part in self.parts]
+
+    @property
+    def origin(self) -> Origin:
+        """The first origin whose tokenizer is known, if any is: it is that of all."""
+        known = (o for o in self.origins if o.tokenizer != UNKNOWN_TOKENIZER)
+        return next(known, self.origins[0])
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether some of the tokens are in a bucket."""
+        return any(is_remote(origin.directory) for origin in self.origins)
+
+    @property
+    def files(self) -> list[TokenFile]:
+        """The files of all parts, of every split."""
+        return [file for part in self.parts for file in part.files]
+
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         """The arrays [windows, length + 1] of the windows with these numbers, each part read once.
 
@@ -104,7 +133,7 @@ class SplitTokens:
         """
         if len(self.parts) == 1:
             return self.parts[0].read(numbers)
-        shape = (len(numbers), self.parts[0].length + 1)
+        shape = (len(numbers), self.length + 1)
         batch = {name: np.zeros(shape, dtype) for name, dtype in self.types.items()}
         if "mask" in batch:
             batch["mask"][:] = 1
@@ -128,46 +157,15 @@ class SplitTokens:
             number -= len(part)
         raise IndexError("there are fewer windows.")
 
-    @property
-    def origins(self) -> list[Origin]:
-        """Whose windows those of each part are."""
-        return [part.origin for part in self.parts]
-
-    @property
-    def first(self) -> Origin:
-        """The first origin whose tokenizer is known, if any is: it is that of all."""
-        known = (o for o in self.origins if o.tokenizer != UNKNOWN_TOKENIZER)
-        return next(known, self.origins[0])
-
-    @property
-    def tokenizer(self) -> str:
-        """Name of the tokenizer, which is that of all parts."""
-        return self.first.tokenizer
-
-    @property
-    def in_bucket(self) -> bool:
-        """Whether some of the tokens are in a bucket."""
-        return any(is_remote(origin.directory) for origin in self.origins)
-
-    @property
-    def files(self) -> list[TokenFile]:
-        """The files of all parts, of every split."""
-        return [file for part in self.parts for file in part.files]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all parts."""
-        return sum(part.describe()["num_tokens"] for part in self.parts)
-
     def digest(self) -> str:
         """Digest of the data, whatever its path; of a mixture, over its parts'."""
         first, *others = (part.digest() for part in self.parts)
         return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
-    def describe(self) -> list[dict[str, Any]]:
-        """What each part is, JSON-ready: its `name` (of the directory, or of the user's function),
-        `weight` and `tokenizer`, and what `Windows.describe` says."""
-        return [
+    def describe(self) -> dict[str, Any]:
+        """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
+        `weight` and `tokenizer`, and what `Windows.describe` says; and `num_tokens` of all."""
+        parts: list[dict[str, Any]] = [
             {
                 "name": part.origin.directory.name,
                 "weight": weight,
@@ -176,6 +174,7 @@ class SplitTokens:
             }
             for part, weight in zip(self.parts, self.weights, strict=True)
         ]
+        return {"parts": parts, "num_tokens": sum(part["num_tokens"] for part in parts)}
 
 
 def _union(found: Sequence[Types]) -> Types:
@@ -323,8 +322,8 @@ def vocabulary_hint(tokens: SplitTokens, model: ModelConfig) -> str | None:
     if 2 * needed > model.vocab_size:
         return None
     return (
-        f"hint: the tokens ({tokens.tokenizer}) have {needed:,} ids, and the model's table has "
-        f"{model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
+        f"hint: the tokens ({tokens.origin.tokenizer}) have {needed:,} ids, and the model's table "
+        f"has {model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
     )
 
 

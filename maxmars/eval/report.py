@@ -267,7 +267,7 @@ def _open_windows(
             "loss out (--tasks hellaswag)."
         ) from error
     verify_split(tokens.files, "val")
-    origin, length = tokens.first, configs[0].max_seq_len
+    origin, length = tokens.origin, configs[0].max_seq_len
     batches = ValidationBatches(
         tokens,
         mesh,

@@ -118,13 +118,13 @@ def test_the_python_sources_are_prepared(monkeypatch, tmp_path):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
     model = dataclasses.replace(tiny_config().model, document_end_id=256)
     tokens = open_data(PythonSourcesConfig(), "val", model=model)
-    assert tokens.first.directory.parent == tmp_path
-    assert (tokens.tokenizer, tokens.weights) == ("byte", (1.0,))
+    assert tokens.origin.directory.parent == tmp_path
+    assert (tokens.origin.tokenizer, tokens.weights) == ("byte", (1.0,))
 
 
 def test_vocabulary_must_fit(directory):
     config, model = TokenShardsConfig(path=str(directory)), tiny_config().model
-    assert open_data(config, "train", model=model).first.split == "train"
+    assert open_data(config, "train", model=model).origin.split == "train"
     small = dataclasses.replace(model, vocab_size=256)
     with refused(ValueError, "257 (byte)", "model.vocab_size=256"):
         open_data(config, "train", model=small)
@@ -154,7 +154,7 @@ def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
             open_data(config, "train", model=model)
     write_shards(tmp_path / "known", tokens, tokenizer="gpt2", vocab_size=50257)
     config = mixture_of(tmp_path / "gpt2", tmp_path / "known")  # where no digest is known, the name
-    assert open_data(config, "train", model=model).tokenizer == "gpt2"
+    assert open_data(config, "train", model=model).origin.tokenizer == "gpt2"
 
 
 def test_a_mixture_through_the_mesh(directory, tmp_path):
