@@ -36,12 +36,6 @@ class DataOptions(CheckedConfig):
             object.__setattr__(self, "map", source)
         super().__post_init__()
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays of a batch (see `data.batches.DeviceBatch`), as far as the config
-        says: data of the user's own may have more."""
-        return ("tokens",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions(DataOptions):
@@ -61,11 +55,6 @@ class TokenOptions(DataOptions):
             "data.order=random_windows has no meaning with data.packing=best_fit, whose windows "
             "are planned; choose shuffled or sequential.",
         )
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        segments = ("segment_ids", "positions") if self.packing != "none" else ()
-        return ("tokens", *segments, *(("mask",) if self.packing == "best_fit" else ()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
@@ -56,6 +57,7 @@ from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
 _LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
+_WINDOWS = {"none": TokenWindows, "split": SegmentedWindows, "best_fit": PlannedWindows}
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 _END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
 
@@ -92,6 +94,11 @@ class SplitTokens:
     def sizes(self) -> list[int]:
         """Number of windows of each part."""
         return [len(part) for part in self.parts]
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        """Number of each part's first window."""
+        return [0, *itertools.accumulate(self.sizes[:-1])]
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -139,23 +146,19 @@ class SplitTokens:
             batch["mask"][:] = 1
         if "positions" in batch:
             batch["positions"][:] = np.arange(shape[1])
-        ends = np.cumsum(self.sizes)
-        part_of = np.searchsorted(ends, numbers, "right")
+        part_of = np.searchsorted(self._firsts, numbers, "right") - 1
         for k in np.unique(part_of).tolist():
             rows = part_of == k
-            first = ends[k] - self.sizes[k]
-            for name, array in self.parts[k].read(numbers[rows] - first).items():
+            for name, array in self.parts[k].read(numbers[rows] - self._firsts[k]).items():
                 batch[name][rows] = array
         return batch
 
     def locate(self, number: int) -> dict[str, str | int]:
         """Where a window is, JSON-ready; see `Windows.locate`."""
-        for part in self.parts:
-            if number < len(part):
-                origin = {"directory": str(part.origin.directory), "split": part.origin.split}
-                return origin | part.locate(number)
-            number -= len(part)
-        raise IndexError("there are fewer windows.")
+        k = bisect.bisect_right(self._firsts, number) - 1
+        part, origin = self.parts[k], self.parts[k].origin
+        place = part.locate(number - self._firsts[k])
+        return {"directory": str(origin.directory), "split": origin.split, **place}
 
     def digest(self) -> str:
         """Digest of the data, whatever its path; of a mixture, over its parts'."""
@@ -194,7 +197,8 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     Raises:
       ValueError: own data or what the map returns are not as they should be.
     """
-    found: list[Types] = [{name: TYPES[name] for name in config.arrays}]
+    packing = config.packing if isinstance(config, TokenOptions) else "none"
+    found = [_WINDOWS[packing].types]
     for part in _parts(config):
         if isinstance(part, GrainSource):
             try:

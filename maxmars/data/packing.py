@@ -34,7 +34,7 @@ from maxmars.data.token_files import (
     TokenStream,
     check_size,
 )
-from maxmars.data.windows import TYPES, Batch, TokenWindows
+from maxmars.data.windows import TYPES, Batch, TokenWindows, Types
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
@@ -355,6 +355,9 @@ def _documents(directory: Workdir, metadata: Metadata, split: str) -> DocumentSt
     return documents
 
 
+_WITHOUT_MASK: Types = {name: TYPES[name] for name in TYPES if name != "mask"}
+
+
 class SegmentedWindows(TokenWindows):
     """The windows of a stream, in which a segment begins at each token that ends a document.
 
@@ -363,12 +366,13 @@ class SegmentedWindows(TokenWindows):
       end_of_text: the token that ends a document.
     """
 
+    types: Types = _WITHOUT_MASK
+
     def __init__(
         self, stream: TokenStream, length: int, end_of_text: int, *, at_every_token: bool = False
     ) -> None:
         super().__init__(stream, length, at_every_token=at_every_token)
         self._end_of_text = end_of_text
-        self.types = {name: TYPES[name] for name in TYPES if name != "mask"}
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         batch = super().read(numbers)
@@ -384,10 +388,11 @@ class PlannedWindows(TokenWindows):
       plan: of the stream; it says how long the windows are.
     """
 
+    types: Types = TYPES
+
     def __init__(self, stream: TokenShards, end_of_text: int, plan: PlanFile) -> None:
         self._shards, self._end_of_text, self._plan = stream, end_of_text, plan
         super().__init__(stream, plan.length)
-        self.types = TYPES
 
     def __len__(self) -> int:
         return len(self._plan)

@@ -17,7 +17,7 @@ from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Int64, Integer
 
 from maxmars.config import Order
 from maxmars.data.windows import Batch
@@ -65,6 +65,9 @@ class Interleaving:
 def _rounded(number: int, numerator: int, denominator: int) -> int:
     return (2 * number * numerator + denominator) // (2 * denominator)
 
+
+Read = Callable[[np.ndarray], Batch]
+"""The arrays of windows by their numbers; see `Windows.read`."""
 
 Change = tuple[int, Sequence[float]]
 """The first example with other weights of a mixture, and these weights."""
@@ -247,7 +250,7 @@ class RowsOfProcess(grain.MapDataset[int]):
 
 def process_batches(
     examples: grain.MapDataset[int],
-    read: Callable[[np.ndarray], Batch],
+    read: Read,
     rows: Integer[np.ndarray, "microbatches rows"],
     batch_size: int,
     start: int = 0,
@@ -256,7 +259,7 @@ def process_batches(
 
     Args:
       examples: the number of the window of each; see `training_numbers`.
-      read: the arrays of windows by their numbers; see `Windows.read`.
+      read: of the windows.
       rows: row numbers in the global batch (see `sharding.local_rows`).
       batch_size: rows of the global batch.
       start: index of the example in row 0 of the first step.
@@ -267,8 +270,8 @@ def process_batches(
     of_process = RowsOfProcess(examples, rows.ravel().tolist(), batch_size, start)
     # Not batch(batch_fn=read): to a ValueError of that, Grain adds a hint about `filter`.
     numbers = of_process.batch(rows.size, batch_fn=np.array)
-    return numbers.map(read).map(functools.partial(_reshaped, rows.shape))
+    return numbers.map(functools.partial(_read, read, rows.shape))
 
 
-def _reshaped(shape: tuple[int, ...], batch: Batch) -> Batch:
-    return {name: array.reshape(*shape, -1) for name, array in batch.items()}
+def _read(read: Read, shape: tuple[int, ...], numbers: Int64[np.ndarray, " windows"]) -> Batch:
+    return {name: array.reshape(*shape, -1) for name, array in read(numbers).items()}

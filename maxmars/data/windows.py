@@ -35,6 +35,8 @@ TYPES: Types = {
 }
 """The arrays that a batch may have. A `mask` of own data that are weights is float32."""
 
+_TOKENS_ALONE: Types = {"tokens": TYPES["tokens"]}
+
 
 @runtime_checkable
 class Windows(Protocol):
@@ -99,9 +101,10 @@ class TokenWindows:
       ValueError: the stream is too short for one window.
     """
 
+    types: Types = _TOKENS_ALONE
+
     def __init__(self, stream: TokenStream, length: int, *, at_every_token: bool = False) -> None:
         self.length, self._stream = length, stream
-        self.types: Types = {"tokens": TYPES["tokens"]}
         self._stride = 1 if at_every_token else length
         if len(self) < 1:
             raise ValueError(
