@@ -8,6 +8,7 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -37,7 +38,7 @@ from maxmars.config.data import TokenOptions
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import Source
 from maxmars.data.formats import examine, open_examined
-from maxmars.data.own_data import MappedWindows, OwnWindows, mapped_types
+from maxmars.data.own_data import OwnWindows, WindowMap
 from maxmars.data.packing import PlannedWindows, SegmentedWindows, read_plan
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
@@ -80,6 +81,8 @@ class SplitTokens:
     """Share of each part's windows in the examples."""
     changes: tuple[Change, ...] = ()
     """Changes of the weights; see `SharesByWeight`."""
+    map: WindowMap | None = None
+    """What changes the windows of all parts."""
     order: Order = "shuffled"
     """Of the windows of a part, in training."""
     num_workers: int = 0
@@ -88,6 +91,10 @@ class SplitTokens:
     @functools.cached_property
     def types(self) -> Types:
         """Names and types of the arrays of a batch."""
+        return self._read_types if self.map is None else self.map.types
+
+    @functools.cached_property
+    def _read_types(self) -> Types:
         return _union([part.types for part in self.parts])
 
     @functools.cached_property
@@ -138,10 +145,12 @@ class SplitTokens:
         Raises:
           See `Windows.read`.
         """
-        if len(self.parts) == 1:
-            return self.parts[0].read(numbers)
+        batch = self.parts[0].read(numbers) if len(self.parts) == 1 else self._read_parts(numbers)
+        return batch if self.map is None else self.map(numbers, batch)
+
+    def _read_parts(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         shape = (len(numbers), self.length + 1)
-        batch = {name: np.zeros(shape, dtype) for name, dtype in self.types.items()}
+        batch = {name: np.zeros(shape, dtype) for name, dtype in self._read_types.items()}
         if "mask" in batch:
             batch["mask"][:] = 1
         if "positions" in batch:
@@ -162,8 +171,10 @@ class SplitTokens:
 
     def digest(self) -> str:
         """Digest of the data, whatever its path; of a mixture, over its parts'."""
-        first, *others = (part.digest() for part in self.parts)
-        return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
+        found, *others = (part.digest() for part in self.parts)
+        if others:
+            found = hashlib.sha256("".join([found, *others]).encode()).hexdigest()
+        return found if self.map is None else self.map.digest(found)
 
     def describe(self) -> dict[str, Any]:
         """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
@@ -208,8 +219,8 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     types = _union(found)
     if config.map is None:
         return types
-    length, vocab_size = model.max_seq_len, model.vocab_size
-    return mapped_types(Source.of(config.map), types, length=length, vocab_size=vocab_size)
+    zeros = {name: np.zeros((1, model.max_seq_len + 1), dtype) for name, dtype in types.items()}
+    return WindowMap(Source.of(config.map), zeros, vocab_size=model.vocab_size).types
 
 
 def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTokens:
@@ -239,18 +250,20 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
         else:
             assert isinstance(config, TokenOptions)  # own data alone are not
             windows = _token_windows(part, config, split, model)
-        if config.map is not None:
-            vocab_size = model.vocab_size
-            windows = MappedWindows(windows, Source.of(config.map), vocab_size=vocab_size)
         opened.append(windows)
     _check_tokenizers([w.origin for w in opened if w.origin.tokenizer != UNKNOWN_TOKENIZER])
-    return SplitTokens(
+    tokens = SplitTokens(
         parts=tuple(opened),
         weights=weights,
         changes=changes,
         order=config.order,
         num_workers=max((p.num_workers for p in parts if isinstance(p, GrainSource)), default=0),
     )
+    if config.map is None:
+        return tokens
+    first = tokens.read(np.array([0]))
+    changed = WindowMap(Source.of(config.map), first, vocab_size=model.vocab_size)
+    return dataclasses.replace(tokens, map=changed)
 
 
 def _parts(config: DataConfig) -> tuple[TokenDirectory | PythonSourcesConfig | GrainSource, ...]:

@@ -1,6 +1,6 @@
 """Windows from functions of the user's own: one that returns a Grain dataset, and `data.map`.
 
-See `GrainSource` and `TokenOptions.map`, and the README of this room for examples.
+See `GrainSource` and `DataOptions.map`, and the README of this room for examples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from maxmars.config.user_code import Source, load_function
 from maxmars.data.token_files import Origin, TokenFile
-from maxmars.data.windows import TYPES, Batch, Types, Windows
+from maxmars.data.windows import TYPES, Batch, Types
 from maxmars.distributed.files import Workdir
 
 _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
@@ -214,74 +214,52 @@ class OwnWindows:
         return dataset
 
 
-class MappedWindows:
-    """Windows of others, each changed by a function of the user's own; see `Windows`.
+class WindowMap:
+    """A function of the user's own that changes every window: `data.map`.
 
     It is given one window, not a batch: which rows share a batch is up to the mesh and the number
     of processes, and the stream is not.
 
     Args:
-      below: the windows that it is given.
       source: the function, from a dict of arrays [length + 1] to another.
+      first: arrays [1, length + 1] of a window, on which it is tried, twice.
       vocab_size: of the model; it bounds the tokens.
+
+    Attributes:
+      types: names and types of the arrays that it makes.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, or it returns something else than it
         should. Any other exception was raised by the function.
     """
 
-    def __init__(self, below: Windows, source: Source, *, vocab_size: int) -> None:
-        """Map the first window, twice."""
-        self._below, self._source, self.length = below, source, below.length
-        what = f"data.map={source!r}, split {below.origin.split!r}"
-        self._check = ExampleCheck(what, self.length, vocab_size)
-        first, again = (self.read(np.array([0])) for _ in range(2))
+    def __init__(self, source: Source, first: Batch, *, vocab_size: int) -> None:
+        self._source = source
+        length = first["tokens"].shape[1] - 1
+        self._check = ExampleCheck(f"data.map={source!r}", length, vocab_size)
+        found, again = (self(np.array([0]), first) for _ in range(2))
         self.types = self._check.types
-        if lost := below.types.keys() - self.types.keys():
+        if lost := first.keys() - found.keys():
             raise self._check.wrong(
                 f"it leaves out {', '.join(sorted(lost))}; return all arrays that it is given"
             )
-        if any(not np.array_equal(first[name], again[name]) for name in first):
+        if any(not np.array_equal(found[name], again[name]) for name in found):
             raise self._check.wrong(
                 "of the same window it makes one thing and then another, so that a run could not "
                 "be repeated; draw random numbers from a seed that follows from the tokens"
             )
 
-    def __len__(self) -> int:
-        return len(self._below)
+    def __call__(self, numbers: Int64[np.ndarray, " windows"], batch: Batch) -> Batch:
+        """What it makes of the windows with these numbers, whose arrays are [windows, length + 1].
 
-    @property
-    def origin(self) -> Origin:
-        return self._below.origin
-
-    @property
-    def files(self) -> Sequence[TokenFile]:
-        return self._below.files
-
-    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
-        function, batch = load_function(self._source, field="data.map"), self._below.read(numbers)
-        rows = ({name: array[i] for name, array in batch.items()} for i in range(len(numbers)))
+        Raises:
+          ValueError: of one of them it makes something else than it should.
+        """
+        function = load_function(self._source, field="data.map")
+        rows = ({name: np.copy(batch[name][i]) for name in batch} for i in range(len(numbers)))
         return self._check.read(numbers.tolist(), map(function, rows))
 
-    def locate(self, number: int) -> dict[str, str | int]:
-        return self._below.locate(number)
-
-    def digest(self) -> str:
-        """SHA-256, in hex, over the digest of the windows below, and the function's text."""
-        told = f"{self._below.digest()} {self._source.function} "
+    def digest(self, below: str) -> str:
+        """SHA-256, in hex, over the digest of the data that it changes, and the function's text."""
+        told = f"{below} {self._source.function} "
         return hashlib.sha256(told.encode() + self._source.text()).hexdigest()
-
-    def describe(self) -> dict[str, Any]:
-        return self._below.describe()
-
-
-def mapped_types(source: Source, types: Types, *, length: int, vocab_size: int) -> Types:
-    """Names and types of the arrays that a map makes of windows with arrays of these.
-
-    Raises:
-      See `MappedWindows`.
-    """
-    check = ExampleCheck(f"data.map={source!r}, a window of zeros", length, vocab_size)
-    zeros = {name: np.zeros(length + 1, dtype) for name, dtype in types.items()}
-    check(0, load_function(source, field="data.map")(zeros))
-    return check.types
