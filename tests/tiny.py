@@ -100,7 +100,6 @@ def validation_batches(tokens, config, mesh) -> ValidationBatches:
     return ValidationBatches(
         tokens,
         mesh,
-        length=config.model.max_seq_len,
         num_windows=config.eval.num_windows,
         batch_size=config.eval_batch_size,
     )

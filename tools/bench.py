@@ -86,6 +86,7 @@ def bench_data(args: argparse.Namespace) -> dict[str, Any]:
         return bench_prepare(args)
     import numpy as np
 
+    from maxmars.config import TokenDirectory
     from maxmars.data.formats import open_split
 
     found = {}
@@ -109,7 +110,8 @@ def bench_data(args: argparse.Namespace) -> dict[str, Any]:
         for step in (0, FAR_STEP):
 
             def first(step: int = step) -> None:
-                stream = open_split(root / "sparse", "train")
+                named = TokenDirectory(path=str(root / "sparse"), tokenizer="gpt2")
+                stream = open_split(named, "train")
                 iterate(batches([stream], LENGTHS[0], step=step))()
 
             taken_ms = 1e3 * seconds(first)
@@ -171,10 +173,16 @@ def batches(
     """What a process of maxmars reads, as a dataset of Grain."""
     import numpy as np
 
-    from maxmars.data.sampling import process_batches, training_examples
+    from maxmars.data.batches import SplitTokens
+    from maxmars.data.sampling import process_batches, training_numbers
+    from maxmars.data.windows import TokenWindows
 
-    examples = training_examples(streams, weights or [1.0], length=length, seed=0, order=order)
-    return process_batches(examples, np.arange(BATCH)[None], BATCH, step * BATCH)
+    random = order == "random_windows"
+    tokens = SplitTokens(
+        parts=tuple(TokenWindows(s, length, at_every_token=random) for s in streams)
+    )
+    numbers = training_numbers(tokens.sizes, weights or [1.0], seed=0, order=order)
+    return process_batches(numbers, tokens.read, np.arange(BATCH)[None], BATCH, step * BATCH)
 
 
 def iterate(dataset: Any, ahead: int = 0) -> Callable[[], Any]:

@@ -24,12 +24,17 @@ class DataOptions(CheckedConfig):
     verify: bool = True
     """Compare the files with their checksums: on a disk while training starts, each file once a
     working directory; in a bucket by the checksums that the bucket keeps, before the first step."""
+    map: Source | str | None = None
+    """A function of your own that changes every window, `FILE.py:NAME`, relative to the config
+    file, or to where it is typed: from a dict of arrays of `max_seq_len` + 1 numbers (`tokens`, and
+    what packing adds) to such a dict, which may have `mask`, `segment_ids` and `positions` more.
+    The same window must give the same result."""
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays of a batch (see `data.batches.DeviceBatch`), as far as the config
-        says: data of the user's own may have more."""
-        return ("tokens",)
+    def __post_init__(self) -> None:
+        if self.map is not None:
+            source = Source.of(self.map, field="data.map", example="my_data.py:mask")
+            object.__setattr__(self, "map", source)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,6 @@ class TokenOptions(DataOptions):
             "data.order=random_windows has no meaning with data.packing=best_fit, whose windows "
             "are planned; choose shuffled or sequential.",
         )
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        segments = ("segment_ids", "positions") if self.packing != "none" else ()
-        return ("tokens", *segments, *(("mask",) if self.packing == "best_fit" else ()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -20,34 +22,35 @@ import jax
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 
 from maxmars.config import (
     DataConfig,
     GrainSource,
     MixtureConfig,
     ModelConfig,
+    Order,
     PythonSourcesConfig,
     TokenDirectory,
     TrainConfig,
 )
+from maxmars.config.data import TokenOptions
+from maxmars.config.secrets import reveal
+from maxmars.config.user_code import Source
 from maxmars.data.formats import examine, open_examined
-from maxmars.data.own_data import TYPES, OwnData, Types
-from maxmars.data.packing import PackedStream, read_plan
+from maxmars.data.own_data import OwnWindows, WindowMap
+from maxmars.data.packing import PlannedWindows, SegmentedWindows, read_plan
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
-    Batch,
     Change,
     Interleaving,
-    Place,
-    Stream,
-    num_windows,
     process_batches,
-    training_examples,
-    validation_examples,
+    training_numbers,
+    validation_numbers,
 )
-from maxmars.data.token_files import TokenFile, TokenStream, digest_of
+from maxmars.data.token_files import Origin, TokenFile, TokenShards, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
+from maxmars.data.windows import TYPES, Batch, TokenWindows, Types, Windows
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
 from maxmars.distributed.files import is_remote, read_text
@@ -55,6 +58,7 @@ from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
 _LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
+_WINDOWS = {"none": TokenWindows, "split": SegmentedWindows, "best_fit": PlannedWindows}
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 _END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
 
@@ -67,77 +71,129 @@ float32, the weight of its loss; that of the first token of a row is never used)
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTokens:
-    """The opened streams and own data of one split that a config means, and their weights."""
+    """The `Windows` of one split that a config means, and how training takes them.
 
-    streams: tuple[Stream, ...]
-    weights: tuple[float, ...]
+    Those of all parts of a mixture are numbered one part after the other.
+    """
+
+    parts: tuple[Windows, ...]
+    weights: tuple[float, ...] = (1.0,)
+    """Share of each part's windows in the examples."""
     changes: tuple[Change, ...] = ()
     """Changes of the weights; see `SharesByWeight`."""
+    map: WindowMap | None = None
+    """What changes the windows of all parts."""
+    order: Order = "shuffled"
+    """Of the windows of a part, in training."""
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in a thread."""
 
-    @property
+    @functools.cached_property
     def types(self) -> Types:
         """Names and types of the arrays of a batch."""
-        return _union([s.types for s in self.streams if isinstance(s, OwnData | PackedStream)])
+        return self._read_types if self.map is None else self.map.types
+
+    @functools.cached_property
+    def _read_types(self) -> Types:
+        return _union([part.types for part in self.parts])
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Number of windows of each part."""
+        return [len(part) for part in self.parts]
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        """Number of each part's first window."""
+        return [0, *itertools.accumulate(self.sizes[:-1])]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all streams."""
-        return sum(stream.num_tokens for stream in self.streams)
+    def length(self) -> int:
+        """Tokens of a window that are predicted."""
+        return self.parts[0].length
 
     @property
-    def first(self) -> Stream:
-        """The first stream whose tokenizer is known, if any is: it is that of all streams."""
-        return next((s for s in self.streams if s.tokenizer != UNKNOWN_TOKENIZER), self.streams[0])
+    def origins(self) -> list[Origin]:
+        """Whose windows those of each part are."""
+        return [part.origin for part in self.parts]
 
     @property
-    def tokenizer(self) -> str:
-        """Name of the tokenizer, which is that of all streams."""
-        return self.first.tokenizer
+    def origin(self) -> Origin:
+        """The first origin whose tokenizer is known, if any is: it is that of all."""
+        known = (o for o in self.origins if o.tokenizer != UNKNOWN_TOKENIZER)
+        return next(known, self.origins[0])
 
     @property
     def in_bucket(self) -> bool:
         """Whether some of the tokens are in a bucket."""
-        return any(is_remote(stream.directory) for stream in self.streams)
+        return any(is_remote(origin.directory) for origin in self.origins)
 
     @property
     def files(self) -> list[TokenFile]:
-        """The files of all streams' directories, of every split."""
-        return [file for stream in self.streams for file in stream.files]
+        """The files of all parts, of every split."""
+        return [file for part in self.parts for file in part.files]
+
+    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        """The arrays [windows, length + 1] of the windows with these numbers, each part read once.
+
+        What a part does not have is filled in: all tokens count as targets, a window is one
+        segment, and positions count from 0.
+
+        Raises:
+          See `Windows.read`.
+        """
+        batch = self.parts[0].read(numbers) if len(self.parts) == 1 else self._read_parts(numbers)
+        return batch if self.map is None else self.map(numbers, batch)
+
+    def _read_parts(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        shape = (len(numbers), self.length + 1)
+        batch = {name: np.zeros(shape, dtype) for name, dtype in self._read_types.items()}
+        if "mask" in batch:
+            batch["mask"][:] = 1
+        if "positions" in batch:
+            batch["positions"][:] = np.arange(shape[1])
+        part_of = np.searchsorted(self._firsts, numbers, "right") - 1
+        for k in np.unique(part_of).tolist():
+            rows = part_of == k
+            for name, array in self.parts[k].read(numbers[rows] - self._firsts[k]).items():
+                batch[name][rows] = array
+        return batch
+
+    def locate(self, number: int) -> dict[str, str | int]:
+        """Where a window is, JSON-ready; see `Windows.locate`."""
+        k = bisect.bisect_right(self._firsts, number) - 1
+        part, origin = self.parts[k], self.parts[k].origin
+        place = part.locate(number - self._firsts[k])
+        return {"directory": str(origin.directory), "split": origin.split, **place}
 
     def digest(self) -> str:
-        """Digest of the data, whatever its path: see `digest_of`; of a mixture, over its parts'."""
-        first, *others = (
-            s.digest() if isinstance(s, OwnData | PackedStream) else digest_of(s)
-            for s in self.streams
-        )
-        return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
+        """Digest of the data, whatever its path; of a mixture, over its parts'."""
+        found, *others = (part.digest() for part in self.parts)
+        if others:
+            found = hashlib.sha256("".join([found, *others]).encode()).hexdigest()
+        return found if self.map is None else self.map.digest(found)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """What each part is, JSON-ready: its `name` (of the directory, or of the user's function),
-        `weight`, `num_tokens` and `tokenizer`; of what `maxmars data prepare` wrote also
-        `num_documents` and `source`, which are None for others."""
-        found = []
-        for stream, weight in zip(self.streams, self.weights, strict=True):
-            metadata = None if isinstance(stream, OwnData) else stream.metadata
-            split = None if metadata is None else metadata.splits[stream.split]
-            found.append(
-                {
-                    "name": stream.directory.name,
-                    "weight": weight,
-                    "num_tokens": stream.num_tokens,
-                    "tokenizer": stream.tokenizer,
-                    "num_documents": None if split is None else split.num_documents,
-                    "source": None if metadata is None else metadata.source,
-                }
-            )
-        return found
+    def describe(self) -> dict[str, Any]:
+        """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
+        `weight` and `tokenizer`, and what `Windows.describe` says; and `num_tokens` of all."""
+        parts: list[dict[str, Any]] = [
+            {
+                "name": part.origin.directory.name,
+                "weight": weight,
+                "tokenizer": part.origin.tokenizer,
+                **part.describe(),
+            }
+            for part, weight in zip(self.parts, self.weights, strict=True)
+        ]
+        return {"parts": parts, "num_tokens": sum(part["num_tokens"] for part in parts)}
 
 
 def _union(found: Sequence[Types]) -> Types:
     """The arrays that some data have; a mask is of weights where one is."""
-    names = {"tokens", *(name for types in found for name in types)}
+    names = {name for types in found for name in types}
     is_weighted = any(types.get("mask") is np.float32 for types in found)
     return {n: np.float32 if n == "mask" and is_weighted else TYPES[n] for n in TYPES if n in names}
 
@@ -146,71 +202,122 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     """Names and types of the arrays of a batch of training, for a plan: no tokens are opened.
 
     Data of the user's own are, since only their first element says what they have. Where they are
-    not on this machine, they count as tokens alone, and a warning says so.
+    not on this machine, they count as tokens alone, and a warning says so. A `data.map` is given a
+    window of zeros.
 
     Raises:
-      ValueError: own data are not as they should be.
+      ValueError: own data or what the map returns are not as they should be.
     """
-    found: list[Types] = [{name: TYPES[name] for name in config.arrays}]
-    for part in config.parts if isinstance(config, MixtureConfig) else (config,):
+    packing = config.packing if isinstance(config, TokenOptions) else "none"
+    found = [_WINDOWS[packing].types]
+    for part in _parts(config):
         if isinstance(part, GrainSource):
             try:
-                found.append(OwnData(part, "train", model).types)
+                found.append(_own_windows(part, "train", model).types)
             except OSError as error:
                 _LOGGER.warning("data.source=%r: planned as tokens alone (%s)", part.source, error)
-    return _union(found)
+    types = _union(found)
+    if config.map is None:
+        return types
+    zeros = {name: np.zeros((1, model.max_seq_len + 1), dtype) for name, dtype in types.items()}
+    return WindowMap(Source.of(config.map), zeros, vocab_size=model.vocab_size).types
 
 
 def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTokens:
-    """The tokens of a split (`train` or `val`); all processes of a run must call.
+    """The windows of a split (`train` or `val`); all processes of a run must call.
 
     Process 0 reads `meta.json` and looks at the files for all: see `formats.examine`.
 
     Raises:
       FileNotFoundError: there is no such directory, nothing in it that can be read, or no plan of
         packing for this model.
-      ValueError: files are damaged, a directory lacks the split, the parts of a mixture have
-        different tokenizers, or these do not fit the model.
+      ValueError: files are damaged, a directory lacks the split or has too few tokens for a window,
+        the parts of a mixture have different tokenizers, or these do not fit the model.
       OSError, ImportError: a bucket cannot be read; see `files.require_access`.
-      Own data may raise anything; where processes differ in them, it is a ValueError.
+      Functions of the user's own may raise anything; where processes differ in their data, it is a
+        ValueError.
     """
-    streams: list[TokenStream | OwnData] = []
-    parts = config.parts if isinstance(config, MixtureConfig) else (config,)
+    parts, weights, changes = _parts(config), (1.0,), ()
+    if isinstance(config, MixtureConfig):
+        weights = tuple(part.weight for part in config.parts)
+        changes = tuple((c.at_example, c.weights) for c in config.changes)
+    opened: list[Windows] = []
     for part in parts:
         if isinstance(part, GrainSource):
-            streams.append(own := OwnData(part, split, model))
-            _check_all_have(own)
-            continue
-        if isinstance(part, PythonSourcesConfig):
-            part = TokenDirectory(path=str(prepare_python_sources()))
-        checksums = config.verify and split == "train"  # of all splits: once is enough
-        look = functools.partial(examine, part.path, checksums=checksums)
-        meta = processes.text_from_primary(look)
-        stream = open_examined(part, split, meta)
-        _check_same_directory(stream, meta)
-        streams.append(stream)
-    for stream in streams:
-        if not isinstance(stream, OwnData):
-            _check_vocabulary(stream, model)
-    _check_tokenizers([s for s in streams if s.tokenizer != UNKNOWN_TOKENIZER])
-    mixture = isinstance(config, MixtureConfig)
-    return SplitTokens(
-        streams=tuple(_packed(stream, config, model) for stream in streams),
-        weights=tuple(part.weight for part in config.parts) if mixture else (1.0,),
-        changes=tuple((c.at_example, c.weights) for c in config.changes) if mixture else (),
-        num_workers=max(p.num_workers if isinstance(p, GrainSource) else 0 for p in parts),
+            windows: Windows = _own_windows(part, split, model)
+            what = f"data.source={part.source!r}, split {split!r}"
+            _check_all_have(windows.digest(), what)
+        else:
+            assert isinstance(config, TokenOptions)  # own data alone are not
+            windows = _token_windows(part, config, split, model)
+        opened.append(windows)
+    _check_tokenizers([w.origin for w in opened if w.origin.tokenizer != UNKNOWN_TOKENIZER])
+    tokens = SplitTokens(
+        parts=tuple(opened),
+        weights=weights,
+        changes=changes,
+        order=config.order,
+        num_workers=max((p.num_workers for p in parts if isinstance(p, GrainSource)), default=0),
+    )
+    if config.map is None:
+        return tokens
+    first = tokens.read(np.array([0]))
+    changed = WindowMap(Source.of(config.map), first, vocab_size=model.vocab_size)
+    return dataclasses.replace(tokens, map=changed)
+
+
+def _parts(config: DataConfig) -> tuple[TokenDirectory | PythonSourcesConfig | GrainSource, ...]:
+    return config.parts if isinstance(config, MixtureConfig) else (config,)
+
+
+def _own_windows(part: GrainSource, split: str, model: ModelConfig) -> OwnWindows:
+    return OwnWindows(
+        Source.of(part.source),
+        split,
+        length=model.max_seq_len,
+        vocab_size=model.vocab_size,
+        options=reveal(part.options, "data.options"),
+        tokenizer=part.tokenizer,
     )
 
 
-def _check_all_have(own: OwnData) -> None:
-    """Check that own data are the same in every process; all must call."""
-    found = processes.first_other(own.digest())
+def _token_windows(
+    part: TokenDirectory | PythonSourcesConfig,
+    options: TokenOptions,
+    split: str,
+    model: ModelConfig,
+) -> TokenWindows:
+    """The windows of a directory, with the segments and mask that `packing` asks for."""
+    if isinstance(part, PythonSourcesConfig):
+        part = TokenDirectory(path=str(prepare_python_sources()))
+    checksums = options.verify and split == "train"  # of all splits: once is enough
+    look = functools.partial(examine, part.path, checksums=checksums)
+    meta = processes.text_from_primary(look)
+    stream = open_examined(part, split, meta)
+    _check_same_directory(stream, meta)
+    _check_vocabulary(stream, model)
+    length, packing = model.max_seq_len, options.packing
+    at_every_token = options.order == "random_windows" and split == "train"
+    if packing == "none":
+        return TokenWindows(stream, length, at_every_token=at_every_token)
+    end = _END_OF_TEXT.get(stream.tokenizer)
+    if end is None:
+        end = tokenizer_of_tokens(stream).eot
+    if packing == "split":
+        return SegmentedWindows(stream, length, end, at_every_token=at_every_token)
+    plan = read_plan(stream, length)
+    assert isinstance(stream, TokenShards)  # which alone have plans
+    return PlannedWindows(stream, end, plan)
+
+
+def _check_all_have(digest: str, what: str) -> None:
+    """Check that data are the same in every process; all must call."""
+    found = processes.first_other(digest)
     if found is not None:
         process, other, first = found
         raise ValueError(
-            f"data.source={own.source!r}, split {own.split!r}: process {process} has other "
-            f"data than process 0, with the digest {other[:16]} and not {first[:16]}; give all "
-            "hosts the same files."
+            f"{what}: process {process} has other data than process 0, with the digest "
+            f"{other[:16]} and not {first[:16]}; give all hosts the same files."
         )
 
 
@@ -223,35 +330,17 @@ def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
     if is_remote(stream.directory):
         return  # all read the same objects
     own = digest_of(stream) if meta is None else read_text(stream.directory / "meta.json")
-    found = processes.first_other(hashlib.sha256((own or "").encode()).hexdigest())
-    if found is not None:
-        process, other, first = found
-        raise ValueError(
-            f"process {process} has other tokens in {stream.directory} than process 0: the "
-            f"digest of their description is {other[:16]}, and that of process 0 {first[:16]}; "
-            "give all hosts the same files."
-        )
-
-
-def _packed(stream: TokenStream | OwnData, config: DataConfig, model: ModelConfig) -> Stream:
-    """A stream with the segments, positions and mask that `config.packing` asks for."""
-    if isinstance(config, GrainSource) or config.packing == "none" or isinstance(stream, OwnData):
-        return stream
-    end = _END_OF_TEXT.get(stream.tokenizer)
-    if end is None:
-        end = tokenizer_of_tokens(stream).eot
-    plan = read_plan(stream, model.max_seq_len) if config.packing == "best_fit" else None
-    return PackedStream(stream, end, plan)
+    _check_all_have(hashlib.sha256((own or "").encode()).hexdigest(), f"{stream.directory}")
 
 
 def vocabulary_hint(tokens: SplitTokens, model: ModelConfig) -> str | None:
     """A hint where a model has at least twice the rows that the tokens need; else None."""
-    needed = max(stream.vocab_size for stream in tokens.streams)
+    needed = max(origin.vocab_size for origin in tokens.origins)
     if 2 * needed > model.vocab_size:
         return None
     return (
-        f"hint: the tokens ({tokens.tokenizer}) have {needed:,} ids, and the model's table has "
-        f"{model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
+        f"hint: the tokens ({tokens.origin.tokenizer}) have {needed:,} ids, and the model's table "
+        f"has {model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
     )
 
 
@@ -270,8 +359,8 @@ def _check_vocabulary(stream: TokenStream, model: ModelConfig) -> None:
         )
 
 
-def _check_tokenizers(streams: Sequence[Stream]) -> None:
-    for first, other in itertools.pairwise(streams):
+def _check_tokenizers(origins: Sequence[Origin]) -> None:
+    for first, other in itertools.pairwise(origins):
         digests = {first.tokenizer_digest, other.tokenizer_digest} - {None}
         if first.tokenizer != other.tokenizer or len(digests) > 1:
             found = [f"{s.directory} ({s.tokenizer}, {s.tokenizer_digest})" for s in (first, other)]
@@ -292,7 +381,7 @@ class TrainBatches:
 
     Args:
       tokens: the training tokens.
-      config: takes seed, batch sizes, max_seq_len and data.order from it.
+      config: takes seed and batch sizes from it.
       mesh: where the batches go.
       position: index of the first example, for a resume. It counts examples, not steps, so that a
         run that continues with another batch size repeats and skips nothing.
@@ -315,20 +404,19 @@ class TrainBatches:
         prefetch_steps: int = 4,
     ) -> None:
         """Start at `position`."""
-        _check_batch(tokens, config)
-        self.position = position
-        self._examples = training_examples(
-            tokens.streams,
+        self._batch_size = config.global_batch_size
+        _check_batch(tokens, self._batch_size)
+        self.position, self._tokens = position, tokens
+        self._examples = training_numbers(
+            tokens.sizes,
             tokens.weights,
-            length=config.model.max_seq_len,
             seed=config.seed,
-            order=config.data.order,
+            order=tokens.order,
             changes=tokens.changes,
         )
-        self._batch_size = config.global_batch_size
         rows = local_rows(mesh, (config.microbatches, config.microbatch_size))
         self._batches: grain.DatasetIterator[DeviceBatch] | None = _iterate(
-            process_batches(self._examples, rows, self._batch_size, position, tokens.types),
+            process_batches(self._examples, tokens.read, rows, self._batch_size, position),
             mesh,
             config.microbatch_size,
             prefetch_steps,
@@ -336,11 +424,19 @@ class TrainBatches:
             num_workers=tokens.num_workers,
         )
 
-    def place(self, example: int) -> Place:
-        """Where the tokens of an example, of any step, are."""
-        place = self._examples[example]
-        assert place is not None  # no example is filtered out
-        return place
+    def read(self, example: int) -> Batch:
+        """The arrays [length + 1] of an example, of any step; see `SplitTokens.read`."""
+        batch = self._tokens.read(np.array([self._number(example)]))
+        return {name: array[0] for name, array in batch.items()}
+
+    def locate(self, example: int) -> dict[str, str | int]:
+        """Where the window of an example, of any step, is; see `SplitTokens.locate`."""
+        return self._tokens.locate(self._number(example))
+
+    def _number(self, example: int) -> int:
+        number = self._examples[example]
+        assert number is not None  # no example is filtered out
+        return number
 
     def __iter__(self) -> Iterator[DeviceBatch]:
         return self
@@ -398,25 +494,17 @@ def _to_devices(mesh: Mesh, rows: int, batch: Batch) -> DeviceBatch:
     return jax.block_until_ready(on_mesh)
 
 
-def _check_batch(tokens: SplitTokens, config: TrainConfig) -> None:
-    """Check that no stream repeats itself within one batch."""
-    length, batch_size = config.model.max_seq_len, config.global_batch_size
+def _check_batch(tokens: SplitTokens, batch_size: int) -> None:
+    """Check that no part repeats itself within one batch."""
     stages = [tokens.weights, *(weights for _, weights in tokens.changes)]
     shares = np.max([Interleaving(weights).counts(batch_size) for weights in stages], axis=0)
-    for stream, share in zip(tokens.streams, shares.tolist(), strict=True):
-        found = num_windows(stream, length)
-        if found < share:
-            part = "" if share == batch_size else f", of which it has {share}"
-            if isinstance(stream, OwnData):
-                raise ValueError(
-                    f"data.source={stream.source!r}, split {stream.split!r}: {found} windows "
-                    f"are too few for one batch of global_batch_size={batch_size}{part}."
-                )
+    for part, share in zip(tokens.parts, shares.tolist(), strict=True):
+        if len(part) < share:
+            of_it = "" if share == batch_size else f", of which it has {share}"
             raise ValueError(
-                f"split {stream.split!r} of {stream.directory} has {stream.num_tokens} tokens, too "
-                f"few for one batch of global_batch_size={batch_size} sequences of "
-                f"model.max_seq_len={length} tokens{part}: that makes {found} sequences. "
-                "Prepare more text or lower one of the two."
+                f"split {part.origin.split!r} of {part.origin.directory} has {len(part)} windows "
+                f"of model.max_seq_len={part.length} tokens, too few for one batch of "
+                f"global_batch_size={batch_size}{of_it}; prepare more text or lower one of the two."
             )
 
 
@@ -434,33 +522,28 @@ class ValidationBatches:
     on each mesh; only the filling differs.
 
     Args:
-      tokens: the validation tokens; see `validation_examples` for those of a mixture.
+      tokens: the validation tokens; see `validation_numbers` for those of a mixture.
       mesh: where the batches go.
-      length: tokens of a window that are predicted.
       num_windows: number of windows to take.
       batch_size: rows of a batch, rounded up to what the mesh divides.
 
     Attributes:
       num_windows: windows scored: those asked for, or all where the split has fewer.
-
-    Raises:
-      ValueError: there are too few tokens for one window.
     """
 
     def __init__(
-        self, tokens: SplitTokens, mesh: Mesh, *, length: int, num_windows: int, batch_size: int
+        self, tokens: SplitTokens, mesh: Mesh, *, num_windows: int, batch_size: int
     ) -> None:
         """Find out how many windows and rows there are; read none."""
         self._in_bucket = tokens.in_bucket
-        parts = {s: w for s, w in zip(tokens.streams, tokens.weights, strict=True) if w > 0}
-        examples = validation_examples(tuple(parts), tuple(parts.values()), length)
-        self.num_windows = last = min(num_windows, len(examples))
+        numbers = validation_numbers(tokens.sizes, tokens.weights)
+        self.num_windows = last = min(num_windows, len(numbers))
         self._mesh, self._rows = mesh, validation_rows(batch_size, mesh)
         filled: grain.MapDataset[Any] = grain.MapDataset.range(len(self) * self._rows).map(
-            lambda index: examples[min(index, last - 1)]
+            lambda index: numbers[min(index, last - 1)]
         )
         rows = local_rows(mesh, (1, self._rows))
-        self._batches = process_batches(filled, rows, self._rows, types=tokens.types)[
+        self._batches = process_batches(filled, tokens.read, rows, self._rows)[
             : len(self)
         ].map_with_index(lambda number, batch: _with_mask(batch, number * self._rows + rows < last))
 

@@ -1,6 +1,6 @@
-"""Training windows from a function of the user's own, which returns a Grain dataset.
+"""Windows from functions of the user's own: one that returns a Grain dataset, and `data.map`.
 
-See `GrainSource` for the function, and the README of this room for examples.
+See `GrainSource` and `DataOptions.map`, and the README of this room for examples.
 """
 
 from __future__ import annotations
@@ -8,135 +8,198 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 
-from maxmars.config import GrainSource, ModelConfig
-from maxmars.config.secrets import reveal
 from maxmars.config.user_code import Source, load_function
-
-Batch = dict[str, np.ndarray]
-"""Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
-
-Types = dict[str, type]
-"""The types of a batch's arrays, by name."""
-
-TYPES: Types = {
-    "tokens": np.int32,
-    "mask": np.bool,
-    "segment_ids": np.int32,
-    "positions": np.int32,
-}
-"""The arrays that a batch may have. A `mask` of own data that are weights is float32."""
+from maxmars.data.token_files import Origin, TokenFile
+from maxmars.data.windows import TYPES, Batch, Types
+from maxmars.distributed.files import Workdir
 
 _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
 
 
-class OwnData:
-    """One split of a user's own data: finitely many windows, each read by its number.
-
-    It travels to another process as its config, and is opened again there.
+class ExampleCheck:
+    """Checks what a user's function gives, one example after the other.
 
     Args:
-      config: the function and its options.
-      split: `train` or `val`.
-      model: its max_seq_len is the length of a window, and its vocab_size bounds the tokens.
+      what: begins an error: the field of the config, the function and the split.
+      length: an array holds one number more.
+      vocab_size: bounds the tokens.
 
     Attributes:
-      directory: the source, `FILE.py:NAME`.
-      types: names and types of the arrays of every window.
+      types: names and types of the arrays of the first example, which all others need too.
+    """
+
+    def __init__(self, what: str, length: int, vocab_size: int) -> None:
+        self._what, self._length, self._vocab_size = what, length, vocab_size
+        self.types: Types = {}
+
+    def wrong(self, problem: str) -> ValueError:
+        """An error that says a problem."""
+        return ValueError(f"{self._what}: {problem}.")
+
+    def read(self, numbers: Sequence[int], examples: Iterable[Any]) -> Batch:
+        """The arrays [examples, length + 1] of examples with these numbers.
+
+        Raises:
+          ValueError: one is not as it should be, or unlike the first.
+        """
+        checked = [self(n, example) for n, example in zip(numbers, examples, strict=True)]
+        return {name: np.stack([arrays[name] for arrays in checked]) for name in self.types}
+
+    def __call__(self, number: int, example: Any) -> Batch:
+        """The arrays of one example; see `read`."""
+        arrays = example if isinstance(example, Mapping) else {"tokens": example}
+        if "tokens" not in arrays or not arrays.keys() <= TYPES.keys():
+            raise self.wrong(
+                f"element {number} has {', '.join(map(str, arrays)) or 'nothing'}; it needs "
+                "tokens, and may have mask, segment_ids and positions"
+            )
+        if self.types and arrays.keys() != self.types.keys():
+            raise self.wrong(
+                f"element {number} has {', '.join(arrays)}, and element 0 {', '.join(self.types)}"
+            )
+        found = {name: np.asarray(arrays[name]) for name in TYPES if name in arrays}
+        for name, array in found.items():
+            if array.shape != (self._length + 1,):
+                raise self.wrong(
+                    f"{name} of element {number} has the shape {list(array.shape)}, not "
+                    f"[{self._length + 1}] (model.max_seq_len + 1)"
+                )
+            is_mask = name == "mask"
+            if array.dtype.kind not in ("iubf" if is_mask else "iub"):
+                wanted = "booleans or weights" if is_mask else "integers"
+                raise self.wrong(f"{name} of element {number} are {array.dtype}, not {wanted}")
+        for name, last, rule in (
+            ("tokens", self._vocab_size - 1, "below model.vocab_size"),
+            ("positions", self._length - 1, "below model.max_seq_len"),
+            ("mask", 1, "which weights a token's loss"),
+        ):
+            values = found.get(name, np.zeros(1, np.int32))
+            if name == "positions":
+                values = values[: self._length]  # the last one is that of a target alone
+            outside = values[~((values >= 0) & (values <= last))]  # also NaN
+            if outside.size:
+                raise self.wrong(
+                    f"{name} of element {number} hold {outside[0]}, which is not in [0, {last}], "
+                    f"{rule}"
+                )
+        weighted = "mask" in found and found["mask"].dtype.kind == "f"
+        if not self.types:
+            mask = {"mask": np.float32} if weighted else {}
+            self.types = {name: (TYPES | mask)[name] for name in found}
+        if weighted and self.types["mask"] is np.bool:
+            raise self.wrong(
+                f"the mask of element {number} are weights, and that of element 0 is not; "
+                "return float32 from all"
+            )
+        return {name: array.astype(self.types[name]) for name, array in found.items()}
+
+
+class OwnWindows:
+    """The windows of a user's own data; see `Windows`. They are their own `origin`.
+
+    They travel to another process as their source, and are opened again there.
+
+    Args:
+      source: the function.
+      split: `train` or `val`.
+      length: tokens of a window that are predicted.
+      vocab_size: of the model; it bounds the tokens.
+      options: further arguments of the function.
+      tokenizer: name of that of the tokens.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the options, or it
         returns something else than it should. Any other exception was raised by the function.
     """
 
-    tokenizer_digest = None
-    files = ()
+    tokenizer_digest: str | None = None
+    files: Sequence[TokenFile] = ()
 
-    def __init__(self, config: GrainSource, split: str, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        source: Source,
+        split: str,
+        *,
+        length: int,
+        vocab_size: int,
+        options: Mapping[str, Any],
+        tokenizer: str,
+    ) -> None:
         """Open the dataset, and read its first element."""
-        self.source = Source.of(config.source)
-        self.split, self.tokenizer = split, config.tokenizer
-        self.directory = self.tokenizer_place = Path(self.source.written)
-        self.length, self.vocab_size = model.max_seq_len, model.vocab_size
-        self._options = reveal(config.options, "data.options")
+        self.split, self.tokenizer = split, tokenizer
+        self.directory: Workdir = Path(source.written)
+        self.tokenizer_place: Workdir = self.directory
+        self.length, self.vocab_size = length, vocab_size
+        self._source, self._options = source, options
+        self._check = ExampleCheck(f"data.source={source!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()
         self._count = len(self._dataset)
-        self.types: Types = {}  # until the first element says which
-        self.types = {name: array.dtype.type for name, array in self._element(0).items()}
+        self._check(0, self._dataset[0])
+        self.types = self._check.types
 
     def __len__(self) -> int:
-        """Number of windows."""
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dataset": None}
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all windows that are inputs."""
-        return len(self) * self.length
+    def origin(self) -> Origin:
+        return self
 
-    def read(self, number: int, length: int) -> Int32[np.ndarray, " length"]:
-        """The tokens of window `number`; `length` is that of every window."""
-        return self.read_windows(np.array([number]), length)["tokens"][0]
-
-    def read_windows(self, numbers: Int64[np.ndarray, " windows"], length: int) -> Batch:
-        """The arrays [windows, length] of the windows with these numbers.
-
-        Raises:
-          ValueError: an element is unlike the first one, or tokens lie outside the vocabulary.
-        """
-        elements = [self._element(number) for number in numbers.tolist()]
-        return {name: np.stack([element[name] for element in elements]) for name in self.types}
+    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        if self._dataset is None:  # in another process
+            self._dataset = self._open()
+        return self._check.read(numbers.tolist(), map(self._dataset.__getitem__, numbers.tolist()))
 
     def locate(self, number: int) -> dict[str, str | int]:
-        """Which element of the dataset a window is, JSON-ready."""
-        return {"element": number}
+        return {"start": number, "element": number}
 
     def digest(self) -> str:
         """SHA-256, in hex, over the text of the source, its options, the length and number of the
         windows, and the first and the last one."""
-        name, options = self.source.function, self._options
+        name, options = self._source.function, self._options
         told = [name, options, self.split, self.length, len(self), self.tokenizer]
-        sha = hashlib.sha256(self.source.text() + json.dumps(told, sort_keys=True).encode())
+        sha = hashlib.sha256(self._source.text() + json.dumps(told, sort_keys=True).encode())
         for number in (0, len(self) - 1):
-            for array_name, array in sorted(self._element(number).items()):
+            for array_name, array in sorted(self.read(np.array([number])).items()):
                 sha.update(array_name.encode() + array.tobytes())
         return sha.hexdigest()
 
-    def _wrong(self, problem: str) -> ValueError:
-        return ValueError(f"data.source={self.source!r}, split {self.split!r}: {problem}.")
+    def describe(self) -> dict[str, Any]:
+        return {"num_tokens": len(self) * self.length, "num_documents": None, "source": None}
 
     def _open(self) -> grain.MapDataset[Any]:
-        function = load_function(self.source)
+        function = load_function(self._source)
         arguments = {"split": self.split, "length": self.length, **self._options}
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
-            raise self._wrong(
+            raise self._check.wrong(
                 f"the function cannot be called with {', '.join(arguments)} ({error}); it is "
                 "windows(*, split, length, **options) with the keys of data.options"
             ) from None
         dataset = function(**arguments)
         if isinstance(dataset, grain.IterDataset):
-            raise self._wrong(
+            raise self._check.wrong(
                 "it returned a grain.IterDataset, in which a run cannot find its place again in "
                 "constant time; return the MapDataset before to_iter_dataset()"
             )
         if not isinstance(dataset, grain.MapDataset):
-            raise self._wrong(
+            raise self._check.wrong(
                 f"it returned a {type(dataset).__name__}, not a grain.MapDataset; wrap anything "
                 "that has a length and an index in grain.MapDataset.source(...)"
             )
         if not 0 < len(dataset) < _MANY:
-            raise self._wrong(
+            raise self._check.wrong(
                 "it has no elements"
                 if len(dataset) == 0
                 else "it has no end; leave out repeat(), since the run repeats and shuffles"
@@ -144,58 +207,59 @@ class OwnData:
         try:
             dataset.batch(1)
         except ValueError:
-            raise self._wrong(
+            raise self._check.wrong(
                 "it leaves elements out (filter or flat_map), so that their numbers say nothing; "
                 "leave them out before, when you make the list of elements"
             ) from None
         return dataset
 
-    def _element(self, number: int) -> Batch:
-        """The arrays of one window, checked."""
-        if self._dataset is None:  # in another process
-            self._dataset = self._open()
-        element = self._dataset[number]
-        arrays = element if isinstance(element, Mapping) else {"tokens": element}
-        if "tokens" not in arrays or not arrays.keys() <= TYPES.keys():
-            raise self._wrong(
-                f"element {number} has {', '.join(map(str, arrays)) or 'nothing'}; it needs "
-                "tokens, and may have mask, segment_ids and positions"
+
+class WindowMap:
+    """A function of the user's own that changes every window: `data.map`.
+
+    It is given one window, not a batch: which rows share a batch is up to the mesh and the number
+    of processes, and the stream is not.
+
+    Args:
+      source: the function, from a dict of arrays [length + 1] to another.
+      first: arrays [1, length + 1] of a window, on which it is tried, twice.
+      vocab_size: of the model; it bounds the tokens.
+
+    Attributes:
+      types: names and types of the arrays that it makes.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such function, or it returns something else than it
+        should. Any other exception was raised by the function.
+    """
+
+    def __init__(self, source: Source, first: Batch, *, vocab_size: int) -> None:
+        self._source = source
+        length = first["tokens"].shape[1] - 1
+        self._check = ExampleCheck(f"data.map={source!r}", length, vocab_size)
+        found, again = (self(np.array([0]), first) for _ in range(2))
+        self.types = self._check.types
+        if lost := first.keys() - found.keys():
+            raise self._check.wrong(
+                f"it leaves out {', '.join(sorted(lost))}; return all arrays that it is given"
             )
-        if self.types and arrays.keys() != self.types.keys():
-            raise self._wrong(
-                f"element {number} has {', '.join(arrays)}, and element 0 {', '.join(self.types)}"
+        if any(not np.array_equal(found[name], again[name]) for name in found):
+            raise self._check.wrong(
+                "of the same window it makes one thing and then another, so that a run could not "
+                "be repeated; draw random numbers from a seed that follows from the tokens"
             )
-        found = {name: np.asarray(arrays[name]) for name in TYPES if name in arrays}
-        for name, array in found.items():
-            if array.shape != (self.length + 1,):
-                raise self._wrong(
-                    f"{name} of element {number} has the shape {list(array.shape)}, not "
-                    f"[{self.length + 1}] (model.max_seq_len + 1)"
-                )
-            is_mask = name == "mask"
-            if array.dtype.kind not in ("iubf" if is_mask else "iub"):
-                wanted = "booleans or weights" if is_mask else "integers"
-                raise self._wrong(f"{name} of element {number} are {array.dtype}, not {wanted}")
-        for name, last, rule in (
-            ("tokens", self.vocab_size - 1, "below model.vocab_size"),
-            ("positions", self.length - 1, "below model.max_seq_len"),
-            ("mask", 1, "which weights a token's loss"),
-        ):
-            values = found.get(name, np.zeros(1, np.int32))
-            if name == "positions":
-                values = values[: self.length]  # the last one is that of a target alone
-            outside = values[~((values >= 0) & (values <= last))]  # also NaN
-            if outside.size:
-                raise self._wrong(
-                    f"{name} of element {number} hold {outside[0]}, which is not in [0, {last}], "
-                    f"{rule}"
-                )
-        types = self.types or dict(TYPES)
-        if "mask" in found and found["mask"].dtype.kind == "f":
-            if types["mask"] is np.bool and self.types:
-                raise self._wrong(
-                    f"the mask of element {number} are weights, and that of element 0 is not; "
-                    "return float32 from all"
-                )
-            types["mask"] = np.float32
-        return {name: array.astype(types[name]) for name, array in found.items()}
+
+    def __call__(self, numbers: Int64[np.ndarray, " windows"], batch: Batch) -> Batch:
+        """What it makes of the windows with these numbers, whose arrays are [windows, length + 1].
+
+        Raises:
+          ValueError: of one of them it makes something else than it should.
+        """
+        function = load_function(self._source, field="data.map")
+        rows = ({name: np.copy(batch[name][i]) for name in batch} for i in range(len(numbers)))
+        return self._check.read(numbers.tolist(), map(function, rows))
+
+    def digest(self, below: str) -> str:
+        """SHA-256, in hex, over the digest of the data that it changes, and the function's text."""
+        told = f"{below} {self._source.function} "
+        return hashlib.sha256(told.encode() + self._source.text()).hexdigest()

@@ -6,9 +6,8 @@
   ones is planned once, by `maxmars data prepare --pack best_fit`; the plan is a file beside the
   shards.
 
-`PackedStream` reads both. They are pure functions of the index, without a state. The token that
-ends a document is the first of the next segment, as a generated text begins with it: it is
-predicted from the document that it ends, and the first token of a document from it alone.
+The token that ends a document is the first of the next segment, as a generated text begins with it:
+it is predicted from the document that it ends, and the first token of a document from it alone.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,15 +27,14 @@ from jaxtyping import Bool, Int, Int32, Int64, Integer
 from maxmars.config.checks import CheckedConfig, NotNegative, read_as, require
 from maxmars.config.errors import about
 from maxmars.data.bucket import read_ranges
-from maxmars.data.own_data import TYPES
 from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, read_metadata
 from maxmars.data.token_files import (
     TokenFile,
     TokenShards,
     TokenStream,
     check_size,
-    digest_of,
 )
+from maxmars.data.windows import TYPES, Batch, TokenWindows, Types
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
@@ -356,39 +355,53 @@ def _documents(directory: Workdir, metadata: Metadata, split: str) -> DocumentSt
     return documents
 
 
-class PackedStream:
-    """A stream of tokens whose windows are read with segments, positions and, with a plan, a mask.
+_WITHOUT_MASK: Types = {name: TYPES[name] for name in TYPES if name != "mask"}
 
-    Without a plan, its tokens are those of the stream below. With one, they are the windows of the
-    plan: window i begins at token `i * plan.length`, and only whole windows can be read.
 
-    Attributes:
-      types: names and types of the arrays of a window.
+class SegmentedWindows(TokenWindows):
+    """The windows of a stream, in which a segment begins at each token that ends a document.
+
+    Args:
+      stream, length, at_every_token: see `TokenWindows`.
+      end_of_text: the token that ends a document.
     """
 
-    def __init__(self, stream: TokenStream, end_of_text: int, plan: PlanFile | None = None) -> None:
-        """Windows over `stream`, whose documents end with the token `end_of_text`."""
-        self.directory, self.split = stream.directory, stream.split
-        self.tokenizer, self.tokenizer_digest = stream.tokenizer, stream.tokenizer_digest
-        self.tokenizer_place = stream.tokenizer_place
-        self.vocab_size, self.metadata = stream.vocab_size, stream.metadata
-        self.num_tokens = len(plan) * plan.length + 1 if plan else stream.num_tokens
-        self.files = [*stream.files, plan.file] if plan else stream.files
-        self.types = {name: TYPES[name] for name in TYPES if plan or name != "mask"}
-        self._stream, self._end_of_text, self._plan = stream, end_of_text, plan
+    types: Types = _WITHOUT_MASK
 
-    def read_windows(
-        self, starts: Int64[np.ndarray, " windows"], length: int
-    ) -> dict[str, np.ndarray]:
-        """The windows [start, start + length) of `starts`, as arrays [windows, length].
+    def __init__(
+        self, stream: TokenStream, length: int, end_of_text: int, *, at_every_token: bool = False
+    ) -> None:
+        super().__init__(stream, length, at_every_token=at_every_token)
+        self._end_of_text = end_of_text
 
-        Raises:
-          See `TokenStream.read_windows`.
-        """
-        if self._plan is None:
-            tokens = self._stream.read_windows(starts, length)
-            return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
-        assert isinstance(self._stream, TokenShards)  # other formats have no plans
+    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        batch = super().read(numbers)
+        return batch | segments_and_positions(batch["tokens"] == self._end_of_text)
+
+
+class PlannedWindows(TokenWindows):
+    """The windows that a plan makes of a stream's documents.
+
+    Args:
+      stream: the tokens.
+      end_of_text: the token that ends a document.
+      plan: of the stream; it says how long the windows are.
+    """
+
+    types: Types = TYPES
+
+    def __init__(self, stream: TokenShards, end_of_text: int, plan: PlanFile) -> None:
+        self._shards, self._end_of_text, self._plan = stream, end_of_text, plan
+        super().__init__(stream, plan.length)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @property
+    def files(self) -> Sequence[TokenFile]:
+        return [*self._shards.files, self._plan.file]
+
+    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         # A window with a whole document "ab" and the end "yz" of a long one, whose last token
         # before that, x, the window before has predicted ("." ends a document, "_" is padding):
         #
@@ -399,13 +412,13 @@ class PackedStream:
         #
         # All windows are read at once: the pieces of one lie one after the other in `places`, and
         # assigning to `tokens[filled]` deals their tokens out in that order.
-        places, lengths, counts = self._plan.pieces(starts // self._plan.length)
+        places, lengths, counts = self._plan.pieces(numbers)
         sizes = np.abs(lengths)
         used = np.add.reduceat(sizes, np.cumsum(counts) - counts)  # tokens of each window
-        column = np.arange(length)
+        column = np.arange(self.length + 1)
         filled = (column > 0) & (column <= used[:, None])
         tokens = np.full(filled.shape, self._end_of_text, np.int32)
-        tokens[filled] = self._stream.read_pieces(places, sizes)
+        tokens[filled] = self._shards.read_pieces(places, sizes)
         # The first token of each piece that continues a document, first as places in the joined
         # pieces, then in the windows.
         first, continues = np.zeros(sizes.sum(), bool), np.zeros_like(filled)
@@ -414,23 +427,16 @@ class PackedStream:
         begins = (tokens == self._end_of_text) | continues
         return {"tokens": tokens, **segments_and_positions(begins), "mask": filled & ~continues}
 
-    def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
-        """The tokens of one window."""
-        return self.read_windows(np.array([start]), length)["tokens"][0]
-
-    def digest(self) -> str:
-        """`digest_of` the stream; with a plan, over that and the plan."""
-        digest = digest_of(self._stream)
-        if self._plan is None:
-            return digest
-        return hashlib.sha256(f"{digest}{self._plan.file.sha256}".encode()).hexdigest()
-
-    def locate(self, token: int) -> dict[str, str | int]:
-        """Where a token is on disk; of a plan, where the pieces of its window are in the stream."""
-        if self._plan is None:
-            return self._stream.locate(token)
-        starts, lengths, _ = self._plan.pieces(np.array([token // self._plan.length]))
+    def locate(self, number: int) -> dict[str, str | int]:
+        """Where the first piece of a window is, and the places of all in the stream."""
+        starts, lengths, _ = self._plan.pieces(np.array([number]))
         ends = starts + np.abs(lengths)
         ranges = ", ".join(f"{start}:{end}" for start, end in zip(starts, ends, strict=True))
         first = int(starts[0])
-        return {**self._stream.locate(first), "start": first, "pieces": ranges}
+        return {"start": first, **self._shards.locate(first), "pieces": ranges}
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{super().digest()}{self._plan.file.sha256}".encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"num_tokens": len(self) * self.length + 1}

@@ -26,9 +26,8 @@ _VALIDATION = ("val", "validation", "test")  # the first that a dataset has is t
 class TfdsTokens:
     """One split of a TFDS dataset of tokens as a `TokenStream`.
 
-    Where all records but the last have the same length, the record of a token is found by a
-    division: known from the feature's shape, or from `meta.json`. Of other datasets every record is
-    read once on opening to learn its length (8 bytes of memory a record).
+    Where records begin is known from the feature's shape, or from `meta.json`. Of other datasets
+    every record is read once on opening to learn its length. That takes 8 bytes of memory a record.
 
     Args:
       directory: TFDS's directory of one version, with `dataset_info.json`, on a disk.
@@ -66,23 +65,23 @@ class TfdsTokens:
         ]
         builder = _builder(directory)
         self.split = _find_split(directory, list(builder.info.splits), split)
-        self._length = _check_feature(directory, builder.info.features)
+        length = _check_feature(directory, builder.info.features)
         self._records = _records(directory, builder, self.split)
-        self._starts: np.ndarray | None = None
-        if self._length is not None:
-            self.num_tokens = self._length * len(self._records)
-        elif metadata is not None and metadata.record_tokens is not None:
-            self._length = metadata.record_tokens
-            self.num_tokens = metadata.splits[self.split].num_tokens
-            if -(-self.num_tokens // self._length) != len(self._records):
+        count = len(self._records)
+        if length is None and metadata is not None and metadata.record_tokens is not None:
+            length, num_tokens = metadata.record_tokens, metadata.splits[self.split].num_tokens
+            if -(-num_tokens // length) != count:
                 raise ValueError(
-                    f"split {self.split!r} of {directory} has {len(self._records)} records, which "
-                    f"do not hold the {self.num_tokens} tokens that meta.json says: it is damaged; "
-                    "prepare it again."
+                    f"split {self.split!r} of {directory} has {count} records, which do not hold "
+                    f"the {num_tokens} tokens that meta.json says: it is damaged; prepare it "
+                    "again."
                 )
+            self._starts = np.minimum(np.arange(count + 1) * length, num_tokens)
+        elif length is not None:
+            self._starts = np.arange(count + 1) * length
         else:
             self._starts = self._learn_starts()
-            self.num_tokens = int(self._starts[-1])
+        self.num_tokens = int(self._starts[-1])
 
     def __repr__(self) -> str:
         return f"TfdsTokens({str(self.directory)!r}, {self.split!r})"
@@ -117,25 +116,15 @@ class TfdsTokens:
 
     def _find(self, token: int) -> tuple[int, int]:
         """The record that holds a token, and the token's number in it."""
-        if self._length is not None:
-            return divmod(token, self._length)
-        assert self._starts is not None
         record = int(np.searchsorted(self._starts, token, "right")) - 1
         return record, token - int(self._starts[record])
 
-    def _num_tokens_of(self, record: int) -> int:
-        if self._length is not None:  # the last one may be shorter
-            return min(self._length, self.num_tokens - record * self._length)
-        assert self._starts is not None
-        return int(self._starts[record + 1] - self._starts[record])
-
     def _record(self, index: int) -> np.ndarray:
-        record = self._read_record(index)
-        if len(record) != self._num_tokens_of(index):
+        record, expected = self._read_record(index), np.diff(self._starts[index : index + 2])[0]
+        if len(record) != expected:
             raise ValueError(
                 f"record {index} of split {self.split!r} of {self.directory} has {len(record)} "
-                f"tokens, not {self._num_tokens_of(index)}: the dataset is damaged or meta.json is "
-                "of another."
+                f"tokens, not {expected}: the dataset is damaged or meta.json is of another."
             )
         return record
 

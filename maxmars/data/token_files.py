@@ -22,6 +22,7 @@ from jaxtyping import Int32, Int64, Integer
 
 from maxmars.data.bucket import read_ranges
 from maxmars.data.sources import AGAIN, Metadata, NoSuchSplitError, read_metadata
+from maxmars.data.tokenizer import Tokenized
 from maxmars.distributed.files import Workdir, is_remote, resolve
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -62,21 +63,21 @@ class Vocabulary:
 
 
 @runtime_checkable
-class TokenStream(Protocol):
-    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
+class Origin(Tokenized, Protocol):
+    """The split that tokens are of, and what they mean."""
 
     directory: Workdir
     """Where it is."""
     split: str
     """Name of the split there."""
-    tokenizer: str
-    """Name of the tokenizer."""
-    tokenizer_digest: str | None
-    """SHA-256 over its vocabulary; None where no files of it are known."""
-    tokenizer_place: Workdir
-    """The directory of these files, or the one that is a `tokenizer.json`."""
     vocab_size: int
     """Every token lies in [0, vocab_size)."""
+
+
+@runtime_checkable
+class TokenStream(Origin, Protocol):
+    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
+
     files: Sequence[TokenFile]
     """The files of tokens in the directory, of all splits."""
 

@@ -476,7 +476,7 @@ class HellaSwagInLoop:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        tokenizer = tokenizer_of_tokens(tokens.first)
+        tokenizer = tokenizer_of_tokens(tokens.origin)
         kept = questions
         if config.eval.hellaswag_too_long == "leave_out":
             kept = fitting(questions, tokenizer, config.model.max_seq_len)

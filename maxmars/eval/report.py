@@ -297,7 +297,7 @@ def _open_windows(
         data, num_windows = data or run.data, num_windows or run.eval.num_windows
     if data is None:
         return None
-    configs = [_model_config(target) for target in targets]
+    configs = sorted(map(_model_config, targets), key=lambda config: config.max_seq_len)
     try:
         tokens, *_ = [open_data(data, "val", model=config) for config in configs]
     except FileNotFoundError as error:
@@ -306,17 +306,15 @@ def _open_windows(
             "loss out (--tasks hellaswag)."
         ) from error
     verify_split(tokens.files, "val")
-    length = min(config.max_seq_len for config in configs)
-    stream = tokens.first
+    origin, length = tokens.origin, configs[0].max_seq_len
     batches = ValidationBatches(
         tokens,
         mesh,
-        length=length,
         num_windows=num_windows or EvalConfig.num_windows,
         batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
     )
-    tokenizer = tokenizer_of_tokens(stream)
-    return _Windows(batches=batches, tokenizer=tokenizer, directory=stream.directory)
+    tokenizer = tokenizer_of_tokens(origin)
+    return _Windows(batches=batches, tokenizer=tokenizer, directory=origin.directory)
 
 
 def _model_config(target: RunTarget | HFTarget) -> ModelConfig:

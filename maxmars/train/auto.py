@@ -40,7 +40,7 @@ from maxmars.config import GPT2Config, MeshConfig, TrainConfig
 from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
-from maxmars.data.own_data import Types
+from maxmars.data.windows import Types
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.cycles import step_clock
 from maxmars.model.attention import choose_attention

@@ -187,20 +187,17 @@ class StepReporter:
         first = batches.position - later * config.global_batch_size
         rows = []
         for row in range(config.global_batch_size):
-            place = batches.place(first + row)
             text = None
             with contextlib.suppress(ValueError, OSError):  # what cannot be read has no text
                 if self._tokenizer is not None:
-                    text = self._tokenizer.decode(place.read())[:_EXCERPT_CHARACTERS]
+                    tokens = batches.read(first + row)["tokens"]
+                    text = self._tokenizer.decode(tokens)[:_EXCERPT_CHARACTERS]
             rows.append(
                 {
                     "row": row,
                     "microbatch": row // config.microbatch_size,
                     "example": first + row,
-                    "directory": str(place.stream.directory),
-                    "split": place.stream.split,
-                    "start": place.start,
-                    **place.stream.locate(place.start),
+                    **batches.locate(first + row),
                     "text": text,
                 }
             )

@@ -356,6 +356,7 @@ def lock(
 ) -> Checkpointer:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, mesh, tokens = checked.config, checked.mesh, checked.tokens
+    data = tokens.describe()
     parameters = checked.train_step.parameters
     table = describe_parameters(config.optimizer, parameters)
     rules = summarize_rules(config.optimizer, parameters)
@@ -364,10 +365,10 @@ def lock(
     )
     stack.enter_context(checkpointer)
     if processes.is_primary():
-        copy_tokenizer(tokens.first, workdir / TOKENIZER)
+        copy_tokenizer(tokens.origin, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
         write_json(workdir / ENVIRONMENT, checked.environment)
-        write_json(workdir / DATA, {"parts": tokens.describe()})
+        write_json(workdir / DATA, data)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
@@ -378,7 +379,7 @@ def lock(
     progress.message(
         f"{config.name}: {parameters.count / 1e6:.2f}M parameters on "
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
-        f"{config.tokens_per_step:,} tokens a step, {tokens.num_tokens:,} training tokens"
+        f"{config.tokens_per_step:,} tokens a step, {data['num_tokens']:,} training tokens"
     )
     progress.message(f"{rules}; parameters.txt says which")
     for text in checked.messages:
@@ -457,13 +458,12 @@ def make_evaluations(
     """
     if config.eval.every is not None:
         validation = open_data(config.data, "val", model=config.model)
-        for stream in validation.streams:
-            if stream.split != "val":
-                log(f"validation takes split {stream.split!r} of {stream.directory}")
+        for origin in validation.origins:
+            if origin.split != "val":
+                log(f"validation takes split {origin.split!r} of {origin.directory}")
         batches = ValidationBatches(
             validation,
             mesh,
-            length=config.model.max_seq_len,
             num_windows=config.eval.num_windows,
             batch_size=config.eval_batch_size,
         )

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Shaped
 
 from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, TrainConfig
 from maxmars.config.mesh import check_mesh
-from maxmars.data.own_data import TYPES, Types
+from maxmars.data.batches import batch_types
+from maxmars.data.windows import Types
 from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import PARTS, Parameters, init_params
@@ -322,8 +323,8 @@ def make_train_step(
     Args:
       config: what to train.
       parameters: of its model, on a mesh.
-      types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default those
-        that the config says: of own data, `tokens` alone.
+      types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default
+        `batch_types` of the config.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch, or the compiler does not know
@@ -340,7 +341,7 @@ def make_train_step(
         out_shardings=(shardings, replicated),
         compiler_options=checked_compiler_options(config, mesh),
     )
-    types = types or {name: TYPES[name] for name in config.data.arrays}
+    types = types or batch_types(config.data, config.model)
     batch = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()

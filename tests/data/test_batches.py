@@ -27,12 +27,12 @@ from maxmars.data.prepare import prepare
 from maxmars.data.sampling import (
     Interleaving,
     process_batches,
-    read_places,
-    training_examples,
-    validation_examples,
+    training_numbers,
+    validation_numbers,
 )
 from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import batch_sharding, make_mesh
 
 LENGTH = 16  # the tiny config's max_seq_len
@@ -81,8 +81,8 @@ def mesh_of(data=1, fsdp=1, tensor=1):
     return make_mesh(config, jax.devices()[: data * fsdp * tensor])
 
 
-def split_of(stream):
-    return SplitTokens(streams=(stream,), weights=(1.0,))
+def split_of(stream, order="shuffled"):
+    return SplitTokens(parts=(TokenWindows(stream, LENGTH),), order=order)
 
 
 def windows_of(shards):
@@ -99,29 +99,32 @@ def take(batches, steps):
 
 
 def stream(shards, config, steps=12, mesh=None, **options):
-    return take(TrainBatches(split_of(shards), config, mesh or mesh_of(), **options), steps)
+    tokens = split_of(shards, config.data.order)
+    return take(TrainBatches(tokens, config, mesh or mesh_of(), **options), steps)
 
 
-def examples_of(stream, *, seed=0, order="shuffled"):
-    return training_examples([stream], [1.0], length=LENGTH, seed=seed, order=order)
+def order_of(stream, seed=0):
+    """The numbers of the windows of a stream in a shuffled order."""
+    sizes = [len(TokenWindows(stream, LENGTH))]
+    return training_numbers(sizes, [1.0], seed=seed, order="shuffled")
 
 
-def tokens_of(examples, numbers):
-    """The tokens of some examples, [numbers, window]."""
-    return read_places([examples[i] for i in numbers])["tokens"]
+def tokens_of(stream, numbers):
+    """The tokens of some windows, [numbers, window]."""
+    return TokenWindows(stream, LENGTH).read(np.array(list(numbers)))["tokens"]
 
 
 def test_the_python_sources_are_prepared(monkeypatch, tmp_path):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
     model = dataclasses.replace(tiny_config().model, document_end_id=256)
     tokens = open_data(PythonSourcesConfig(), "val", model=model)
-    assert tokens.streams[0].directory.parent == tmp_path
-    assert (tokens.tokenizer, tokens.weights) == ("byte", (1.0,))
+    assert tokens.origin.directory.parent == tmp_path
+    assert (tokens.origin.tokenizer, tokens.weights) == ("byte", (1.0,))
 
 
 def test_vocabulary_must_fit(directory):
     config, model = TokenShardsConfig(path=str(directory)), tiny_config().model
-    assert open_data(config, "train", model=model).streams[0].split == "train"
+    assert open_data(config, "train", model=model).origin.split == "train"
     small = dataclasses.replace(model, vocab_size=256)
     with refused(ValueError, "257 (byte)", "model.vocab_size=256"):
         open_data(config, "train", model=small)
@@ -151,7 +154,7 @@ def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
             open_data(config, "train", model=model)
     write_shards(tmp_path / "known", tokens, tokenizer="gpt2", vocab_size=50257)
     config = mixture_of(tmp_path / "gpt2", tmp_path / "known")  # where no digest is known, the name
-    assert open_data(config, "train", model=model).tokenizer == "gpt2"
+    assert open_data(config, "train", model=model).origin.tokenizer == "gpt2"
 
 
 def test_a_mixture_through_the_mesh(directory, tmp_path):
@@ -162,17 +165,16 @@ def test_a_mixture_through_the_mesh(directory, tmp_path):
     config = tiny_config(data=mixture_of(directory, tmp_path / "other", order="sequential"))
     tokens = open_data(config.data, "train", model=config.model)
     found = take(TrainBatches(tokens, config, mesh_of(2, 2, 2)), 5).reshape(80, -1)
-    parts = [windows_of(stream) for stream in tokens.streams]
+    parts = [part.read(np.arange(len(part)))["tokens"] for part in tokens.parts]
     interleaving = Interleaving([0.7, 0.3])
     for i, window in enumerate(found):
         part, position = interleaving.locate(i)
         assert np.array_equal(window, parts[part][position % len(parts[part])])
-    assert tokens.num_tokens == sum(stream.num_tokens for stream in tokens.streams)
-
     val = open_data(config.data, "val", model=config.model)
     scored_windows, _ = scored(validation_batches(val, config, mesh_of(2, 2, 2)))
-    expected = validation_examples(val.streams, val.weights, LENGTH)
-    assert np.array_equal(scored_windows, tokens_of(expected, range(20)))
+    numbers = validation_numbers(val.sizes, val.weights)
+    expected = val.read(np.array([numbers[i] for i in range(20)]))["tokens"]
+    assert np.array_equal(scored_windows, expected)
 
     many = dataclasses.replace(config, global_batch_size=256, num_microbatches=1)
     with refused(ValueError, "=16 tokens", "179", "160"):
@@ -191,7 +193,8 @@ def damaged(directory):
 def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_steps):
     shards = damaged(tmp_path / "tokens")
     config = config_of(shards.directory, order="sequential")
-    batches = TrainBatches(split_of(shards), config, mesh_of(), prefetch_steps=prefetch_steps)
+    tokens = split_of(shards, "sequential")
+    batches = TrainBatches(tokens, config, mesh_of(), prefetch_steps=prefetch_steps)
     for _ in range(2):
         next(batches)
     with refused(ValueError, "id 999"):
@@ -250,7 +253,8 @@ def test_in_order_without_shuffle(train):
 def test_epochs_are_permutations_without_replacement(train):
     index = {window.tobytes(): i for i, window in enumerate(windows_of(train))}
     count = len(index)
-    found = tokens_of(examples_of(train, seed=3), range(3 * count))
+    numbers = order_of(train, seed=3)
+    found = tokens_of(train, [numbers[i] for i in range(3 * count)])
     order = np.array([index[window.tobytes()] for window in found]).reshape(3, count)
     assert np.array_equal(np.sort(order), np.tile(np.arange(count), (3, 1)))
     for a, b in itertools.combinations([*order, np.arange(count)], 2):
@@ -262,10 +266,9 @@ def test_seeds_do_not_share_epochs(train):
     count = len(windows_of(train))
     epochs = set()
     for seed in range(4):
-        examples = examples_of(train, seed=seed)
+        numbers = order_of(train, seed=seed)
         for epoch in range(4):
-            numbers = range(epoch * count, (epoch + 1) * count)
-            epochs.add(tuple(examples[i].start for i in numbers))
+            epochs.add(tuple(numbers[i] for i in range(epoch * count, (epoch + 1) * count)))
     assert len(epochs) == 16
 
 
@@ -274,11 +277,9 @@ def test_order_is_pinned(train):
     dataset = grain.MapDataset.source(range(1000)).seed(7).shuffle().repeat()
     order = [int(dataset[i]) for i in [0, 1, 2, 999, 1000, 1001]]
     assert order == ORDER
-    examples = examples_of(train, seed=7)
-    windows = windows_of(train)
-    dataset = grain.MapDataset.source(range(len(windows))).seed(7).shuffle().repeat()
-    for i in range(0, 400, 7):
-        assert np.array_equal(examples[i].read(), windows[int(dataset[i])])
+    numbers = order_of(train, seed=7)
+    dataset = grain.MapDataset.source(range(len(windows_of(train)))).seed(7).shuffle().repeat()
+    assert [numbers[i] for i in range(400)] == [int(dataset[i]) for i in range(400)]
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
@@ -286,7 +287,8 @@ def test_order_is_pinned(train):
 def test_stream_is_the_same(train, num_microbatches, prefetch_steps):
     config = config_of(train.directory, num_microbatches=num_microbatches)
     found = stream(train, config, prefetch_steps=prefetch_steps)
-    expected = tokens_of(examples_of(train), range(12 * BATCH))
+    numbers = order_of(train)
+    expected = tokens_of(train, [numbers[i] for i in range(12 * BATCH)])
     assert np.array_equal(found.reshape(12 * BATCH, -1), expected)
     assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST
 
@@ -316,7 +318,8 @@ def test_stream_is_the_same_on_every_mesh(train, sizes):
 def test_stream_is_the_same_for_every_number_of_processes(train, processes):
     found = np.full((12, BATCH, LENGTH + 1), -1, np.int32)
     for rows in processes:
-        batches = process_batches(examples_of(train), np.array(rows).reshape(2, -1), BATCH)
+        read, of_process = split_of(train).read, np.array(rows).reshape(2, -1)
+        batches = process_batches(order_of(train), read, of_process, BATCH)
         for step in range(12):
             found[step, np.array(rows)] = batches[step]["tokens"].reshape(len(rows), -1)
     assert hashlib.sha256(found.tobytes()).hexdigest() == DIGEST

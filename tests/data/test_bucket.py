@@ -152,8 +152,7 @@ from maxmars.data.batches import open_data
 model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
 for place in sys.argv[1:]:
     data = TokenShardsConfig(path=place, packing="best_fit")
-    (stream,) = open_data(data, "train", model=model).streams
-    found = stream.read_windows(np.arange(40, 60) * 16, 17)
+    found = open_data(data, "train", model=model).read(np.arange(40, 60))
     print(hashlib.sha256(b"".join(array.tobytes() for array in found.values())).hexdigest())
 """
 

@@ -11,8 +11,10 @@ import pytest
 from token_directories import write_shards
 
 from maxmars.config import MeshConfig
-from maxmars.data.sampling import process_batches, read_places, training_examples
+from maxmars.data.batches import SplitTokens
+from maxmars.data.sampling import process_batches, training_numbers
 from maxmars.data.token_files import TokenShards
+from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import local_rows, make_mesh
 
 LENGTH, SEED = 16, 5
@@ -40,10 +42,13 @@ def directory(tmp_path_factory) -> Path:
 
 
 def examples_of(directory, kind, order):
-    """Opened anew, as each process does."""
-    numbers, weights = ((0,), (1.0,)) if kind == "one" else ((0, 1), (0.7, 0.3))
-    streams = [TokenShards(directory / str(i), "train") for i in numbers]
-    return training_examples(streams, weights, length=LENGTH, seed=SEED, order=order)
+    """The numbers of the windows and what reads them, opened anew, as each process does."""
+    names, weights = ("0", (1.0,)) if kind == "one" else ("01", (0.7, 0.3))
+    streams = [TokenShards(directory / name, "train") for name in names]
+    random = order == "random_windows"
+    windows = [TokenWindows(stream, LENGTH, at_every_token=random) for stream in streams]
+    tokens = SplitTokens(parts=tuple(windows), weights=weights)
+    return training_numbers(tokens.sizes, weights, seed=SEED, order=order), tokens.read
 
 
 def random_setting(rng):
@@ -72,7 +77,7 @@ def run(
     for devices in np.split(np.array(jax.devices()), num_processes):
         rows = local_rows(mesh, microbatches, devices.tolist())
         batches = process_batches(
-            examples_of(directory, kind, order), rows, batch_size, position
+            *examples_of(directory, kind, order), rows, batch_size, position
         ).to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch))
         for step, batch in enumerate(itertools.islice(batches, num_steps)):
             read = batch["tokens"].reshape(rows.size, -1)
@@ -101,8 +106,8 @@ def test_random_settings_give_the_same_global_stream(directory, kind, order):
         position += len(parts[-1])
         seen.add((setting["num_processes"], setting["microbatches"], setting["prefetch"]))
     found = np.concatenate(parts)
-    examples = examples_of(directory, kind, order)
-    expected = read_places([examples[i] for i in range(position)])
+    numbers, read = examples_of(directory, kind, order)
+    expected = read(np.array([numbers[i] for i in range(position)]))
     assert np.array_equal(found, expected["tokens"])
     assert hashlib.sha256(found[:1000].tobytes()).hexdigest() == DIGESTS[kind, order]
     assert position > 1000  # 90 windows are an epoch of the first stream

@@ -20,7 +20,6 @@ from maxmars.data.packing import (
     segments_and_positions,
     write_plans,
 )
-from maxmars.data.sampling import read_places, training_examples
 from maxmars.data.sources import DocumentStarts, read_metadata, write_metadata
 
 END = 256
@@ -109,11 +108,7 @@ def windows(directory, packing):
     """All windows of a directory in order, as one batch."""
     config = TokenShardsConfig(path=str(directory), packing=packing, order="sequential")
     tokens = open_data(config, "train", model=MODEL)
-    examples = training_examples(
-        tokens.streams, tokens.weights, length=MODEL.max_seq_len, seed=0, order=config.order
-    )
-    count = (tokens.num_tokens - 1) // MODEL.max_seq_len
-    return read_places([examples[i] for i in range(count)], tokens.types), config
+    return tokens.read(np.arange(len(tokens)))
 
 
 def documents_of(row):
@@ -122,9 +117,9 @@ def documents_of(row):
 
 
 def test_split_windows_tell_their_documents_apart(directory):
-    batch, config = windows(directory, "split")
-    plain, _ = windows(directory, "none")
-    assert set(batch) == set(config.arrays) == {"tokens", "segment_ids", "positions"}
+    batch = windows(directory, "split")
+    plain = windows(directory, "none")
+    assert set(batch) == {"tokens", "segment_ids", "positions"}
     np.testing.assert_array_equal(batch["tokens"], plain["tokens"])
     for i, tokens in enumerate(batch["tokens"]):
         parts = documents_of({name: array[i] for name, array in batch.items()})
@@ -137,10 +132,10 @@ def test_split_windows_tell_their_documents_apart(directory):
 
 def test_best_fit_windows_hold_whole_documents(directory):
     plan = write_plans(directory, MODEL.max_seq_len)["train"]
-    batch, config = windows(directory, "best_fit")
-    assert set(batch) == set(config.arrays)
+    batch = windows(directory, "best_fit")
+    assert set(batch) == {"tokens", "segment_ids", "positions", "mask"}
     assert len(batch["tokens"]) == len(plan)
-    stream = open_data(TokenShardsConfig(path=str(directory)), "train", model=MODEL).streams[0]
+    stream = open_split(directory, "train")
     stream = stream.read(0, stream.num_tokens)
     # Every token is predicted once, each from the document that it is of.
     counts = np.bincount(batch["tokens"][batch["mask"]], minlength=257)

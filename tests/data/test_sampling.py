@@ -8,12 +8,11 @@ from token_directories import write_shards
 from maxmars.data.sampling import (
     Interleaving,
     SharesByWeight,
-    num_windows,
-    read_places,
-    training_examples,
-    validation_examples,
+    training_numbers,
+    validation_numbers,
 )
 from maxmars.data.token_files import TokenShards
+from maxmars.data.windows import TokenWindows
 
 STREAM = np.arange(1000, 1100)
 
@@ -24,38 +23,30 @@ def stream(tmp_path):
     return TokenShards(tmp_path / "tokens", "train")
 
 
-@pytest.fixture
-def streams(tmp_path):
-    """Streams of 13, 61 and 121 tokens whose ids tell them apart."""
-    for i, num_tokens in enumerate((13, 61, 121)):
-        write_shards(tmp_path / str(i), 1000 * i + np.arange(num_tokens), vocab_size=3000)
-    return [TokenShards(tmp_path / str(i), "train") for i in range(3)]
-
-
-def examples_of(stream, length, *, seed=0, order="shuffled"):
-    return training_examples([stream], [1.0], length=length, seed=seed, order=order)
-
-
-def tokens_of(examples, numbers):
-    """The tokens of some examples, [numbers, window], read at once."""
-    return read_places([examples[i] for i in numbers])["tokens"]
+def first(dataset, count):
+    """The first elements of a dataset."""
+    return [dataset[i] for i in range(count)]
 
 
 @pytest.mark.parametrize("length", [1, 7, 33, 98, 99])
 def test_windows(stream, length):
-    windows = validation_examples([stream], [1.0], length)
+    windows = TokenWindows(stream, length)
     expected = [STREAM[i : i + length + 1] for i in range(0, 100 - length, length)]
-    assert len(windows) == num_windows(stream, length) == len(expected)
-    found = tokens_of(windows, range(len(windows)))
+    assert len(windows) == len(expected)
+    found = windows.read(np.arange(len(windows)))["tokens"]
     assert np.array_equal(found, expected)
     targets = found[:, 1:].ravel()
     assert len(np.unique(targets)) == len(targets)  # each token is predicted once
+    at_every_token = TokenWindows(stream, length, at_every_token=True)
+    assert len(at_every_token) == 100 - length
+    (last,) = at_every_token.read(np.array([99 - length]))["tokens"]
+    assert np.array_equal(last, STREAM[99 - length :])
 
 
-@pytest.mark.parametrize("order", ["shuffled", "sequential", "random_windows"])
-def test_too_few_tokens_for_a_window(stream, order):
+@pytest.mark.parametrize("at_every_token", [True, False])
+def test_too_few_tokens_for_a_window(stream, at_every_token):
     with refused(ValueError, "100 tokens", "100 + 1"):
-        examples_of(stream, 100, order=order)
+        TokenWindows(stream, 100, at_every_token=at_every_token)
 
 
 # The starts of seed 7's first windows of 9 tokens among 100, and of one far away.
@@ -68,35 +59,34 @@ SHUFFLED = {
 }
 
 
-def test_random_windows_are_pinned(stream):
-    windows = examples_of(stream, 9, seed=7, order="random_windows")
-    assert [windows[i].start for i in (0, 1, 2, 3, 10**12)] == STARTS
-    assert np.array_equal(windows[0].read(), STREAM[STARTS[0] : STARTS[0] + 10])
+def order_of(*sizes, weights=(1.0,), seed=0, order="random_windows"):
+    return training_numbers(sizes, weights, seed=seed, order=order)
 
 
-def test_shuffled_windows_are_pinned(stream):
+def test_random_windows_are_pinned():
+    numbers = order_of(91, seed=7)
+    assert [numbers[i] for i in (0, 1, 2, 3, 10**12)] == STARTS
+
+
+def test_shuffled_windows_are_pinned():
     for seed, expected in SHUFFLED.items():
-        examples = examples_of(stream, 9, seed=seed)
-        numbers = [examples[i].start // 9 for i in range(22)]
+        numbers = first(order_of(11, seed=seed, order="shuffled"), 22)
         assert numbers == expected
         assert sorted(numbers[:11]) == sorted(numbers[11:]) == list(range(11))
 
 
-def test_random_windows_are_uniform_over_every_start(stream):
-    windows = examples_of(stream, 97, order="random_windows")  # starts 0, 1 and 2
-    counts = np.bincount([windows[i].start for i in range(3000)])
+def test_random_windows_are_uniform_over_every_start():
+    counts = np.bincount(first(order_of(3), 3000))
     assert len(counts) == 3
     assert np.all(np.abs(counts - 1000) < 4 * np.sqrt(3000 * 2 / 9))  # four standard deviations
-    only = examples_of(stream, 99, order="random_windows")
-    assert [only[i].start for i in range(5)] == [0] * 5
+    assert first(order_of(1), 5) == [0] * 5
 
 
-def test_random_windows_of_other_seeds_and_indices_differ(stream):
-    windows = [examples_of(stream, 9, seed=seed, order="random_windows") for seed in range(4)]
-    starts = {(seed, i): windows[seed][i].start for seed in range(4) for i in range(50)}
-    for a, b in itertools.combinations(range(4), 2):
-        assert sum(starts[a, i] == starts[b, i] for i in range(50)) < 6
-        assert sum(starts[a, i] == starts[a, i - 1] for i in range(1, 50)) < 6
+def test_random_windows_of_other_seeds_and_indices_differ():
+    starts = [first(order_of(91, seed=seed), 50) for seed in range(4)]
+    for a, b in itertools.combinations(starts, 2):
+        assert sum(one == other for one, other in zip(a, b, strict=True)) < 6
+        assert sum(one == other for one, other in itertools.pairwise(a)) < 6
 
 
 @pytest.mark.parametrize(
@@ -156,47 +146,45 @@ def test_a_mixture_whose_weights_change_misses_and_repeats_nothing():
             assert seen == {6: [7, 0], 19: [14, 6], 39: [14, 26]}[index]
 
 
-def test_each_part_of_a_mixture_runs_through_its_own_epochs(streams):
-    weights = [0.5, 0.3, 0.2]
-    examples = training_examples(streams, weights, length=4, seed=3, order="shuffled")
-    found = tokens_of(examples, range(300)).tolist()
+SIZES = (3, 15, 30)
+ENDS = np.cumsum(SIZES)  # the windows of all parts are numbered one part after the other
+
+
+def test_each_part_of_a_mixture_runs_through_its_own_epochs():
+    numbers = first(order_of(*SIZES, weights=(0.5, 0.3, 0.2), seed=3, order="shuffled"), 300)
     for part, count in enumerate((150, 90, 60)):
-        windows = [w for w in found if w[0] // 1000 == part]
+        size, end = SIZES[part], ENDS[part]
+        windows = [number for number in numbers if end - size <= number < end]
         assert len(windows) == count
-        size = num_windows(streams[part], 4)
         epochs = [windows[i : i + size] for i in range(0, count - size + 1, size)]
         assert len(epochs) >= 2
         for epoch in epochs:
-            assert len({w[0] for w in epoch}) == size  # each window once
+            assert len(set(epoch)) == size  # each window once
         assert size < 10 or epochs[0] != epochs[1]
 
 
-def test_parts_of_the_same_size_have_orders_of_their_own(streams):
-    examples = training_examples(
-        [streams[2], streams[2]], [1.0, 1.0], length=4, seed=3, order="shuffled"
-    )
-    firsts = [examples[i].start for i in range(60)]
-    assert sorted(firsts[::2]) == sorted(firsts[1::2])
-    assert firsts[::2] != firsts[1::2]
+def test_parts_of_the_same_size_have_orders_of_their_own():
+    numbers = first(order_of(30, 30, weights=(1.0, 1.0), seed=3, order="shuffled"), 60)
+    ours, theirs = numbers[::2], [number - 30 for number in numbers[1::2]]
+    assert sorted(ours) == sorted(theirs)
+    assert ours != theirs
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sequential", "random_windows"])
-def test_a_mixture_seeks(streams, order):
-    options = {"length": 4, "seed": 1, "order": order}
-    examples = training_examples(streams, [0.2, 0.3, 0.5], **options)
-    forwards = [examples[i].read().tolist() for i in range(100)]
-    examples = training_examples(streams, [0.2, 0.3, 0.5], **options)
-    backwards = [examples[i].read().tolist() for i in reversed(range(100))]
-    assert forwards == backwards[::-1]
-    assert len(examples[10**12].read()) == 5
+def test_a_mixture_seeks(order):
+    options = {"weights": (0.2, 0.3, 0.5), "seed": 1, "order": order}
+    forwards = first(order_of(*SIZES, **options), 100)
+    numbers = order_of(*SIZES, **options)
+    assert [numbers[i] for i in reversed(range(100))] == forwards[::-1]
+    assert 0 <= numbers[10**12] < sum(SIZES)
 
 
-def test_validation_windows_of_a_mixture_end_before_a_part_repeats(streams):
+def test_validation_windows_of_a_mixture_end_before_a_part_repeats():
     weights = [0.25, 0.5, 0.25]
-    windows = validation_examples(streams, weights, 4)  # of 3, 15 and 30 windows
-    firsts = tokens_of(windows, range(len(windows)))[:, 0].tolist()
-    assert len(set(firsts)) == len(firsts)
-    counts = np.bincount([first // 1000 for first in firsts])
+    numbers = validation_numbers(SIZES, weights)
+    found = first(numbers, len(numbers))
+    assert len(set(found)) == len(found)
+    counts = np.bincount(np.searchsorted(ENDS, found, "right"))
     assert counts[0] == 3
-    assert Interleaving(weights).counts(len(windows)) == counts.tolist()
-    assert Interleaving(weights).counts(len(windows) + 1)[0] == 4
+    assert Interleaving(weights).counts(len(numbers)) == counts.tolist()
+    assert Interleaving(weights).counts(len(numbers) + 1)[0] == 4

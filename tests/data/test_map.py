@@ -1,0 +1,220 @@
+"""`data.map`: a function of the user's own that changes every window on its way to a batch."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from refusals import refused
+from tiny import MODEL, first_difference, short_config, tiny_config
+from token_directories import write_shards
+
+from maxmars.checkpoint import read
+from maxmars.cli import main
+from maxmars.config import (
+    GrainPart,
+    MeshConfig,
+    MixtureConfig,
+    MixturePart,
+    TokenShardsConfig,
+)
+from maxmars.config.errors import in_words
+from maxmars.data.batches import TrainBatches, batch_types, open_data
+from maxmars.data.packing import write_plans
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.distributed.sharding import make_mesh
+
+LENGTH, END = MODEL.max_seq_len, 256
+MASK = """
+import numpy as np
+
+def even(window):
+    return {**window, "mask": window["tokens"] % 2 == 0}
+"""
+WINDOWS = """
+import grain
+import numpy as np
+
+def windows(*, split, length):
+    return grain.MapDataset.range(40).map(lambda i: np.arange(length + 1) + i)
+"""
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A directory of tokens, among them those that end documents."""
+    stream = np.random.default_rng(0).integers(0, 257, 3000)
+    write_shards(tmp_path / "tokens", stream, stream[:400], vocab_size=257)
+    return str(tmp_path / "tokens")
+
+
+@pytest.fixture
+def even(tmp_path):
+    """A map that counts even tokens as targets."""
+    (tmp_path / "mask.py").write_text(MASK)
+    return f"{tmp_path / 'mask.py'}:even"
+
+
+def batches_of(data, *, steps=3, mesh=(1, 1, 1), **options):
+    config = tiny_config(data=data)
+    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: np.prod(mesh)])
+    batches = TrainBatches(open_data(data, "train", model=MODEL), config, mesh, **options)
+    found = [jax.tree.map(np.asarray, batch) for batch in itertools.islice(batches, steps)]
+    batches.close()
+    return found
+
+
+KINDS = {
+    "tokens": {},
+    "sequential": {"order": "sequential"},
+    "random windows": {"order": "random_windows"},
+    "documents": {"packing": "split"},
+    "documents at random": {"packing": "split", "order": "random_windows"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_every_window_is_changed_and_the_stream_stays(tokens, even, kind, mesh):
+    data = TokenShardsConfig(path=tokens, **KINDS[kind])
+    mapped = dataclasses.replace(data, map=even)
+    for plain, found in zip(batches_of(data), batches_of(mapped, mesh=mesh), strict=True):
+        assert found.keys() == plain.keys() | {"mask"}
+        for name, array in plain.items():
+            assert np.array_equal(found[name], array)
+        assert np.array_equal(found["mask"], plain["tokens"] % 2 == 0)
+    later = batches_of(mapped, mesh=mesh, steps=1, position=32)
+    np.testing.assert_equal(later, batches_of(mapped)[2:])
+
+
+def test_the_windows_of_every_part_of_a_mixture_are_changed(tokens, even, tmp_path):
+    (tmp_path / "own.py").write_text(WINDOWS)
+    own = GrainPart(source=f"{tmp_path / 'own.py'}:windows", weight=0.5, num_workers=1)
+    data = MixtureConfig(parts=(MixturePart(path=tokens, weight=0.5), own), map=even)
+    for batch in batches_of(data):
+        assert np.array_equal(batch["mask"], batch["tokens"] % 2 == 0)
+
+
+def test_a_plan_knows_the_arrays_that_a_map_makes(tokens, even, tmp_path):
+    for kind in KINDS.values():
+        data = TokenShardsConfig(path=tokens, map=even, **kind)
+        assert batch_types(data, MODEL) == open_data(data, "train", model=MODEL).types
+        absent = dataclasses.replace(data, path=str(tmp_path / "none"))
+        assert batch_types(absent, MODEL) == batch_types(data, MODEL)
+
+
+def test_a_map_may_lower_the_weights_of_planned_windows(tmp_path):
+    documents = [(str(i), "a" * (i % 30)) for i in range(400)]
+    prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")
+    write_plans(tmp_path / "tokens", LENGTH)
+    (tmp_path / "own.py").write_text(
+        "def f(window):\n    return {**window, 'mask': 0.5 * window['mask']}\n"
+    )
+    data = TokenShardsConfig(path=str(tmp_path / "tokens"), packing="best_fit")
+    mapped = dataclasses.replace(data, map=f"{tmp_path / 'own.py'}:f")
+    for plain, found in zip(batches_of(data), batches_of(mapped), strict=True):
+        assert np.array_equal(found.pop("mask"), np.float32(0.5) * plain.pop("mask"))
+        np.testing.assert_equal(found, plain)
+
+
+def test_validation_is_mapped_too(tokens, even):
+    val = open_data(TokenShardsConfig(path=tokens, map=even), "val", model=MODEL)
+    batch = val.read(np.arange(*val.sizes))
+    assert np.array_equal(batch["mask"], batch["tokens"] % 2 == 0)
+
+
+def test_the_digest_follows_the_text_of_the_map(tokens, even, tmp_path):
+    def digest(**fields):
+        return open_data(TokenShardsConfig(path=tokens, **fields), "train", model=MODEL).digest()
+
+    found = {digest(), digest(map=even), digest(map=even, packing="split")}
+    assert len(found) == 2  # as without a map, packing="split" changes no token
+    (tmp_path / "mask.py").write_text(f"{MASK}# longer\n")
+    assert digest(map=even) not in found
+
+
+NOT_A_MAP = {  # what a map returns, and what its refusal names
+    "nothing": ("None", "tokens of element 0"),
+    "no tokens": ("{'mask': tokens > 0}", "element 0 has mask"),
+    "other names": ("{**window, 'labels': tokens}", "labels"),
+    "fewer arrays": ("{'tokens': tokens}", "positions, segment_ids"),
+    "shorter": ("{**window, 'tokens': tokens[1:]}", "[16], not [17]"),
+    "floats": ("{**window, 'tokens': tokens / 2}", "float64"),
+    "large ids": ("{**window, 'tokens': tokens + 257}", "which is not in [0, 256]"),
+    "weights": ("{**window, 'mask': np.full(len(tokens), 2.0)}", "mask of element 0 hold 2.0"),
+    "chance": ("{**window, 'mask': np.random.rand(len(tokens))}", "seed"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_A_MAP)
+def test_a_map_that_makes_something_else_is_refused(tokens, tmp_path, case):
+    returned, named = NOT_A_MAP[case]
+    begin = "import numpy as np\ndef f(window):\n    tokens = window['tokens']\n"
+    (tmp_path / "own.py").write_text(f"{begin}    return {returned}\n")
+    data = TokenShardsConfig(path=tokens, packing="split", map=f"{tmp_path / 'own.py'}:f")
+    with refused(ValueError, f"data.map='{tmp_path / 'own.py'}:f'", named) as raised:
+        open_data(data, "train", model=MODEL)
+    assert "\n" not in in_words(raised.value)
+
+
+def test_a_window_unlike_the_first_is_refused_when_it_is_read(tokens, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def f(window):\n    tokens = window['tokens']\n"
+        "    return {'tokens': tokens if tokens[0] < 200 else tokens[1:]}\n"
+    )
+    data = TokenShardsConfig(path=tokens, order="sequential", map=f"{tmp_path / 'own.py'}:f")
+    with refused(ValueError, "[16], not [17]") as raised:
+        batches_of(data, steps=5)
+    assert "\n" not in in_words(raised.value)
+
+
+def test_a_map_that_is_not_there(tokens, even, tmp_path):
+    for map_, error, named in (
+        (f"{tmp_path}/none.py:f", FileNotFoundError, f"{tmp_path}/none.py"),
+        (even.replace("even", "odd"), ValueError, "'odd'"),
+    ):
+        with refused(error, "data.map=", named):
+            open_data(TokenShardsConfig(path=tokens, map=map_), "train", model=MODEL)
+    with refused(ValueError, "data.map='mask.txt'"):
+        TokenShardsConfig(path=tokens, map="mask.txt")
+
+
+CONFIG = """
+import pathlib
+from tiny import short_config
+
+def get_config():
+    return short_config(pathlib.Path({tokens!r}), num_steps=4)
+"""
+
+
+def test_a_run_on_mapped_windows_resumes_bit_for_bit_and_refuses_another_map(tmp_path, capsys):
+    short_config(tmp_path / "tokens")
+    config, mask = tmp_path / "config.py", tmp_path / "mask.py"
+    config.write_text(CONFIG.format(tokens=str(tmp_path / "tokens")))
+    mask.write_text(MASK)
+
+    def train(name, *options):
+        words = ["train", str(config), "--workdir", str(tmp_path / name), "--num-processes", "1"]
+        main([*words, *options])
+
+    mapped = ("--data.map", f"{mask}:even")
+    shorter = (*mapped, "--schedule.decay-steps", "4", "--num-steps")
+
+    train("whole", *mapped)
+    train("parts", *shorter, "2")
+    train("parts", *shorter, "4")
+    assert first_difference(tmp_path / "whole", tmp_path / "parts") is None
+    assert (tmp_path / "parts" / "sources" / "mask.py").read_text() == MASK
+    output = tmp_path / "audit.json"
+    main(["audit", str(tmp_path / "parts"), "--replay", "2", "--output", str(output)])
+    assert json.loads(output.read_text())["replayed"].endswith("the same digest")
+    mask.write_text(MASK.replace("== 0", "== 1"))
+    with pytest.raises(SystemExit):
+        train("parts", *shorter, "6")
+    assert "data.map" in capsys.readouterr().err
+    assert read(tmp_path / "parts" / "checkpoints").step == 4
