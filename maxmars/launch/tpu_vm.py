@@ -451,9 +451,7 @@ class Launcher:
             try:
                 hosts = self._obtain()
                 self._start(hosts)
-                while (code := self._follow_to_the_end(hosts)) is None:
-                    pass
-                return code
+                return self._follow_to_the_end(hosts)
             except HostsLostError as error:
                 reason = str(error)
             self._restarts += 1
@@ -464,32 +462,36 @@ class Launcher:
                 )
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
 
-    def _follow_to_the_end(self, hosts: int) -> int | None:
-        """Show the log until the first host's process ends; `run`'s exit code, or None where the
-        hosts have started the run again."""
-        self._follow()
-        ended = self._on_all(f"wait {_END_S}", hosts)
-        states = set(ended.values())
-        if states == {"exited 0"}:
-            return self._finish()
-        if any(state.startswith("stopped") for state in states):
-            log(f"the run was stopped and saved; the same command continues. {self._cost}")
-            return STOPPED
-        if any(state.startswith("exited") for state in states - {"exited 0"}):
-            tpu = self._ask(self._tpu.state)
-            if tpu.phase != "ready":
-                raise HostsLostError(f"the TPU was preempted ({tpu.text})")
-            self._on_all("kill", hosts)  # the others would wait for it
-            told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-            raise ValueError(
-                f"the run failed ({told}); its log is above, each host's in "
-                f"{self._job.workdir}/logs. {self._cost}"
-            )
-        if not all(map(_is_under_way, states)):  # a host was restarted
-            self._start(hosts)
-        elif states != {"running"}:
+    def _follow_to_the_end(self, hosts: int) -> int:
+        """Show the log, also while the hosts start the run again; the exit code as of `run`.
+
+        Raises:
+          HostsLostError: the TPU was preempted, or a host has no process, as after its reboot.
+          ValueError: the run failed.
+        """
+        while True:
+            self._follow()
+            ended = self._on_all(f"wait {_END_S}", hosts)
+            states = set(ended.values())
+            if states == {"exited 0"}:
+                return self._finish()
+            if any(state.startswith("stopped") for state in states):
+                log(f"the run was stopped and saved; the same command continues. {self._cost}")
+                return STOPPED
+            if not all(map(_is_under_way, states)):
+                break
             time.sleep(self._tpu.poll_s)  # as the hosts do
-        return None
+        told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
+        tpu = self._ask(self._tpu.state)
+        if tpu.phase != "ready":
+            raise HostsLostError(f"the TPU was preempted ({tpu.text})")
+        if not any(state.startswith("exited") for state in states - {"exited 0"}):
+            raise HostsLostError(f"not every host has a process ({told})")
+        self._on_all("kill", hosts)  # the others would wait for the one that failed
+        raise ValueError(
+            f"the run failed ({told}); its log is above, each host's in "
+            f"{self._job.workdir}/logs. {self._cost}"
+        )
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Ask gcloud, again and again where it has answered before."""
