@@ -1,8 +1,9 @@
 """`maxmars launch tpu-vm`: a run on the hosts of a TPU, started again after each preemption.
 
 The run goes on without this program, which creates the TPU, copies the checkout, starts every host
-at once and shows the log; run again, it takes up where things stand. Only a TPU that was preempted
-needs it, to be created anew.
+at once and shows the log; run again, it takes up where things stand. The hosts start the run again
+by themselves. Only a TPU that was preempted needs this program, to be created anew, and a host that
+was rebooted.
 
 `TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice, a node of
 Google's, or several slices of one queued resource, which the data center's network joins: each
@@ -368,7 +369,8 @@ class TpuOptions(RunOptions, TpuVm):
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
     poll_s: Annotated[Positive[float], arg(metavar="SECONDS")] = 20.0
-    """Seconds between two questions for the TPU's state, and before ssh is tried again."""
+    """Seconds between two questions for the TPU's state, before ssh is tried again, and before a
+    host starts the run again."""
 
     def check(self) -> None:
         super().check()
