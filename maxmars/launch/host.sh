@@ -1,11 +1,12 @@
 # shellcheck shell=bash disable=SC2154
 # What the script ~/maxmars-NAME.sh does on each TPU host: install, start, status, follow SKIP,
 # wait SECONDS, stop, kill. `host_script` in tpu_vm.py writes above it the values of this run: name,
-# digest (of the source), python (such as python3.12), constraints, setup (may be empty) and train.
+# digest (of the source), python (such as python3.12), constraints, setup (may be empty), train,
+# max_restarts and pause (seconds before each of them); and `starts_again`.
 #
 # Each command reports on a line `[maxmars-host] HOST STATE`, since gcloud mixes the hosts' outputs.
-# States: installed, install-failed, started, idle, running, exited CODE, stopped CODE (after stop)
-# and lost (the process is gone without an exit code, as after a reboot).
+# States: installed, install-failed, started, idle, running, restarting CODE (after the pause),
+# exited CODE, stopped CODE (after stop) and lost (this script is gone too, as after a reboot).
 set -euo pipefail
 home="$HOME/maxmars-$name"
 self="$home.sh"
@@ -13,22 +14,33 @@ log="$home/train.log"
 
 report() { printf '[maxmars-host] %s %s\n' "$(hostname)" "$*"; }
 
+# Whether there is the process of this name: the `run` of this script, or the `train` that it starts.
 alive() {
   local pid
-  pid="$(cat "$home/pid" 2>/dev/null)" && [[ -n $pid ]] && grep -qsz maxmars "/proc/$pid/cmdline"
+  pid="$(cat "$home/$1.pid" 2>/dev/null)" && [[ -n $pid ]] && grep -qsz maxmars "/proc/$pid/cmdline"
+}
+
+signal() { if alive "$2"; then kill "-$1" "$(<"$home/$2.pid")" 2>/dev/null || true; fi; }
+
+put() {
+  printf '%s\n' "$2" >"$home/$1.part"
+  mv "$home/$1.part" "$home/$1"
 }
 
 state() {
-  for _ in {1..20}; do  # the exit code comes a moment after the end
-    if alive; then echo running && return; fi
-    if [[ -f $home/exit_code ]]; then
-      if [[ -f $home/stopped ]]; then printf 'stopped '; else printf 'exited '; fi
-      cat "$home/exit_code" && return
-    fi
-    if [[ ! -f $home/pid ]]; then echo idle && return; fi
-    sleep 0.1
-  done
-  echo lost
+  if alive run && [[ -f $home/restarting ]]; then
+    printf 'restarting '
+    cat "$home/restarting"
+  elif alive run; then
+    echo running
+  elif [[ -f $home/exit_code ]]; then
+    if [[ -f $home/stopped ]]; then printf 'stopped '; else printf 'exited '; fi
+    cat "$home/exit_code"
+  elif [[ -f $home/run.pid ]]; then
+    echo lost
+  else
+    echo idle
+  fi
 }
 
 # A Python as on the machine that this was launched from.
@@ -88,36 +100,48 @@ install() {
 }
 
 start() {
-  if ! alive; then
-    rm -f "$home/pid" "$home/exit_code" "$home/stopped"
+  if ! alive run; then
+    rm -f "$home"/{run.pid,train.pid,restarting,exit_code,stopped}
     touch "$log"
     wc -l <"$log" >"$home/lines_before"
     setsid nohup bash "$self" run >>"$log" 2>&1 </dev/null &
     for _ in {1..200}; do
-      [[ ! -f $home/pid ]] || break
+      [[ ! -f $home/train.pid ]] || break
       sleep 0.05
     done
   fi
   report started
 }
 
+# Every host starts its process again by itself. They need not wait for each other's end: JAX aborts
+# what is left of a run as soon as a new process asks for its coordinator, and the new one waits
+# until all have come.
 run() {
-  local code=0
+  local code restarts=0
+  put run.pid "$$"
   load_environment
   cd "$home/source"
-  "$home/venv/bin/python" "${train[@]}" &
-  printf '%s\n' "$!" >"$home/pid.part"
-  mv "$home/pid.part" "$home/pid"
-  wait "$!" || code=$?
-  printf '%s\n' "$code" >"$home/exit_code.part"
-  mv "$home/exit_code.part" "$home/exit_code"
+  while true; do
+    "$home/venv/bin/python" "${train[@]}" &
+    put train.pid "$!"
+    if [[ -f $home/stopped ]]; then signal TERM train; fi  # since the last look
+    code=0
+    wait "$!" || code=$?
+    if ! starts_again "$code" || ((restarts++ >= max_restarts)); then break; fi
+    put restarting "$code"
+    if [[ ! -f $home/stopped ]]; then sleep "$pause"; fi
+    if [[ -f $home/stopped ]]; then break; fi
+    rm "$home/restarting"
+    echo "maxmars: exit code $code; restart $restarts of at most $max_restarts"
+  done
+  put exit_code "$code"
 }
 
-# The log of this start, each line with its number: gcloud repeats a command whose ssh broke.
+# The log since `start`, each line with its number: gcloud repeats a command whose ssh broke.
 follow() {
   local number="$1" line
-  if [[ -f $home/pid ]]; then
-    tail -n "+$(($(<"$home/lines_before") + number + 1))" -s 0.1 -f --pid="$(<"$home/pid")" "$log" |
+  if [[ -f $home/train.pid ]]; then
+    tail -n "+$(($(<"$home/lines_before") + number + 1))" -s 0.1 -f --pid="$(<"$home/train.pid")" "$log" |
       while IFS= read -r line || [[ -n $line ]]; do
         printf '%s\t%s\n' "$((++number))" "$line"
       done
@@ -125,13 +149,11 @@ follow() {
   report "$(state)"
 }
 
-signal() { if alive; then kill "-$1" "$(<"$home/pid")" 2>/dev/null || true; fi; }
-
-wait_end() {
-  local end=$((SECONDS + $1))
-  while alive && ((SECONDS < end)); do sleep 0.1; done
-  signal KILL
-  report "$(state)"
+# Wait while the state is like this, so many seconds at most.
+wait_while() {
+  local end=$((SECONDS + $2))
+  # shellcheck disable=SC2053
+  while [[ $(state) == $1 ]] && ((SECONDS < end)); do sleep 0.1; done
 }
 
 main() {
@@ -143,13 +165,23 @@ main() {
     run) run ;;
     status) report "$(state)" ;;
     follow) follow "$2" ;;
-    wait) wait_end "$2" ;;
-    stop)
-      if alive; then touch "$home/stopped"; fi
-      signal TERM
-      wait_end 600
+    wait)
+      wait_while running "$2"
+      report "$(state)"
       ;;
-    kill) wait_end 0 ;;
+    stop)
+      if alive run; then touch "$home/stopped"; fi
+      signal TERM train
+      wait_while "r*" 600  # running or restarting
+      signal KILL train
+      wait_while "r*" 5
+      report "$(state)"
+      ;;
+    kill)
+      signal KILL run
+      signal KILL train
+      report "$(state)"
+      ;;
   esac
 }
 

@@ -34,8 +34,17 @@ from maxmars.config.user_code import Source
 
 CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
-ABORTED = 134
-"""Exit code of JAX's abort, after a process of the run did not come or no longer answers."""
+STARTS_AGAIN = """\
+# Whether a run that ended with this code is started again: 75 is saved, to go on; from 128 on, it
+# was ended by a signal. Any other error would come back.
+starts_again() {
+  if (($1 == 134)); then
+    echo "maxmars: exit code 134: JAX aborted, as a process was missing or no longer answered"
+  fi
+  (($1 == 75 || $1 >= 128))
+}
+"""
+"""The rule of restarts, in bash: which starts come to nothing, `train.lives` judges."""
 FAILED = "failed.json"
 """File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
 begins with the job that it is of."""

@@ -23,9 +23,9 @@ from tyro.conf import UseAppendAction, arg
 
 from maxmars.config.checks import NotNegative, Positive, UsageError
 from maxmars.launch.job import (
-    ABORTED,
     FAILED,
     PROLOG,
+    STARTS_AGAIN,
     Job,
     RunOptions,
     check_word,
@@ -257,19 +257,15 @@ code=0
 # The others may still be saving when the first ends.
 {srun} {train} || code=$?
 
-if ((code == {ABORTED})); then
-  echo "maxmars: exit code {ABORTED}: JAX aborted, as a process of the run was missing or no \
-longer answered; SLURM names the tasks and their exit codes above"
-fi
-# 75: saved, to be started again; from 128 on, ended by a signal. These are the highest of all
-# tasks' codes: a task that failed by an error of its own has left it in a file, which names its
-# job. A job that was cancelled no longer runs, `maxmars launch slurm stop` takes Requeue from a
-# job, and one that SLURM preempted is queued again by SLURM.
+{STARTS_AGAIN}
+# SLURM's code is the highest of all tasks': one that failed by an error of its own has left it in a
+# file, which names its job. A job that was cancelled no longer runs, `maxmars launch slurm stop`
+# takes Requeue from a job, and one that SLURM preempted is queued again by SLURM.
 failed=""
 [[ ! -f {failed} ]] || failed="$(<{failed})"
 if [[ $failed == '{{"job": "'"$SLURM_JOB_ID"'",'* ]]; then
   echo "maxmars: a process failed, so the job is not queued again: $failed"
-elif ((code == 75 || code >= 128)) &&
+elif starts_again "$code" &&
   ((${{SLURM_RESTART_COUNT:-0}} < {options.max_restarts})) &&
   [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING*Requeue=1* ]]; then
   echo "maxmars: exit code $code; queueing the job again"

@@ -1,8 +1,9 @@
 """`maxmars launch tpu-vm`: a run on the hosts of a TPU, started again after each preemption.
 
 The run goes on without this program, which creates the TPU, copies the checkout, starts every host
-at once and shows the log; run again, it takes up where things stand. Only a TPU that was preempted
-needs it, to be created anew.
+at once and shows the log; run again, it takes up where things stand. The hosts start the run again
+by themselves. Only a TPU that was preempted needs this program, to be created anew, and a host that
+was rebooted.
 
 `TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice, a node of
 Google's, or several slices of one queued resource, which the data center's network joins: each
@@ -32,8 +33,8 @@ from tyro.conf import Suppress, UseAppendAction, arg
 from maxmars.config.checks import Positive, UsageError
 from maxmars.config.chips import TPU_TYPES, Shape, parse_shape
 from maxmars.launch.job import (
-    ABORTED,
     CONSTRAINTS,
+    STARTS_AGAIN,
     Job,
     RunOptions,
     check_name,
@@ -368,7 +369,8 @@ class TpuOptions(RunOptions, TpuVm):
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
     poll_s: Annotated[Positive[float], arg(metavar="SECONDS")] = 20.0
-    """Seconds between two questions for the TPU's state, and before ssh is tried again."""
+    """Seconds between two questions for the TPU's state, before ssh is tried again, and before a
+    host starts the run again."""
 
     def check(self) -> None:
         super().check()
@@ -436,6 +438,7 @@ class Launcher:
         self._restarts = 0
         self._answered = False  # whether gcloud has answered
         self._reached = False  # whether ssh has worked on this TPU
+        self._seen = 0  # lines of the first host's log
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
 
     def run(self) -> int:
@@ -450,15 +453,7 @@ class Launcher:
             try:
                 hosts = self._obtain()
                 self._start(hosts)
-                self._follow()
-                ended = self._on_all(f"wait {_END_S}", hosts)
-                states = set(ended.values())
-                if states == {"exited 0"}:
-                    return self._finish()
-                if any(state.startswith("stopped") for state in states):
-                    log(f"the run was stopped and saved; the same command continues. {self._cost}")
-                    return STOPPED
-                reason = self._why_it_ended(ended)
+                return self._follow_to_the_end(hosts)
             except HostsLostError as error:
                 reason = str(error)
             self._restarts += 1
@@ -468,6 +463,37 @@ class Launcher:
                     f"command continues the run. {self._cost}"
                 )
             log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
+
+    def _follow_to_the_end(self, hosts: int) -> int:
+        """Show the log, also while the hosts start the run again; the exit code as of `run`.
+
+        Raises:
+          HostsLostError: the TPU was preempted, or a host has no process, as after its reboot.
+          ValueError: the run failed.
+        """
+        while True:
+            self._follow()
+            ended = self._on_all(f"wait {_END_S}", hosts)
+            states = set(ended.values())
+            if states == {"exited 0"}:
+                return self._finish()
+            if any(state.startswith("stopped") for state in states):
+                log(f"the run was stopped and saved; the same command continues. {self._cost}")
+                return STOPPED
+            if not all(map(_is_under_way, states)):
+                break
+            time.sleep(self._tpu.poll_s)  # as the hosts do
+        told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
+        tpu = self._ask(self._tpu.state)
+        if tpu.phase != "ready":
+            raise HostsLostError(f"the TPU was preempted ({tpu.text})")
+        if not any(state.startswith("exited") for state in states - {"exited 0"}):
+            raise HostsLostError(f"not every host has a process ({told})")
+        self._on_all("kill", hosts)  # the others would wait for the one that failed
+        raise ValueError(
+            f"the run failed ({told}); its log is above, each host's in "
+            f"{self._job.workdir}/logs. {self._cost}"
+        )
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Ask gcloud, again and again where it has answered before."""
@@ -491,26 +517,6 @@ class Launcher:
         else:
             log(self._cost)
         return 0
-
-    def _why_it_ended(self, ended: dict[str, str]) -> str:
-        """The reason to start a run again whose hosts ended in these states."""
-        tpu = self._ask(self._tpu.state)
-        if tpu.phase != "ready":
-            return f"the TPU was preempted ({tpu.text})"
-        hosts = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-        if any(map(_is_own_error, ended.values())):
-            raise ValueError(
-                f"the run failed ({hosts}); its log is above, each host's in "
-                f"{self._job.workdir}/logs. {self._cost}"
-            )
-        others = sorted(host for host, state in ended.items() if state != f"exited {ABORTED}")
-        if len(others) < len(ended):
-            where = f"; look at {', '.join(others)}" if others else ""
-            log(
-                f"exit code {ABORTED}: JAX aborted, as a process of the run was missing or no "
-                f"longer answered{where}"
-            )
-        return f"the run ended early ({hosts})"
 
     def _obtain(self) -> int:
         """Have the TPU ready, created if need be; the number of its hosts."""
@@ -554,7 +560,7 @@ class Launcher:
     def _start(self, hosts: int) -> None:
         """Have a process run on every host, all started at once."""
         with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-            copy = self._tpu.copy(_write_files(self._job, Path(folder)))
+            copy = self._tpu.copy(_write_files(self._tpu, self._job, Path(folder)))
             for _ in range(_SSH_TRIES):
                 if (done := run_program(copy)).returncode == 0:
                     break
@@ -564,10 +570,10 @@ class Launcher:
                 raise HostsLostError(f"scp fails ({problem(done)})")
             self._reached = True
         states = set(self._on_all("status", hosts).values())
-        if states == {"running"}:
+        if all(map(_is_under_way, states)):
             log(f"the run is already under way on {hosts} hosts")
             return
-        if "running" in states:  # on some of them only
+        if any(map(_is_under_way, states)):  # on some of them only
             self._on_all("kill", hosts)
         log(f"installing on {hosts} hosts")
         installed = self._on_all("install", hosts, show=True)
@@ -575,6 +581,7 @@ class Launcher:
         if failed:
             raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
         log(f"starting on {hosts} hosts")
+        self._seen = 0
         self._on_all("start", hosts)
 
     def _on_all(
@@ -603,14 +610,14 @@ class Launcher:
 
     def _follow(self) -> None:
         """Show the first host's log until its process ends; a lost connection is taken up again."""
-        failures, seen = 0, 0
+        failures = 0
         while failures < _SSH_TRIES:
-            before = seen
-            ended, seen = self._tpu.follow_log(seen)
+            before = self._seen
+            ended, self._seen = self._tpu.follow_log(before)
             if ended:
                 return
             self._wait_for_ssh()
-            failures = 1 if seen > before else failures + 1
+            failures = 1 if self._seen > before else failures + 1
         raise HostsLostError("the connection to the first host breaks again and again")
 
     def _wait_for_ssh(self, failed: subprocess.CompletedProcess[str] | None = None) -> None:
@@ -635,11 +642,8 @@ class Launcher:
         time.sleep(self._tpu.poll_s)
 
 
-def _is_own_error(state: str) -> bool:
-    """Whether a host's process failed by an error that would come back: as under SLURM, only 75 and
-    an end by a signal are no such error."""
-    verb, _, code = state.partition(" ")
-    return verb == "exited" and code not in ("0", str(STOPPED)) and int(code) < 128
+def _is_under_way(state: str) -> bool:
+    return state.startswith(("running", "restarting"))
 
 
 def _check_agent(tpu: TpuOptions) -> None:
@@ -662,7 +666,7 @@ def _check_agent(tpu: TpuOptions) -> None:
         )
 
 
-def host_script(job: Job) -> str:
+def host_script(options: TpuOptions, job: Job) -> str:
     """The script on each host: the values of this run, then host.sh."""
     values = {
         "name": job.name,
@@ -670,11 +674,13 @@ def host_script(job: Job) -> str:
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
         "constraints": CONSTRAINTS,
         "setup": job.source.setup or "",
+        "max_restarts": str(options.max_restarts),
+        "pause": str(options.poll_s),
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
     train = f"train=({shlex.join(job.python_arguments())})"
     body = Path(__file__).with_name("host.sh").read_text()
-    return "\n".join(["#!/usr/bin/env bash", *lines, train, body])
+    return "\n".join(["#!/usr/bin/env bash", *lines, train, STARTS_AGAIN, body])
 
 
 def _environment_file(environment: Iterable[tuple[str, str]]) -> str:
@@ -686,10 +692,10 @@ def _file_names(job: Job) -> list[str]:
     return [f"maxmars-{job.name}{end}" for end in (".tar.gz", ".sh", ".env")]
 
 
-def _write_files(job: Job, folder: Path) -> list[str]:
+def _write_files(options: TpuOptions, job: Job, folder: Path) -> list[str]:
     source, script, environment = paths = [folder / name for name in _file_names(job)]
     source.write_bytes(job.source.archive)
-    script.write_text(host_script(job))
+    script.write_text(host_script(options, job))
     environment.touch(mode=0o600)  # has the secrets
     environment.write_text(_environment_file(job.environment.items()))
     return [str(path) for path in paths]
@@ -713,7 +719,7 @@ def describe(options: TpuOptions, job: Job) -> str:
 set -euo pipefail
 
 # {source}: {job.source.size}
-{_here_document(script, host_script(job))}
+{_here_document(script, host_script(options, job))}
 {_here_document(environment, _environment_file((n, "<redacted>") for n in job.environment))}
 
 # Create the TPU, and wait until it is there:

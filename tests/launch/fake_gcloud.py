@@ -79,7 +79,7 @@ def delete(name):
     for node in ("node", *read("nodes", [])):
         (CLOUD / node).unlink(missing_ok=True)
     for path in CLOUD.glob("host[0-9]*"):
-        for pid in path.glob("maxmars-*/pid"):
+        for pid in sorted(path.glob("maxmars-*/*.pid")):  # `run` before `train`
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
         gone = CLOUD / f"gone-{os.getpid()}-{path.name}"  # as a process may still write there

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from fake_cloud import FakeCloud, launch, program, with_options
+from tiny import first_difference
 from xla_flags import xla_flags
+
+from maxmars.checkpoint import list_steps
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.py")
@@ -85,7 +89,7 @@ echo "step 1 of host $FAKE_HOST"
 if [[ $FAKE_HOST == 0 ]]; then
   until grep -q follow "$FAKE_CLOUD/calls"; do sleep 0.1; done; sleep 0.3
   echo '["SUSPENDING", "SUSPENDED"]' >"$FAKE_CLOUD/queued"
-  echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; exit 75
+  echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; kill -KILL $PPID; exit
 fi
 exec -a maxmars sleep 60  # is killed with its host
 """)
@@ -106,13 +110,17 @@ def test_two_slices_train_as_one_until_one_is_preempted(cloud, capsys, named):
     waiting = ["WAITING_FOR_RESOURCES", "ACTIVE"]
     cloud.write("creations", [{"queued": waiting, "node": ["READY"]}] * 2)
     cloud.train("""
-if [[ -f $FAKE_CLOUD/once ]]; then touch "$FAKE_CLOUD/continued$FAKE_HOST"; exit 0; fi
+if [[ -f $FAKE_CLOUD/once && ! -f $HOME/old ]]; then
+  touch "$FAKE_CLOUD/continued$FAKE_HOST"; exit 0
+fi
+touch "$HOME/old"
 echo "step 1 of host $FAKE_HOST"
 if [[ $FAKE_HOST == 0 ]]; then
   until grep -q follow "$FAKE_CLOUD/calls"; do sleep 0.1; done; sleep 0.3
   echo '["PREEMPTED"]' >"$FAKE_CLOUD/run1-1"; touch "$FAKE_CLOUD/once"
+  kill -KILL $PPID
 fi
-exit 75
+sleep 0.2; exit 75
 """)
     assert launch(*START, "--queued", "--num-slices", "2", "--", *TWO) == 0
     output = capsys.readouterr().out
@@ -240,41 +248,47 @@ def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
     assert cloud.count(" --internal-ip ", " follow ") == 1
 
 
-def test_jaxs_abort_is_explained(cloud, capsys):
-    cloud.train("[[ $FAKE_HOST == 1 ]] && exit 75; exit 134")
-    assert launch(*START, "--max-restarts", "0") == 1
-    captured = capsys.readouterr()
-    assert re.search("exit code 134: .*look at tpu-w-1\n", captured.out)
-    assert "(tpu-w-0 exited 134, tpu-w-1 exited 75)" in captured.err
-
-
 @pytest.mark.parametrize("code", [1, 127])
 def test_a_run_that_fails_is_not_started_again(cloud, capsys, code):
-    own = f"[[ $FAKE_HOST == 1 ]] && exit {code}; exit 75"
-    cloud.train(f'echo "maxmars: error: no data"; {own}')
-    assert launch(*START) == 1
+    cloud.train(f"""echo "maxmars: error: no data"
+[[ $FAKE_HOST == 1 ]] && exit {code}; exit 75  # which waits for the other one, in vain
+""")
+    assert launch(*START, "--poll-s", "60") == 1
     captured = capsys.readouterr()
     assert "maxmars: error: no data" in captured.out
-    assert f"(tpu-w-0 exited 75, tpu-w-1 exited {code})" in captured.err
+    assert f"(tpu-w-0 restarting 75, tpu-w-1 exited {code})" in captured.err
     assert "launch tpu-vm delete" in captured.err
     assert cloud.count("--command=bash maxmars-run1.sh start") == 1
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    assert f"tpu-w-0: lost\ntpu-w-1: exited {code}\n" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_run_that_ends_early_is_started_again_on_the_same_tpu(cloud, tmp_path, capsys):
-    cloud.train("exit 75")
-    setup = tmp_path / "mount.sh"
-    setup.write_text('echo mounted >>"$FAKE_CLOUD/setups$FAKE_HOST"\n')
-    assert launch(*START, "--max-restarts", "1", "--setup", str(setup)) == 1
-    captured = capsys.readouterr()
-    assert "(tpu-w-0 exited 75, tpu-w-1 exited 75); restart 1" in captured.out
-    assert "--max-restarts 1" in captured.err
-    assert cloud.count(" create ") == 1
-    assert cloud.count(" start ") == 2
-    for number in range(2):  # the second start found everything installed
-        assert len((cloud.host(number) / "maxmars-run1" / "install.log").read_text().splitlines())
-        setups = (cloud.folder / f"setups{number}").read_text().split()
-        assert setups == ["mounted"] * 2  # before each start, as the host may have rebooted
+ENDS_TWICE = """
+echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"
+case $(grep -c "$FAKE_HOST" "$FAKE_CLOUD/starts") in
+  1) exit 75 ;;
+  2) kill -ABRT $$ ;;
+esac
+echo "trained on $FAKE_HOST"
+"""
+
+
+def test_each_host_starts_its_process_again(cloud, capsys):
+    cloud.train(ENDS_TWICE)
+    assert launch(*START) == 0
+    assert sorted((cloud.folder / "starts").read_text().split()) == ["0"] * 3 + ["1"] * 3
+    assert cloud.count(" start ") == cloud.count(" scp ") == cloud.count(" create ") == 1
+    assert launch("launch", "tpu-vm", "logs", *WHERE) == 0
+    log = capsys.readouterr().out
+    assert re.search("exit code 134.* no longer answered\n", log)
+    assert log.rstrip().endswith("trained on 0")
+
+
+def test_restarts_of_the_hosts_are_limited(cloud, capsys):
+    cloud.train(ENDS_TWICE)
+    assert launch(*START, "--max-restarts", "1") == 1
+    assert "(tpu-w-0 exited 134, tpu-w-1 exited 134)" in capsys.readouterr().err
+    assert len((cloud.folder / "starts").read_text().split()) == 4
 
 
 @pytest.mark.slow
@@ -309,7 +323,7 @@ def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
     codes = []
     watchers = [threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True)]
     watchers[0].start()
-    pids = [cloud.host(number) / "maxmars-run1" / "pid" for number in range(2)]
+    pids = [cloud.host(number) / "maxmars-run1" / "train.pid" for number in range(2)]
     wait_until(lambda: all(pid.exists() for pid in pids))
     assert launch("launch", "tpu-vm", "status", *WHERE) == 0
     shown = capsys.readouterr().out  # among the lines of the watcher
@@ -520,45 +534,65 @@ def test_a_type_is_also_named_by_its_chips_and_the_price_is_said(cloud, capsys):
     assert "2 hosts, 8 x TPU v5p, 33.60 an hour" in shown[0].err
 
 
+class RealTraining:
+    """Two processes that train, for `num_steps`, and the launcher that watches them."""
+
+    def __init__(self, cloud, tmp_path, num_steps, checkpoints):
+        self.cloud, self.config = cloud, tmp_path / "tiny_config.py"
+        self.config.write_text(
+            f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+            "from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig\n"
+            "from tiny import tiny_config\n\n"
+            "def get_config():\n"
+            f"    return tiny_config(num_steps={num_steps}, mesh=MeshConfig(fsdp=2),\n"
+            f"        eval=EvalConfig(every=None), checkpoint=CheckpointConfig({checkpoints}))\n"
+        )
+        slurm = {"JOB_ID": os.getpid(), "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "LOCALID": 0}
+        variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
+        cloud.train(
+            f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
+            f"export XLA_FLAGS='{xla_flags(1)}'\n"
+            f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
+            f'exec {sys.executable} "$@"\n'
+        )
+
+    def start(self, workdir, *options):
+        self.codes = []
+        command = ["launch", "tpu-vm", str(self.config), *WHERE, "--accelerator", "v5p-16"]
+        command += ["--workdir", str(workdir), *options]
+        launcher = lambda: self.codes.append(launch(*command))  # noqa: E731
+        self.watcher = threading.Thread(target=launcher, daemon=True)
+        self.watcher.start()
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < deadline
+            assert self.watcher.is_alive()
+            time.sleep(0.02)
+
+    def signal(self, host, number):
+        os.kill(int((self.cloud.host(host) / "maxmars-run1" / "train.pid").read_text()), number)
+
+    def end(self):
+        self.watcher.join(240)
+        assert self.codes == [0]
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_hosts_train_are_preempted_and_continue(cloud, tmp_path, capsys):
-    """A real training of two processes, which end with their hosts, and continue on new ones."""
-    config = tmp_path / "tiny_config.py"
-    config.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig\n"
-        "from tiny import tiny_config\n\n"
-        "def get_config():\n"
-        "    return tiny_config(num_steps=150, mesh=MeshConfig(fsdp=2),\n"
-        "        eval=EvalConfig(every=None), checkpoint=CheckpointConfig(every=None))\n"
-    )
-    slurm = {"JOB_ID": os.getpid(), "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "LOCALID": 0}
-    variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
-    cloud.train(
-        f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
-        f"export XLA_FLAGS='{xla_flags(1)}'\n"
-        f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
-        f'exec {sys.executable} "$@"\n'
-    )
+    """The processes end with their hosts, and continue on new ones."""
+    training = RealTraining(cloud, tmp_path, 150, "every=None")
     workdir = tmp_path / "run"
-    start = ["launch", "tpu-vm", str(config), *WHERE, "--accelerator", "v5p-16", "--spot"]
-    codes = []
-    command = [*start, "--queued", "--workdir", str(workdir)]
-    watcher = threading.Thread(target=lambda: codes.append(launch(*command)), daemon=True)
-    watcher.start()
+    training.start(workdir, "--spot", "--queued")
     metrics = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 150
-    while not metrics.exists() or metrics.read_text().count("train/loss") < 8:
-        assert time.monotonic() < deadline
-        assert watcher.is_alive()
-        time.sleep(0.05)
+    training.wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 8)
     cloud.write("queued", ["SUSPENDING", "SUSPENDED"])
     cloud.write("node", ["PREEMPTED"])
-    for number in range(2):  # as a machine that is taken away does
-        os.kill(int((cloud.host(number) / "maxmars-run1" / "pid").read_text()), 15)
-    watcher.join(240)
-    assert codes == [0]
+    for host in range(2):  # as a machine that is taken away does
+        training.signal(host, signal.SIGTERM)
+    training.end()
     output = capsys.readouterr().out
     assert "preempted (queued resource" in output
     continued = int(output.split("continuing from step ")[1].split()[0])
@@ -568,3 +602,23 @@ def test_two_hosts_train_are_preempted_and_continue(cloud, tmp_path, capsys):
     assert steps == list(range(1, 151))
     assert cloud.count(" create ") == 2
     assert "done: 150 steps" in (workdir / "logs" / "host_001.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_process_and_the_others_start_again_and_end_as_if_undisturbed(cloud, tmp_path):
+    training = RealTraining(cloud, tmp_path, 90, "every=15")
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    training.start(killed, "--poll-s", "1")
+    for host, step in ((1, 15), (0, 45)):  # process 0 has JAX's coordinator
+        training.wait_until(
+            lambda step=step: max(list_steps(killed / "checkpoints"), default=0) >= step
+        )
+        training.signal(host, signal.SIGKILL)
+    training.end()
+    log = (cloud.host(1) / "maxmars-run1" / "train.log").read_text()
+    assert re.findall("restart [0-9] of", log) == ["restart 1 of", "restart 2 of"]
+    assert cloud.count(" start ") == 1
+    training.start(undisturbed)
+    training.end()
+    assert first_difference(undisturbed, killed) is None

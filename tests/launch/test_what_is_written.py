@@ -12,7 +12,7 @@ from fake_cloud import launch
 from jobset_rules import problems
 
 from maxmars.launch.job import Job, PackedCheckout
-from maxmars.launch.tpu_vm import host_script
+from maxmars.launch.tpu_vm import TpuOptions, host_script
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 GKE = ["launch", "gke", CONFIG, "--dry-run", "--name", "run1", "--workdir", "/mnt/run1"]
@@ -161,7 +161,9 @@ def test_the_script_of_tpu_hosts_passes_shellcheck():
     )
     words = ("--name", "it's mine")
     job = Job(name="run1", source=source, workdir="gs://b/r", train_arguments=words, environment={})
-    assert shellcheck(host_script(job)) == ""
+    tpu = {"zone": "us-east5-a", "accelerator": "v5p-16"}
+    options = TpuOptions(config=source.config, name="run1", workdir="gs://b/r", **tpu)
+    assert shellcheck(host_script(options, job)) == ""
 
 
 def test_shellcheck_finds_faults():
