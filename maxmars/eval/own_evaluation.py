@@ -93,7 +93,7 @@ class OwnInLoop:
     ) -> None:
         self._evaluation = OwnEvaluation(source)
         self._config, self._mesh = config, mesh
-        self._tokenizer = tokenizer_of_tokens(tokens.first)
+        self._tokenizer = tokenizer_of_tokens(tokens.origin)
         self.name = self._evaluation.name
         self.time_metric = f"perf/{self.name}/time"
         """Seconds that it took; recorded whatever it returns."""
