@@ -73,14 +73,26 @@ def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """A function of the user's own: a text, of which the config makes a `Source` here, so that its
     path is relative to where it is typed."""
-    if Source not in kinds_of(info.type):
+    kinds = kinds_of(info.type)
+    if Source not in kinds:
         return None
+    optional = type(None) in kinds
+
+    def read(words: list[str]) -> str | None:
+        (word,) = words
+        if optional and word == "None":
+            return None
+        with contextlib.suppress(ValueError):
+            Source.parse(word)
+            return word
+        raise ValueError(f"{word} must be FILE.py:NAME{' or None' * optional}.")
+
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="FILE.py:NAME",
-        instance_from_str=lambda words: words[0],
-        is_instance=lambda value: isinstance(value, Source),
-        str_from_instance=lambda source: [source.written],
+        metavar="FILE.py:NAME" + "|None" * optional,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, Source) or (optional and value is None),
+        str_from_instance=lambda source: ["None" if source is None else source.written],
     )
 
 
