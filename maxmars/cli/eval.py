@@ -119,6 +119,12 @@ class EvalArguments(CheckedConfig):
     process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.own is not None:
+            own = (Source.of(s, field="--own", example="my_eval.py:rhyme") for s in self.own)
+            object.__setattr__(self, "own", tuple(own))
+
 
 def run(argv: list[str]) -> int:
     """Run `maxmars eval`."""

@@ -130,6 +130,28 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
     )
 
 
+def _several_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Such a tuple, or the word None."""
+    kinds = kinds_of(info.type)
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if len(tuples) != 1 or set(kinds) != {*tuples, type(None)}:
+        return None
+    spec = _several_values(PrimitiveTypeInfo.make(tuples[0], info.markers))
+    if spec is None:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"None|{spec.metavar}",
+        instance_from_str=lambda words: (
+            None if words == ["None"] else spec.instance_from_str(words)
+        ),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: (
+            ["None"] if value is None else spec.str_from_instance(value)
+        ),
+    )
+
+
 def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Texts by name, such as options of a compiler, or a word in place of them all."""
     kinds = kinds_of(info.type)
@@ -178,4 +200,5 @@ VALUES = ConstructorRegistry()
 VALUES.primitive_rule(_one_value)
 VALUES.primitive_rule(_own_function)
 VALUES.primitive_rule(_several_values)
+VALUES.primitive_rule(_several_or_none)
 VALUES.primitive_rule(_named_values)

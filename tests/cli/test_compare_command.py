@@ -126,6 +126,7 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
             [
                 *("compare", "quickstart:data=data"),
                 *("--optimizers", "adamw", "mars_m", "muon", "mine.py:make"),
+                *("--eval.own", "mine.py:make"),  # is left out, as HellaSwag is
                 *words.split(),
             ]
         )
@@ -135,6 +136,7 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
     config = from_dict(kept["configs"]["mine"])
     assert config.optimizer.make == Source.of("mine.py:make")
     assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
+    assert config.eval.own is None
     assert list(kept["code"]) == ["mine"]
 
 

@@ -32,7 +32,7 @@ COMMANDS = [
     "launch slurm status --name a",
 ]
 NUMBERS = {"N", "X", "I", "K", "SECONDS", "MONEY", "LOSS"}
-ANY_TEXT = {"TEXT", "PATH", "FILE.json"}
+ANY_TEXT = {"TEXT", "PATH", "FILE.json", "FILE.py:NAME"}
 
 
 @pytest.fixture
