@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -43,14 +44,14 @@ def run(argv: list[str]) -> int:
     from maxmars.distributed.files import write_json
     from maxmars.distributed.progress import Progress
 
-    with Progress(stderr=True) as progress, progress.waiting("auditing"):
+    def log(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    with Progress(stderr=True, quiet=True) as progress, progress.waiting("auditing"):
         from maxmars.train.audit import audit  # loads JAX
 
         found = audit(
-            arguments.run,
-            replay=arguments.replay,
-            trust_code=arguments.trust_code,
-            log=progress.message,
+            arguments.run, replay=arguments.replay, trust_code=arguments.trust_code, log=log
         )
     if arguments.output is not None:
         fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
