@@ -79,7 +79,7 @@ def other_model(_):
 
 def other_tokens(folder):
     tokens = write_tokens(folder / "other", seed=1)
-    return {}, ["--data.path", str(tokens)], f"{tokens}: process 1 has other data"
+    return {}, ["--data.path", str(tokens)], "process 1 has other data"
 
 
 def weights_to_start_from(folder):

@@ -208,7 +208,7 @@ def test_two_processes_call_it_together(folder):
 @pytest.mark.parametrize(
     ("own", "named"),
     [
-        ("mine.py", ["'mine.py'", ".py:"]),
+        ("mine.py", ["mine.py must", ".py:NAME"]),
         ("none.py:rhyme", ["none.py"]),
         ("mine.py:missing", ["'missing'"]),
         ("mine.py:constant", ["'constant'"]),
