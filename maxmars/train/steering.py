@@ -57,6 +57,15 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
     Raises:
       ValueError: there is no run to steer.
     """
+    if not steering:
+        return None
+    try:
+        newest = read(workdir / CHECKPOINTS)
+    except FileNotFoundError:
+        raise ValueError(
+            "--rewind, --skip-examples and --new-optimizer-state steer a run that continues, but "
+            f"{workdir} has no checkpoint; leave them out, or check --workdir."
+        ) from None
     defining = dataclasses.replace(
         config, num_steps=1, eval=EvalConfig(), checkpoint=CheckpointConfig(), log=LogConfig()
     )
@@ -65,13 +74,6 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def asked() -> str:
-        try:
-            newest = read(workdir / CHECKPOINTS)
-        except FileNotFoundError:
-            raise ValueError(
-                "--rewind, --skip-examples and --new-optimizer-state steer a run that continues, "
-                f"but {workdir} has no checkpoint; leave them out, or check --workdir."
-            ) from None
         lines = read_journal(workdir)
         orders = _orders(trajectory(lines_to(lines, newest.journal) or ()))
         if orders[-1:] and orders[-1]["id"] == name:
@@ -80,7 +82,7 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
         begun = next((order for order in _orders(lines) if order["id"] == name), {})
         return json.dumps({**fields, "id": name, "from": begun.get("from", newest.step)})
 
-    text = processes.text_from_primary(asked) if steering else ""
+    text = processes.text_from_primary(asked)
     return json.loads(text) if text else None
 
 

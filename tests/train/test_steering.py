@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
 from refusals import refused
+from running import finish, start_two
 
 from maxmars.checkpoint import read
 from maxmars.cli import main
@@ -181,3 +183,31 @@ def test_orders_that_make_no_sense(tmp_path, run):
         with refused(ValueError, "--rewind", str(tmp_path / "new")):
             train(config_of(run.parent), tmp_path / "new", steering=steering)
     assert not (tmp_path / "new").exists()
+
+
+CONFIG = """
+import sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig
+from tiny import ADAMW, tiny_config
+
+def get_config():
+    checkpoint = CheckpointConfig(every=2, keep_last=9)
+    return tiny_config(num_steps=6, num_microbatches=1, optimizer=ADAMW, checkpoint=checkpoint)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_carry_out_an_order_together(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    order = ["--rewind", "2", "--skip-examples", "5", "--new-optimizer-state", "True"]
+    for words in ([], order, order):  # the last finds nothing left to do
+        for code, output in map(finish, start_two(tmp_path, "run", *words)):
+            assert code == 0, output
+    assert names(tmp_path / "run") == {"2", "4", "6", "4.rewound", "6.rewound"}
+    assert position(tmp_path / "run", 6) == 6 * BATCH + 5
+    found = audit(tmp_path / "run", log=lambda text: None)
+    assert found.problems == []
+    (told,) = found.orders
+    assert told.startswith("at step 2, back from step 6, examples 32 to 37 left out")
