@@ -252,8 +252,8 @@ def follows_rate(optimizer: OptimizerConfig, parameters: Parameters) -> bool:
 def _own_update(
     optimizer: OptaxConfig, parameters: Parameters
 ) -> tuple[Callable[[Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
-    """A function from a rate and a state to the updates and the next state, for gradients that are
-    the parameters; and its arguments as shapes."""
+    """A function from a rate and a state to the updates and the next state, for gradients and
+    parameters of zeros; and its arguments as shapes."""
     params = parameters.abstract
 
     def init(params: Any) -> Any:
