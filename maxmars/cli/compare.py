@@ -313,9 +313,9 @@ def _verify(arguments: VerifyArguments) -> int:
 class ReportArguments(CheckedConfig):
     """Draw losses, rates and norms of runs, as figures and one Markdown page.
 
-    A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
-    contender is drawn at its best rate. Comparisons alone get their whole report again, also before
-    they are complete; that of several has a column for them, as for sizes.
+    A RUN is a working directory of `maxmars train`, also in a bucket, or of `maxmars compare`, of
+    which each contender is drawn at its best rate. Comparisons alone get their whole report again,
+    also before they are complete; that of several has a column for them, as for sizes.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -327,7 +327,7 @@ class ReportArguments(CheckedConfig):
     """What to draw, such as runs/quickstart."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
-    itself. Only an earlier report of the same runs is written anew there."""
+    itself, on a disk. Only an earlier report of the same runs is written anew there."""
     format: Literal["png", "pdf", "svg"] = "png"
     """Of the figures."""
 
@@ -347,27 +347,31 @@ def run_report(argv: list[str]) -> int:
         write_run_report,
     )
     from maxmars.compare.summary import Summary, by_size, summarize
+    from maxmars.distributed.files import is_remote, resolve
 
-    runs = {text: Path(text).expanduser().absolute() for text in arguments.runs}
+    runs = {text: resolve(text) for text in arguments.runs}
     if len(set(runs.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
-    if arguments.out is None and len(runs) > 1:
-        raise UsageError("maxmars report of several runs needs --out DIR, where the report goes.")
+    first = next(iter(runs.values()))
+    if arguments.out is None and (len(runs) > 1 or is_remote(first)):
+        raise UsageError(
+            "maxmars report of several runs, or of one in a bucket, needs --out DIR, where the "
+            "report goes."
+        )
     if len({path.name for path in runs.values()}) == len(runs):
         runs = {path.name: path for path in runs.values()}
-    out = None if arguments.out is None else Path(arguments.out).expanduser().absolute()
-    first = next(iter(runs.values()))
+    out = Path(arguments.out or first).expanduser().absolute()
     compared: dict[str, dict[str, Summary]] = {}
     for name, path in runs.items():
-        if (path / COMPARISON).is_file():
+        if isinstance(path, Path) and (path / COMPARISON).is_file():
             found, own = summarize(path), name if len(runs) > 1 else ""
             compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
     if len(compared) == len(runs):
         summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
-        if out is not None:
+        if arguments.out is not None:
             check_out(out, lambda earlier: is_report_of(summaries, earlier))
-        write_report(summaries, out or first, arguments.format)
-        print_report(summaries, out or first)
+        write_report(summaries, out, arguments.format)
+        print_report(summaries, out)
         return 0
     lines, workdirs = [], {}
     for name, path in runs.items():
@@ -382,7 +386,8 @@ def run_report(argv: list[str]) -> int:
                 own = f"{size}: {line.name}"
                 lines.append(dataclasses.replace(line, name=own))
                 workdirs[own] = path
-    out = out or first / "report"
+    if arguments.out is None:
+        out = out / "report"
     write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
     print(f"report: {out / 'report.md'}")

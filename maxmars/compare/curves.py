@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
-from maxmars.distributed.files import read_json
+from maxmars.distributed.files import Workdir, read_json
 from maxmars.distributed.workdir import CHECKPOINTS, CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
@@ -89,7 +88,7 @@ def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
     return found.pop() if len(found) == 1 else None
 
 
-def read_run(workdir: Path, name: str) -> Line:
+def read_run(workdir: Workdir, name: str) -> Line:
     """The run in a working directory of `maxmars train`, by this name.
 
     Where its `config.json` is missing, the newest checkpoint tells the config.
@@ -107,14 +106,14 @@ def read_run(workdir: Path, name: str) -> Line:
         except FileNotFoundError:
             raise ValueError(
                 f"{workdir} holds no run: there is no config.json in it, or a damaged one, and no "
-                "checkpoint. Name working directories of `maxmars train` or `maxmars compare`, on "
-                "a disk."
+                "checkpoint. Name working directories of `maxmars train`, or of `maxmars compare` "
+                "on a disk."
             ) from None
     curve, logged = read_curve(workdir, config), read_logged(workdir, config)
     return Line(name=name, curves=(curve,), logged=(logged,))
 
 
-def read_curve(workdir: Path, config: TrainConfig) -> Curve:
+def read_curve(workdir: Workdir, config: TrainConfig) -> Curve:
     """The curve of a run from its `metrics.jsonl`.
 
     Raises:
@@ -142,7 +141,7 @@ def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
     return None
 
 
-def read_logged(workdir: Path, config: TrainConfig) -> Logged:
+def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     """What is drawn beside the curve of a run from its `metrics.jsonl`, if it is there."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})

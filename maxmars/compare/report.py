@@ -56,7 +56,7 @@ from maxmars.compare.tables import (
 )
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
-from maxmars.distributed.files import json_number, read_json, write_json, write_text
+from maxmars.distributed.files import Workdir, json_number, read_json, write_json, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
@@ -187,7 +187,7 @@ def _speed_ups(summaries: Summaries) -> dict[str, list[tuple[int, Interval]]]:
 
 
 def write_run_report(
-    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Path], format: Format = "png"
+    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Workdir], format: Format = "png"
 ) -> None:
     """Write the report of any runs into a directory.
 
