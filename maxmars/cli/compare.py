@@ -132,12 +132,14 @@ def run(argv: list[str]) -> int:
     planned = [_plan(specs, options, name) for name in _names(options, "--sizes") or [""]]
     arguments = planned[0][0]
     comparisons, workdir = [comparison for _, comparison in planned], _workdir(arguments)
-    # Imported late: they load JAX.
-    from maxmars.compare.estimate import estimate, print_estimate
-    from maxmars.compare.report import print_report, report_json
-    from maxmars.compare.run import Part, compare
-    from maxmars.compare.summary import summarize
-    from maxmars.distributed.exits import EXIT_CODE
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.estimate import estimate, print_estimate
+        from maxmars.compare.report import print_report, report_json
+        from maxmars.compare.run import Part, compare
+        from maxmars.compare.summary import summarize
+        from maxmars.distributed.exits import EXIT_CODE
 
     part = Part(*_part(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
@@ -291,8 +293,10 @@ class VerifyArguments(CheckedConfig):
 
 
 def _verify(arguments: VerifyArguments) -> int:
-    # Imported late: they load JAX.
-    from maxmars.compare.verify import verify
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.verify import verify
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
         found = verify(
@@ -335,19 +339,22 @@ class ReportArguments(CheckedConfig):
 def run_report(argv: list[str]) -> int:
     """Run `maxmars report`."""
     arguments = parse_options(ReportArguments, argv, prog="maxmars report")
-    from maxmars.compare.cells import COMPARISON
-    from maxmars.compare.curves import read_run
-    from maxmars.compare.report import (
-        best_lines,
-        check_out,
-        is_report_of,
-        print_lines,
-        print_report,
-        write_report,
-        write_run_report,
-    )
-    from maxmars.compare.summary import Summary, by_size, summarize
-    from maxmars.distributed.files import is_remote, resolve
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.cells import COMPARISON
+        from maxmars.compare.curves import read_run
+        from maxmars.compare.report import (
+            best_lines,
+            check_out,
+            is_report_of,
+            print_lines,
+            print_report,
+            write_report,
+            write_run_report,
+        )
+        from maxmars.compare.summary import Summary, by_size, summarize
+        from maxmars.distributed.files import is_remote, resolve
 
     runs = {text: resolve(text) for text in arguments.runs}
     if len(set(runs.values())) < len(arguments.runs):
@@ -427,8 +434,11 @@ def _prepare(config: TrainConfig) -> TrainConfig:
 
 def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[Contender, ...]:
     """The contenders with the grids of the fields that they have."""
-    from maxmars.compare.cells import Contender  # loads JAX
-    from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.cells import Contender
+        from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
 
     for name in config.tune:
         if all(value_of(each, name) is None for each in config.contenders.values()):

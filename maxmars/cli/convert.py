@@ -104,7 +104,10 @@ def run_export(argv: list[str]) -> int:
 
 
 def _check_push(arguments: ExportArguments) -> None:
-    from maxmars.model import hub, huggingface  # loads JAX
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.model import hub, huggingface
 
     repository, out = arguments.push or "", arguments.out
     try:
@@ -130,8 +133,11 @@ def _check_push(arguments: ExportArguments) -> None:
 
 def _export(arguments: ExportArguments, out: str) -> str:
     """Returns the class of `transformers` that loads it."""
-    from maxmars.eval.trained_model import Exported, export_model  # loads JAX
-    from maxmars.train.card import CARD, read_report, write_card
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.trained_model import Exported, export_model
+        from maxmars.train.card import CARD, read_report, write_card
 
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
     card_notes = []
@@ -182,8 +188,11 @@ def _push_command(directory: str, repository: str, *, private: bool) -> str:
 def run_import(argv: list[str]) -> int:
     """Run `maxmars import`."""
     arguments = parse_options(ImportArguments, argv, prog="maxmars import")
-    from maxmars.eval.trained_model import import_model  # loads JAX
-    from maxmars.model.parameters import Parameters
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.trained_model import import_model
+        from maxmars.model.parameters import Parameters
 
     model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
     count = Parameters(model.config).count / 1e6

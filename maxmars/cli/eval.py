@@ -130,8 +130,11 @@ def run(argv: list[str]) -> int:
     """Run `maxmars eval`."""
     arguments = parse_options(EvalArguments, argv, prog="maxmars eval")
     tasks = _check_tasks(arguments)
-    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
-    from maxmars.distributed import processes, sharding
+    # Imported late, as --help and wrong arguments need not wait for them.
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.distributed import processes, sharding
 
     place = arguments.coordinator, arguments.num_processes, arguments.process_id
     open_port = processes.initialize(*place)
@@ -207,7 +210,10 @@ def _data(options: DataArguments) -> TokenShardsConfig | None:
 
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.distributed import processes
-    from maxmars.eval.report import score_models
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.report import score_models
 
     against = () if arguments.against is None else (arguments.against,)
     report = score_models(
