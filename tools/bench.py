@@ -1,5 +1,6 @@
 """What parts of maxmars cost on this machine, beside the programs that others would use.
 
+    python tools/bench.py device                           the ceilings of steps on an accelerator
     python tools/bench.py data [--prepare 'texts/*.txt']   reading tokens; text to tokens
     python tools/bench.py checkpoint [--size small]        a save, a restore, host memory
     python tools/bench.py eval QUESTIONS [--model DIR]     HellaSwag beside lm-evaluation-harness
@@ -65,6 +66,67 @@ def seconds(run: Callable[[], Any]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
+
+
+# --- device ---------------------------------------------------------------------------------------
+
+REPEATS = 10  # runs that are timed together, so that the host's part is small
+
+
+def bench_device(args: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of a bfloat16 matrix product, and GB/s of a copy, on the first device.
+
+    The product is of random numbers (zeros run faster), the copy reads and writes a gigabyte at the
+    size of 8192.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from maxmars.checkpoint.environment import environment
+    from maxmars.config import MeshConfig
+    from maxmars.config.chips import peak_flops
+    from maxmars.distributed.sharding import make_mesh
+
+    device, count = jax.devices()[0], 2**28 * args.size // 8192
+    x, y = (
+        jax.random.normal(jax.random.key(seed), (args.size, args.size), jnp.bfloat16)
+        for seed in range(2)
+    )
+    array = jax.random.normal(jax.random.key(2), (count,))
+    multiply, negate = jax.jit(jnp.matmul), jax.jit(jnp.negative)
+
+    def repeated(run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready([run() for _ in range(REPEATS)])
+
+    product, copy = repeated(lambda: multiply(x, y)), repeated(lambda: negate(array))
+    rates = alternate(
+        {
+            "matmul_flops": lambda: REPEATS * 2 * args.size**3 / seconds(product),
+            "copy_bytes_per_sec": lambda: REPEATS * 8 * count / seconds(copy),
+        },
+        args.rounds,
+    )
+    for name, unit, scale in (
+        ("matmul_flops", "TFLOP/s", 1e12),
+        ("copy_bytes_per_sec", "GB/s", 1e9),
+    ):
+        print_rates({name: [rate / scale for rate in rates[name]]}, unit, ",.1f")
+    try:
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,power.limit",
+            "--format=csv,noheader",
+        ]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = None
+    return rates | {
+        "date": time.strftime("%Y-%m-%d"),
+        "device_kind": device.device_kind,
+        "driver": driver,
+        "peak_flops": peak_flops(device.device_kind),
+        "environment": environment(make_mesh(MeshConfig(), [device])),
+    }
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -559,7 +621,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="data|checkpoint|eval|generate")
+    commands = parser.add_subparsers(required=True, metavar="device|data|checkpoint|eval|generate")
 
     def command(run: Callable[[argparse.Namespace], dict[str, Any]], rounds: int) -> Any:
         found = commands.add_parser(
@@ -572,6 +634,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found.add_argument("--output", type=Path, metavar="F.json")
         return found
 
+    device = command(bench_device, 10)
+    device.add_argument("--size", type=int, default=8192, help="rows and columns of the matrices")
     data = command(bench_data, 9)
     data.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
     data.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
