@@ -47,6 +47,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from maxmars.compare.tables import markdown_table  # noqa: E402
 from maxmars.config.chips import CHIPS, chip_name  # noqa: E402
 from maxmars.distributed.files import write_json  # noqa: E402
 from maxmars.plan.roofline import Calibration  # noqa: E402
@@ -551,12 +552,6 @@ def verdicts(results: Results) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """A table whose first row is its head."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, f"|{'---|' * len(rows[0])}", *body])
-
-
 def step_rows(results: Results) -> Iterator[list[str]]:
     """One row for each size and optimizer."""
     for size in SIZES:
@@ -636,10 +631,9 @@ def print_table(done: dict[str, dict[str, Any]]) -> None:
         print(f"These are of different devices: {', '.join(sorted(kinds))}.\n")
     head = ["size", "optimizer", "tokens/s (range)", "MFU", "step, ms", "over AdamW"]
     head += ["optimizer's share", "peak, GB", "compile, s"]
-    print(markdown([head, *step_rows(results)]), "\n")
-    print(markdown([["unit", "found"], *other_rows(results)]), "\n")
-    goals = [list(row) for row in verdicts(results)]
-    print(markdown([["goal", "wanted", "found", "verdict"], *goals]), "\n")
+    print(markdown_table(head, list(step_rows(results))), "\n")
+    print(markdown_table(["unit", "found"], list(other_rows(results))), "\n")
+    print(markdown_table(["goal", "wanted", "found", "verdict"], verdicts(results)), "\n")
     for size in SIZES:
         row = steps_of(results, size).get("adamw")
         if row and row.get("longest"):
@@ -648,7 +642,8 @@ def print_table(done: dict[str, dict[str, Any]]) -> None:
                 [op["name"], op["phase"], op["source"], f"{op['ms']:.2f}", f"{op['share']:.1%}"]
                 for op in row["longest"]
             ]
-            print(markdown([["operation", "phase", "made from", "ms", "share"], *lines]), "\n")
+            columns = ["operation", "phase", "made from", "ms", "share"]
+            print(markdown_table(columns, lines), "\n")
     if (fit := calibrate(results)) is not None:
         chip = CHIPS[chip_name(machine["device_kind"]) or ""].name if machine else "?"
         print(f"For CALIBRATIONS in maxmars/plan/roofline.py:\n\n    {chip!r}: {fit!r},\n")
