@@ -338,7 +338,8 @@ def read_findings(output: Path) -> dict[str, Any]:
     """The JSON of a benchmark, the receipt and the losses of a run, or the counts of JUnit."""
     if output.is_dir():
         receipt = output / "receipt.json"
-        losses = [[row["step"], row["train/loss"]] for row in read_metrics(output / "run")]
+        rows = [row for row in read_metrics(output / "run") if "train/loss" in row]
+        losses = [[row["step"], row["train/loss"]] for row in rows]
         return json.loads(receipt.read_text()) | {"losses": losses} if receipt.exists() else {}
     text = output.read_text() if output.exists() else "{}"
     if not text.startswith("<"):
