@@ -34,15 +34,22 @@ Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"
 Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
 [B, T, D], and `output_embedding` [V, D].
 
-cap_logits: a function of the logits, which the loss and everything else apply to them.
-decode: with `prefill`, a cache of earlier tokens; see the methods of `LanguageModel`.
-continuation_ids: an argument of `__call__`, for rows that hold a context and several continuations
-  of it; see `GPT2.__call__`.
+cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which loss,
+  evaluation and generation apply. A head with a bias has it as one more column of
+  `output_embedding`, against a 1 in the hidden states.
+decode: with `prefill`, a cache of earlier tokens, any tree of arrays whose shapes and types stay:
+  `prefill(tokens [B, P], lengths [B], num_slots)` and `decode(tokens [B], positions [B], cache)`
+  return hidden states [B, D] and the cache; see the methods of `LanguageModel`. Without them,
+  generation runs whole rows for every token.
+continuation_ids: an argument of `__call__`, int32 [B, T] or None, for rows that hold a context, 0,
+  and several continuations of it, 1, 2, ..., whose `positions` count from its end. A token sees
+  earlier tokens of its own number and of 0. Such a row may be longer than `max_seq_len`. HellaSwag
+  then computes a context once for its four endings.
 tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_embedding` that the
-  loss uses, in the type `table_dtype` of the module. A module that reads the same table for its
-  input takes them, so that one gradient of the table crosses devices.
-export: the model in Hugging Face's terms; the fields of `config.json`, and the arrays by name. Of
-  GPT-2 `huggingface.gpt2_model` knows them.
+  loss uses, in the type `table_dtype` of the module; None outside of the loss. A module that reads
+  the same table for its input takes them, so that one gradient of the table crosses devices.
+export: the model in Hugging Face's terms; the fields of `config.json`, such as `architectures` and
+  `model_type`, and the arrays by name. Of GPT-2 `huggingface.gpt2_model` knows them.
 remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
   least memory. Its attribute `remat` is then the one to use, or None for none.
 """
