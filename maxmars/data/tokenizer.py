@@ -423,7 +423,7 @@ def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
                 "text and to score the model later."
             )
     path = Path(place).expanduser() if isinstance(place, str) else place
-    # A file never as bytes or GPT-2's: where a text may be cut would change, and the preparation.
+    # A file never as bytes or GPT-2's: its name is in the plan of a preparation, which goes on.
     return _open(_read(path), eot_token, built_in=path.suffix != ".json")
 
 
