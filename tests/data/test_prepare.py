@@ -107,6 +107,21 @@ def test_the_last_rows_of_each_file_of_a_small_corpus_are_held_out(tmp_path, nam
         assert pieces(read(out, "train")) == 2 * texts[:-held_out]
 
 
+def test_of_many_files_a_hash_decides_for_each_row(tmp_path):
+    for i in range(100):
+        write_rows(tmp_path / f"{i:02d}.jsonl", [f"{i} a", f"{i} b"])
+    names = [f"{i:02d}.jsonl:{j}" for i in range(100) for j in (0, len(f'{{"text": "{i} a"}}\n'))]
+    texts = [f"{i} {letter}" for i in range(100) for letter in "ab"]
+    run(TextFiles([str(tmp_path / "*.jsonl")]), tmp_path / "out", validation_fraction=0.3)
+    for split in ("train", "val"):
+        expected = [
+            text
+            for name, text in zip(names, texts, strict=True)
+            if is_held_out(name, 0.3) == (split == "val")
+        ]
+        assert pieces(read(tmp_path / "out", split)) == expected
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt.gz"])
 @pytest.mark.parametrize("task_bytes", [None, 100])
 def test_a_file_of_one_document_gives_its_end(tmp_path, name, task_bytes):
