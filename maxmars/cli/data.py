@@ -82,9 +82,9 @@ class PrepareArguments(CheckedConfig):
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Part to hold out for validation; None is 0.1, of the large datasets above less. A hash of its
-    name and its place in its file decides whether a document is held out. Of fewer than 100 text
-    files and nothing else, the end of each is."""
+    """Part to hold out for validation; None is 0.1, of the large datasets above less. Of fewer than
+    100 files that are texts, or below 100 MB together, the end of each is held out; else, a hash of
+    its name and its place in its file decides whether a document is."""
     text_field: str | None = None
     """Where the text is in a line or row: a field, or one within a field as in `document.text`;
     None is `text`, or what the dataset above has."""
