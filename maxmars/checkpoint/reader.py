@@ -273,16 +273,16 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         return from_plain(plain, abstract)
 
     def compare_digests() -> None:
-        wrong = [name for name, value in found.items() if value != checkpoint.digests[name]]
+        wrong = [name for name, value in digests.items() if value != checkpoint.digests[name]]
         if wrong:
             raise DamagedError(
-                f"{len(wrong)} of {len(found)} arrays differ from their digest, first {wrong[0]}"
+                f"{len(wrong)} of {len(digests)} arrays differ from their digest, first {wrong[0]}"
             )
 
     # A digest is a sum over the devices of all processes: each process must have its part before.
     path = checkpoint.path / "state"
     state = _together(path, read_own_part)
-    found = digest(state)
+    digests = digest(state)
     _together(path, compare_digests)
     return state
 

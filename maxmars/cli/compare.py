@@ -295,7 +295,7 @@ def _verify(arguments: VerifyArguments) -> int:
     from maxmars.compare.verify import verify
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
-        found = verify(
+        verdict = verify(
             Path(arguments.directory).expanduser().absolute(),
             Path(arguments.workdir or scratch).expanduser().absolute(),
             size=arguments.size,
@@ -305,8 +305,8 @@ def _verify(arguments: VerifyArguments) -> int:
             data_path=arguments.data,
             log=lambda text: print(text, flush=True),
         )
-    print(found.text)
-    return 1 if found.problem else 0
+    print(verdict.text)
+    return 1 if verdict.problem else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,10 +360,10 @@ def run_report(argv: list[str]) -> int:
     compared: dict[str, dict[str, Summary]] = {}
     for name, path in runs.items():
         if (path / COMPARISON).is_file():
-            found, own = summarize(path), name if len(runs) > 1 else ""
-            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
+            of_run, own = summarize(path), name if len(runs) > 1 else ""
+            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in of_run.items()}
     if len(compared) == len(runs):
-        summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
+        summaries = by_size({size: s for of_run in compared.values() for size, s in of_run.items()})
         if out is not None:
             check_out(out, lambda earlier: is_report_of(summaries, earlier))
         write_report(summaries, out or first, arguments.format)
@@ -449,8 +449,8 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
             ]
         except ValueError as error:
             raise UsageError(f"{name}: {error}") from error
-        found = tuple(grid for grid in made if grid is not None)
-        contenders.append(Contender(name=name, config=each, grids=found))
+        swept = tuple(grid for grid in made if grid is not None)
+        contenders.append(Contender(name=name, config=each, grids=swept))
     return tuple(contenders)
 
 
@@ -481,7 +481,7 @@ def _starts(
     if summary.num_missing:
         raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
     outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}
-    found = {}
+    starts = {}
     for name, tuned in fields.items():
         outcome = outcomes.get(name)
         if outcome is None or outcome.best is None:
@@ -497,8 +497,8 @@ def _starts(
             )
         best = with_values(own, setting)
         values = {field: value_of(best, field) for field in tried}
-        found[name] = {field: value for field, value in values.items() if value is not None}
-    return found
+        starts[name] = {field: value for field, value in values.items() if value is not None}
+    return starts
 
 
 def _part(text: str) -> tuple[int, int]:

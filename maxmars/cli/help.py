@@ -90,7 +90,7 @@ def _places(arguments: Any) -> dict[str, str]:
 
 def _first(arguments: Any) -> dict[str, str]:
     """The options in `FIRST` that a command has, with their values, and what they are for."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for name in getattr(arguments, "FIRST", ()):
         *groups, leaf = name.replace("-", "_").split(".")
         part = arguments
@@ -101,10 +101,10 @@ def _first(arguments: Any) -> dict[str, str]:
         if dataclasses.is_dataclass(part) and leaf in _fields(part):
             text, value = _told(part, leaf)
             if value == "True|False" and isinstance(arguments, type):  # a switch without a value
-                found[f"--{name}"] = text.removesuffix(" (default: False)")
+                entries[f"--{name}"] = text.removesuffix(" (default: False)")
             else:
-                found[f"--{name} {value}"] = text
-    return found
+                entries[f"--{name} {value}"] = text
+    return entries
 
 
 def _told(part: Any, name: str) -> tuple[str, str]:

@@ -110,8 +110,8 @@ def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:
     if word.startswith("-") and name in groups and not rest:
         known = [n for n in named_configs() if value in choices_of(n).get(name, ())]
         others = " or ".join(f"`{other}:{name}={value}`" for other in known)
-        found = f"; {value} is a choice of {others}" if known else ""
-        return f" (its options are --{name}.*: `{prog} {spec} --help {name}`{found})"
+        meant = f"; {value} is a choice of {others}" if known else ""
+        return f" (its options are --{name}.*: `{prog} {spec} --help {name}`{meant})"
     return ""
 
 
@@ -179,7 +179,7 @@ def parse_options(
     box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
-            found, unknown = _call_tyro(argv, arguments, default, prog, markers)
+            parsed, unknown = _call_tyro(argv, arguments, default, prog, markers)
     except (SystemExit, ValueError) as error:
         raise UsageError(_why(error, box.getvalue(), prog)) from error
     if unknown:
@@ -193,7 +193,7 @@ def parse_options(
         value = value if equals else next((word for word in after[:1] if word[:1] != "-"), None)
         hint = meant(name, value) or _option_meant(name, options_of(arguments, default))
         raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
-    return found
+    return parsed
 
 
 def options_of(arguments: type[Any], default: Any = None) -> list[str]:
@@ -248,8 +248,8 @@ def _why(error: BaseException, box: str, prog: str) -> str:
         if needed:
             return f"`{prog}` needs {', '.join(needed)}; see `{prog} --help`."
         return " ".join(message.split())
-    found = re.search(r"Error parsing (\S+):", message)
-    place = found[1] if found else ""
+    match = re.search(r"Error parsing (\S+):", message)
+    place = match[1] if match else ""
     if isinstance(cause, RuleError):
         group = re.sub(r"^config\.?|^[A-Z]\w*$", "", place)  # the class or its config is no group
         flag = ".".join(filter(None, (group, cause.field))).replace("_", "-")

@@ -180,7 +180,7 @@ def _read(comparisons: Sequence[Comparison], workdir: Path) -> _OfSizes:
 
 def _pending(of_sizes: _OfSizes) -> list[Cell]:
     """The cells to run next, those of the first size first."""
-    return [cell for found in of_sizes.values() for cell in next_cells(*found)]
+    return [cell for state in of_sizes.values() for cell in next_cells(*state)]
 
 
 def _num_finished(of_sizes: _OfSizes) -> int:

@@ -64,18 +64,18 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
     # In turns, so that changes of the machine's speed over the hours affect all alike.
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
     searches = [search(contender, comparison, results) for contender in contenders]
-    rows = itertools.zip_longest(*(found.missing or found.finals for found in searches))
+    rows = itertools.zip_longest(*(state.missing or state.finals for state in searches))
     return [cell for row in rows for cell in row if cell is not None]
 
 
 def most_cells_left(contender: Contender, comparison: Comparison, results: Results) -> int:
     """How many cells of a contender are missing at most; fewer if its search ends early, and more
     only if seeds decide for a setting at which it did not end."""
-    found = search(contender, comparison, results)
-    if not found.missing:
-        return len(found.finals)
+    state = search(contender, comparison, results)
+    if not state.missing:
+        return len(state.finals)
     of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
-    return len(found.missing) + found.budget_left + of_seeds
+    return len(state.missing) + state.budget_left + of_seeds
 
 
 def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
@@ -181,13 +181,13 @@ def _finalists(
 ) -> list[Setting]:
     """The best settings of those that diverged with no seed so far, by the search's seeds."""
     by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
-    found = {
+    complete = {
         setting: losses_at(contender, setting, by_search, results)
         for setting in _with_others(tried, contender, results)
         if np.isfinite(losses_at(contender, setting, comparison, results)).all()
     }
-    most = max(map(len, found.values()), default=0)  # a mean over fewer would not compare
-    means = {s: np.mean(losses) for s, losses in found.items() if 0 < len(losses) == most}
+    most = max(map(len, complete.values()), default=0)  # a mean over fewer would not compare
+    means = {s: np.mean(losses) for s, losses in complete.items() if 0 < len(losses) == most}
     return sorted(means, key=lambda setting: means[setting])[: comparison.finalists]
 
 
@@ -196,14 +196,14 @@ def _best(
 ) -> Setting | None:
     """The lowest mean of the finalists and of all settings that ran with all seeds."""
     finalists = _finalists(tried, contender, comparison, results)
-    found = {s: losses_at(contender, s, comparison, results) for s in finalists}
+    losses_of = {s: losses_at(contender, s, comparison, results) for s in finalists}
     # Such a setting may be no finalist any more: one that is luckier with the first seed came in.
     for setting in _with_others(tried, contender, results):
         losses = losses_at(contender, setting, comparison, results)
         if len(losses) == len(comparison.seeds) and np.isfinite(losses).all():
-            found.setdefault(setting, losses)
-    most = max(map(len, found.values()), default=0)
-    means = {setting: np.mean(losses) for setting, losses in found.items() if len(losses) == most}
+            losses_of.setdefault(setting, losses)
+    most = max(map(len, losses_of.values()), default=0)
+    means = {s: np.mean(losses) for s, losses in losses_of.items() if len(losses) == most}
     return min(means, key=lambda setting: means[setting], default=None)
 
 

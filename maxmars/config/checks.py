@@ -151,11 +151,11 @@ def read_as(kind: Any, value: Any) -> Any:
         if wrong := (value.keys() - kinds.keys()) or (required - value.keys()):
             verb = "has the unknown field" if wrong <= value.keys() else "lacks the field"
             raise ValueError(f"it {verb} {', '.join(sorted(wrong))}")
-    found = {}
+    values = {}
     for name, item in value.items():
         with about(name):
-            found[name] = read_as(kinds[name], item)
-    return kind(**found) if is_record else found
+            values[name] = read_as(kinds[name], item)
+    return kind(**values) if is_record else values
 
 
 def expected(hint: Any) -> str:

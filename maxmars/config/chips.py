@@ -205,14 +205,14 @@ def _slice_of_type(kind: str, size: int) -> Shape | None:
 def _parse_type(text: str, option: str) -> Shape:
     """The chips of a type of TPU VMs such as v5p-128."""
     kind, _, size = text.partition("-")
-    found = _slice_of_type(kind, int(size))
-    if found is None:
+    tpu_slice = _slice_of_type(kind, int(size))
+    if tpu_slice is None:
         chip, cores = TPU_TYPES[kind]
         known = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
         near = sorted(known, key=lambda known: abs(math.log(known / int(size))))[:3]
         names = ", ".join(f"{kind}-{known}" for known in near)
         raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
-    return found
+    return tpu_slice
 
 
 def parse_shape(text: str, option: str = "--topology") -> Shape:

@@ -92,21 +92,21 @@ def load_comparison(
     if get_comparison is None:
         return None
     arguments = _chosen(path, text, choices, get_comparison)
-    found = _called(path, get_comparison, arguments, ComparisonConfig)
-    configs = found.contenders.items()
+    comparison = _called(path, get_comparison, arguments, ComparisonConfig)
+    configs = comparison.contenders.items()
     contenders = {name: with_sources(config, Source.as_it_is) for name, config in configs}
-    return dataclasses.replace(found, contenders=contenders)
+    return dataclasses.replace(comparison, contenders=contenders)
 
 
 def _called(path: Path, function: Callable[..., Any], arguments: dict[str, Any], kind: type) -> Any:
     with _in_config_file(path):
-        found = function(**arguments)
-    if not isinstance(found, kind):
+        config = function(**arguments)
+    if not isinstance(config, kind):
         raise UsageError(
-            f"{function.__name__} of {path} returned a {type(found).__name__}; it must return a "
+            f"{function.__name__} of {path} returned a {type(config).__name__}; it must return a "
             f"{kind.__name__}."
         )
-    return found
+    return config
 
 
 def _function(path: Path, name: str) -> Callable[..., Any] | None:

@@ -53,8 +53,8 @@ class Source:
         that file (`relative_to`), elsewhere to the working directory."""
         if not isinstance(source, str):
             return source
-        found = cls.parse(source, field=field, example=example)
-        return dataclasses.replace(found, file=str(_FOLDER.get() / found.file)).as_it_is()
+        parsed = cls.parse(source, field=field, example=example)
+        return dataclasses.replace(parsed, file=str(_FOLDER.get() / parsed.file)).as_it_is()
 
     def as_it_is(self) -> Source:
         """The same function with the digest of the text that the file has now."""
@@ -100,10 +100,10 @@ class Source:
 @functools.cache
 def _read(path: Path, sha256: str) -> bytes:
     text = path.read_bytes()
-    found = hashlib.sha256(text).hexdigest()
-    if found != sha256:
+    digest = hashlib.sha256(text).hexdigest()
+    if digest != sha256:
         raise ValueError(
-            f"{path} has changed since the config was made: its SHA-256 is {found[:16]}, and was "
+            f"{path} has changed since the config was made: its SHA-256 is {digest[:16]}, and was "
             f"{sha256[:16]}. Undo the change, or start again."
         )
     return text

@@ -114,18 +114,18 @@ def collectives(
         return tuple(visit(entry, mesh, set()))
     first, *rest = mesh.axis_names
     shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
-    found = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
+    collectives = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
     return tuple(
         dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
-        for c in found
+        for c in collectives
     )
 
 
 def total_bytes(
-    found: Iterable[Collective], *, op: str | None = None, axes: tuple[str, ...] | None = None
+    collectives: Iterable[Collective], *, op: str | None = None, axes: tuple[str, ...] | None = None
 ) -> int:
     """Bytes of the collectives with this operation and these axes; None stands for any."""
-    return sum(c.bytes for c in found if op in (None, c.op) and axes in (None, c.axes))
+    return sum(c.bytes for c in collectives if op in (None, c.op) and axes in (None, c.axes))
 
 
 def wire_bytes(collective: Collective) -> float:
@@ -236,28 +236,28 @@ def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
 
     An instruction without a path was made by the compiler, or has the name of an argument.
     """
-    found = _nearest_scopes(frame, instruction, "users")
-    if not found and not instruction.path and frame.outer is not None:
+    scopes = _nearest_scopes(frame, instruction, "users")
+    if not scopes and not instruction.path and frame.outer is not None:
         return _scopes(*frame.outer)
-    return found
+    return scopes
 
 
 def _nearest_scopes(
     frame: Frame, start: Instruction, towards: Literal["users", "operands"]
 ) -> frozenset[str]:
     """The scopes in the first paths that are met on the ways from an instruction."""
-    computation, found, todo, seen = frame.computation, set(), [start], set()
+    computation, scopes, todo, seen = frame.computation, set(), [start], set()
     while todo:
         current = todo.pop()
         if current.name in seen:
             continue
         seen.add(current.name)
-        found |= scopes_of(current.path)
+        scopes |= scopes_of(current.path)
         if not current.path and towards == "users":
             todo += computation.users[current.name]
         elif not current.path:
             todo += [computation.instructions[name] for name in current.operands]
-    return frozenset(found)
+    return frozenset(scopes)
 
 
 def scopes_of(path: str) -> set[str]:
@@ -265,7 +265,7 @@ def scopes_of(path: str) -> set[str]:
     # A merged instruction has a path `a/(b/c:d/e)`; `jit(clip)` is jnp.clip and not a scope.
     pieces = re.sub(r"jit\([^()]*\)", "", path).split(":")
     words = [[word for word in re.findall(r"\w+", piece) if word in SCOPES] for piece in pieces]
-    return {found[0] for found in words if found}
+    return {in_path[0] for in_path in words if in_path}
 
 
 # Trip counts. libtpu writes none, so a loop is run here, with nothing but the integers that its

@@ -154,12 +154,12 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
         return None
     module, guessed = parse(program), set[str]()
     walk = _Walk(chip, chip.clock_hz, chip.flops_per_cycle, guessed)
-    found = list(walk.operations(Frame(module, module.computations[module.entry])))
+    operations = list(walk.operations(Frame(module, module.computations[module.entry])))
     alike = defaultdict[tuple[str, str, str], list[Operation]](list)
-    for operation in found:
+    for operation in operations:
         alike[operation.kind, operation.name, operation.shape].append(operation)
     merged = [dataclasses.replace(group[0], **_sums(group)) for group in alike.values()]
-    kinds = {kind: KindClock(**_sums(o for o in found if o.kind == kind)) for kind in KINDS}
+    kinds = {kind: KindClock(**_sums(o for o in operations if o.kind == kind)) for kind in KINDS}
     return StepClock(
         cycles=math.fsum(kind.cycles for kind in kinds.values()),
         low_cycles=math.fsum(kind.low_cycles for kind in kinds.values()),
@@ -171,9 +171,9 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
 
 
 def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
-    found = list(operations)
-    cycles = {key: math.fsum(getattr(o, key) for o in found) for key in _CYCLES}
-    return {"count": sum(o.count for o in found), **cycles}
+    listed = list(operations)
+    cycles = {key: math.fsum(getattr(o, key) for o in listed) for key in _CYCLES}
+    return {"count": sum(o.count for o in listed), **cycles}
 
 
 _CYCLES = ("cycles", "low_cycles", "bound_cycles")
@@ -227,7 +227,7 @@ class _Walk:
         elif i.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
-            yield from max(branches, key=lambda found: sum(o.cycles for o in found))
+            yield from max(branches, key=lambda branch: sum(o.cycles for o in branch))
         elif base in ("copy", "slice") and is_async:
             moved = float(min(map(shape_bytes, tuple_elements(i.shape)[:2])))
             transfers.start(i.name, "memory", now, self._memory(moved))
@@ -245,8 +245,8 @@ class _Walk:
                 yield _operation(COLLECTIVES, i, sent, sent)
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
-            found = [c for part in inside for c in visit(part, None, chains)]
-            sent = self._links(math.fsum(map(wire_bytes, found)))
+            collectives = [c for part in inside for c in visit(part, None, chains)]
+            sent = self._links(math.fsum(map(wire_bytes, collectives)))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, sent)
                 return

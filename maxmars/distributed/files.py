@@ -393,18 +393,18 @@ def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
     end was being written when the process was killed, and is skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
-    found, damaged = [], []
+    values, damaged = [], []
     for number, line in enumerate(lines, 1):
         value = None
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
         if isinstance(value, dict) and all(key in value for key in keys):
-            found.append(value)
+            values.append(value)
         elif line.strip():
             damaged.append(number)
     if damaged:
         _warn_of_damaged(os.fspath(path), len(damaged), damaged[0])
-    return found
+    return values
 
 
 @functools.cache  # a comparison reads its rows again and again

@@ -41,14 +41,14 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for item in _split(self.rest):
             key, _, value = item.partition("=")
             if key == "device_ids":  # the second half of the mesh notation of replica groups
-                found["replica_groups"] += f" {value}"
+                attributes["replica_groups"] += f" {value}"
             else:
-                found[key] = value
-        return found
+                attributes[key] = value
+        return attributes
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -78,11 +78,11 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that use each one."""
-        found = defaultdict(list)
+        users = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in instruction.operands:
-                found[operand].append(instruction)
-        return found
+                users[operand].append(instruction)
+        return users
 
 
 @dataclass(frozen=True)

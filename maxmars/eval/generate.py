@@ -134,7 +134,7 @@ def generate_texts(
     arguments and errors see `generate_tokens`; `sampling` None is `Sampling()`.
     """
     tokenizer = model.tokenizer
-    found = generate_tokens(
+    continuations = generate_tokens(
         model,
         [encode_context(prompt, tokenizer) for prompt in prompts],
         max_new_tokens=max_new_tokens,
@@ -143,7 +143,7 @@ def generate_texts(
         batch_size=batch_size,
         stop=tokenizer.ends,
     )
-    return [tokenizer.decode(tokens) for tokens in found]
+    return [tokenizer.decode(tokens) for tokens in continuations]
 
 
 def generate_tokens(
@@ -163,7 +163,7 @@ def generate_tokens(
     `stream_tokens`.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: list[list[Tokens]] = [[] for _ in prompts]
+    pieces_of: list[list[Tokens]] = [[] for _ in prompts]
     num_done = num_new = 0
     with Progress(stderr=True) as status:
         for pieces in stream_tokens(
@@ -178,7 +178,7 @@ def generate_tokens(
             every_s=float("inf"),
         ):
             for piece in pieces:
-                found[order[piece.index]].append(piece.tokens)
+                pieces_of[order[piece.index]].append(piece.tokens)
                 num_done += piece.end is not None
                 num_new += len(piece.tokens)
             rate = num_new / max(status.elapsed_s, 1e-9)
@@ -186,7 +186,7 @@ def generate_tokens(
                 f"{num_done} of {len(prompts)} prompts done, {num_new:,} tokens, "
                 f"{rate:,.0f} tokens/s"
             )
-    return [np.concatenate(pieces) for pieces in found]
+    return [np.concatenate(pieces) for pieces in pieces_of]
 
 
 def stream_texts(

@@ -301,7 +301,7 @@ class LogLikelihoods:
             embedding = model.output_embedding(hidden.dtype)
             size = self._chunk(hidden.shape[1])
 
-            def chunk(i: Int[Array, ""], found: tuple[Any, ...]) -> tuple[Any, ...]:
+            def chunk(i: Int[Array, ""], scores: tuple[Any, ...]) -> tuple[Any, ...]:
                 def part(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
@@ -309,7 +309,7 @@ class LogLikelihoods:
                 new = _score_targets(config, embedding, x, part(targets))
                 return jax.tree.map(
                     lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
-                    found,
+                    scores,
                     new,
                 )
 

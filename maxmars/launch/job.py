@@ -196,19 +196,19 @@ def pack(
         if not (root / file).is_file() or file.startswith(("..", "/")):
             raise FileNotFoundError(f"--include {file}: there is no such file in {root}.")
     contents = {name: (root / name).read_bytes() for name in [*files, *include]}
-    found, choices = find_config(config)
-    path = found.resolve()
+    config_file, choices = find_config(config)
+    path = config_file.resolve()
     inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
     contents[name] = path.read_bytes()
     named = {name, *include}
     for source in sources:
         folder = Path(name).parent
-        place = os.path.normpath(folder / os.path.relpath(source.file, found.parent))
+        place = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
         if place.startswith("..") or not (inside or Path(place).is_relative_to(folder)):
             raise ValueError(
                 f"source={source!r} lies outside of what goes along to other machines; move it "
-                f"into the folder of {found}."
+                f"into the folder of {config_file}."
             )
         with about(f"source={source!r}"):
             contents[place] = source.text()
@@ -272,10 +272,10 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
                 for done in listed
             )
             return sorted(tracked | others), sorted(others)
-    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     names = sorted(
         str(path)
-        for path in found
+        for path in paths
         if _is_needed(path)
         and path.parts[0] not in _LEFT_OUT_AT_TOP
         and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)

@@ -42,14 +42,14 @@ def logits(
     Columns from `vocab_size` on are padding and hold the lowest finite value.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    found = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
-    found = constrain(found, "batch", "length", "vocab")
+    values = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
+    values = constrain(values, "batch", "length", "vocab")
     if cap is not None:
-        found = cap(found)
+        values = cap(values)
     rows = len(output_embedding)
     if rows > vocab_size:
-        found = jnp.where(jnp.arange(rows) < vocab_size, found, jnp.finfo(wide).min)
-    return found
+        values = jnp.where(jnp.arange(rows) < vocab_size, values, jnp.finfo(wide).min)
+    return values
 
 
 def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:

@@ -117,8 +117,8 @@ def _attention(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any
 
 
 def _attention_fwd(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> tuple[Any, Any]:
-    found = _forward(q, k, v, segment_ids, kernel)
-    result, lse = (checkpoint_name(x, kernel.residual_name) for x in found)
+    outputs = _forward(q, k, v, segment_ids, kernel)
+    result, lse = (checkpoint_name(x, kernel.residual_name) for x in outputs)
     return result, (q, k, v, result, lse, segment_ids)
 
 
@@ -318,11 +318,11 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     step(j, is_diagonal=True)
     lax.fori_loop(j + 1, pl.num_programs(2), lambda i, _: step(i, is_diagonal=False), None)
     for of_keys_ref, sum_ref in ((dk_ref, dk_sum_ref), (dv_ref, dv_sum_ref)):
-        found = sum_ref[0]
+        total = sum_ref[0]
         if len(kernel.heads) == 2:
-            lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-            found = jnp.where(lane < kernel.head_dim, found, sum_ref[1])
-        of_keys_ref[0] = found.astype(of_keys_ref.dtype)
+            lane = lax.broadcasted_iota(jnp.int32, total.shape, 1)
+            total = jnp.where(lane < kernel.head_dim, total, sum_ref[1])
+        of_keys_ref[0] = total.astype(of_keys_ref.dtype)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:

@@ -182,7 +182,7 @@ class Attention(nnx.Module):
         # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
         # transposes x and the gradients of queries, keys and values.
         kernel = jax.lax.optimization_barrier(self.c_attn.in_type(x.dtype))
-        found = []
+        projections = []
         for part in range(3):
             weight = kernel[:, part]
             if part == 0:  # here the scale costs nothing, and rounds as if it came later
@@ -192,8 +192,8 @@ class Attention(nnx.Module):
             if self.config.use_bias:
                 bias = self.c_attn.bias[...][part].reshape(-1)
                 y = (y + (bias * scale if part == 0 else bias)).astype(x.dtype)
-            found.append(checkpoint_name(y, "qkv"))
-        return found
+            projections.append(checkpoint_name(y, "qkv"))
+        return projections
 
 
 class MLP(nnx.Module):

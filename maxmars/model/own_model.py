@@ -237,14 +237,14 @@ def _spec_of_names(
     )
 
 
-def shape_of_floats(found: Any) -> Sequence[int] | None:
+def shape_of_floats(value: Any) -> Sequence[int] | None:
     """The shape of an array of floating-point numbers; None of anything else."""
-    is_array = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jnp.floating)
-    return found.shape if is_array else None
+    is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.shape if is_array else None
 
 
-def described(found: Any) -> str:
+def described(value: Any) -> str:
     """Type and shape of an array; the type of anything else."""
-    if isinstance(found, jax.Array):
-        return f"an array of {found.dtype} with the shape {list(found.shape)}"
-    return f"a {type(found).__name__}"
+    if isinstance(value, jax.Array):
+        return f"an array of {value.dtype} with the shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

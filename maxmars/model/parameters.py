@@ -135,8 +135,8 @@ class Parameters:
         def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
             if not spec.is_matrix or "qkv" not in axes or spec.split or spec.unfold:
                 return spec
-            found = tuple(axis for axis in spec.inner if axes[axis] in names)
-            return dataclasses.replace(spec, split=found)
+            split_axes = tuple(axis for axis in spec.inner if axes[axis] in names)
+            return dataclasses.replace(spec, split=split_axes)
 
         return jax.tree.map(split, self.specs, self.axes)
 

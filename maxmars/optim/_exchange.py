@@ -273,8 +273,8 @@ def on_whole_matrices(
     """
     check_is_mesh(mesh)
     leaves, treedef = jax.tree.flatten(updates)
-    found = stacks_of(updates, matrix_specs, mesh, blocks=True)
-    stacks = list(found.values())
+    stack_of = stacks_of(updates, matrix_specs, mesh, blocks=True)
+    stacks = list(stack_of.values())
 
     def local(parts: Sequence[jax.Array]) -> list[jax.Array]:
         return [
@@ -282,8 +282,8 @@ def on_whole_matrices(
             for x, stack in zip(parts, stacks, strict=True)
         ]
 
-    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in found])
-    for i, y in zip(found, results, strict=True):
+    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in stack_of])
+    for i, y in zip(stack_of, results, strict=True):
         leaves[i] = y
     return jax.tree.unflatten(treedef, leaves)
 

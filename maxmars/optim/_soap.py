@@ -307,9 +307,9 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         treedef = jax.tree.structure(x.mu)
         parts = _parts(x, treedef)
         sides = iter([(part.row_gram is not None, part.col_gram is not None) for part in parts])
-        found = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
+        stacks_by_leaf = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
         none = ScaleBySoapState(*[None] * 7)
-        states = [none if stacks is None else stacks.state for stacks in found]
+        states = [none if stacks is None else stacks.state for stacks in stacks_by_leaf]
         return jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, states, treedef)
         )
@@ -486,8 +486,8 @@ def _stacks_of(
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     chosen = [sides(x, spec) for x, spec in zip(leaves, specs, strict=True)]
     wanted = [spec if any(c) else None for spec, c in zip(specs, chosen, strict=True)]
-    found = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
-    return [_stacks(found[i], chosen[i]) if i in found else None for i in range(len(leaves))]
+    stack_of = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
+    return [_stacks(stack_of[i], chosen[i]) if i in stack_of else None for i in range(len(leaves))]
 
 
 def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
