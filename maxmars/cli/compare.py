@@ -135,19 +135,19 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX.
     from maxmars.compare.estimate import estimate, print_estimate
     from maxmars.compare.report import print_report, report_json
-    from maxmars.compare.run import Part, compare
+    from maxmars.compare.run import Share, compare
     from maxmars.compare.summary import summarize
     from maxmars.distributed.exits import EXIT_CODE
 
-    part = Part(*_part(arguments.cells))
+    share = Share(*_share(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         if arguments.dry_run:
             for comparison in comparisons:
                 if comparison.size:
                     print(f"size {comparison.size}", flush=True)
-                print_estimate(estimate(comparison, workdir), comparison, part.count)
+                print_estimate(estimate(comparison, workdir), comparison, share.count)
             return 0
-        if not compare(comparisons, workdir, part):
+        if not compare(comparisons, workdir, share):
             return EXIT_CODE
         summaries = summarize(workdir)
         print_report(summaries, workdir)
@@ -501,7 +501,7 @@ def _starts(
     return starts
 
 
-def _part(text: str) -> tuple[int, int]:
+def _share(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not int(match[1]) < int(match[2]):
         raise UsageError(f"--cells {text} must be I/N with 0 <= I < N, such as 0/2.")

@@ -154,7 +154,7 @@ def read_logged(workdir: Path, config: TrainConfig) -> Logged:
     )
 
 
-def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
+def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
     """The norms by part of the model that lines have: metric -> how a report calls it."""
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"

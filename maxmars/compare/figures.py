@@ -578,7 +578,7 @@ def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
     for rows in range(1, len(labels)):
         across = -(-len(labels) // rows)
         columns = [list(column) for column in np.array_split(labels, across)]  # as matplotlib does
-        widths = [max(len(part) for text in c for part in text.split("\n")) for c in columns]
+        widths = [max(len(line) for text in c for line in text.split("\n")) for c in columns]
         if sum(width + _LEGEND_SAMPLE for width in widths) <= room:
             return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
     return 1, sum(text.count("\n") + 1 for text in labels)

@@ -23,7 +23,7 @@ from maxmars.compare.curves import (
     VALIDATION_LOSS,
     Line,
     fixed_tokens_per_step,
-    norms_by_part,
+    norms_by_component,
     own_evaluations,
 )
 from maxmars.compare.figures import (
@@ -236,7 +236,7 @@ def write_run_report(
     figures = _Figures(out=out, format=format)
     blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
     path = figures.path("norms_by_part")
-    if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
+    if draw_rates_and_norms(lines, path, norms_by_component(lines), columns=4):
         blocks.append(figures.image("norms_by_part", "Norms by part of the model."))
     path = figures.path("evaluations")
     if draw_rates_and_norms(lines, path, own_evaluations(lines)):

@@ -186,8 +186,8 @@ def slice_sizes(kind: str) -> list[tuple[int, ...]]:
     assert chip.most_chips is not None
     if chip.topology_axes == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
-    parts = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
-    return [*parts, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
+    small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    return [*small, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
 
 
 @functools.cache

@@ -123,20 +123,20 @@ def relative_to(folder: Path) -> Generator[None]:
 
 
 def sources_in(config: Any) -> list[Source]:
-    """The functions of the user's own that a config or a part of one names."""
+    """The functions of the user's own that a config, or a value in one, names."""
     if isinstance(config, Source):
         return [config]
     if dataclasses.is_dataclass(config):
         config = tuple(getattr(config, field.name) for field in dataclasses.fields(config))
-    return [s for part in config for s in sources_in(part)] if isinstance(config, tuple) else []
+    return [s for item in config for s in sources_in(item)] if isinstance(config, tuple) else []
 
 
 def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
-    """A config or a part of one with `change(source)` for each of `sources_in`."""
+    """A config, or a value in one, with `change(source)` for each of `sources_in`."""
     if isinstance(config, Source):
         return change(config)
     if isinstance(config, tuple):
-        return tuple(with_sources(part, change) for part in config)
+        return tuple(with_sources(item, change) for item in config)
     if not sources_in(config):
         return config
     names = [field.name for field in dataclasses.fields(config)]

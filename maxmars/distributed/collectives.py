@@ -175,14 +175,14 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
         elif opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
             yield _collective_between_slices(frame, instruction)
         elif opcode == "while":
-            parts = [
+            body_and_condition = [
                 list(visit(frame.enter(instruction, name), mesh, set()))
                 for name in instruction.called("body", "condition")
             ]
-            if any(parts):  # a loop without collectives may run as long as it likes
+            if any(body_and_condition):  # a loop without collectives may run as long as it likes
                 trips = trip_count(frame, instruction)
-                for part, times in zip(parts, (trips, trips + 1), strict=True):
-                    for c in part:
+                for collectives, times in zip(body_and_condition, (trips, trips + 1), strict=True):
+                    for c in collectives:
                         yield dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times)
         elif opcode == "conditional":
             names = instruction.called(
@@ -415,10 +415,10 @@ def _explicit_groups(text: str) -> list[list[int]]:
 
 
 def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
+    named = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     dims, over = [], []
     for name, size in re.findall(r"'([^']*)'=(\d+)", mesh):
-        spans = [(int(b or 1), int(b or 1) * int(s or size)) for n, b, s in parts if n == name]
+        spans = [(int(b or 1), int(b or 1) * int(s or size)) for n, b, s in named if n == name]
         cuts = sorted({1, int(size)}.union(*spans))
         for low, high in itertools.pairwise(cuts):
             if any(start <= low and high <= end for start, end in spans):

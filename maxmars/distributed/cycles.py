@@ -245,7 +245,7 @@ class _Walk:
                 yield _operation(COLLECTIVES, i, sent, sent)
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
-            collectives = [c for part in inside for c in visit(part, None, chains)]
+            collectives = [c for inner in inside for c in visit(inner, None, chains)]
             sent = self._links(math.fsum(map(wire_bytes, collectives)))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, sent)

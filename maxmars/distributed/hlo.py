@@ -167,12 +167,12 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Parts of a list between its outermost commas, without comments."""
-    parts, depth, start = [], 0, 0
+    """Items of a list between its outermost commas, without comments."""
+    items, depth, start = [], 0, 0
     for mark in _MARKS.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
         if depth == 0 and mark[0] == ",":
-            parts.append(text[start : mark.start()])
+            items.append(text[start : mark.start()])
             start = mark.end()
-    parts = [re.sub(r"/\*.*?\*/", "", part).strip() for part in (*parts, text[start:])]
-    return [part for part in parts if part]
+    items = [re.sub(r"/\*.*?\*/", "", item).strip() for item in (*items, text[start:])]
+    return [item for item in items if item]

@@ -373,15 +373,15 @@ class HellaSwag:
           progress: called with the number of rows scored so far, and of all.
         """
         nats = np.stack(self._score(params, self._packed, progress).log_likelihoods)
-        parts = np.split(nats, len(self._lengths))
+        split = np.split(nats, len(self._lengths))
         return {
             protocol: Scores(
-                log_likelihoods=part,
+                log_likelihoods=values,
                 lengths=lengths,
                 labels=self._labels,
                 cut=self._cut[protocol],
             )
-            for (protocol, lengths), part in zip(self._lengths.items(), parts, strict=True)
+            for (protocol, lengths), values in zip(self._lengths.items(), split, strict=True)
         }
 
 
@@ -500,15 +500,15 @@ class HellaSwagInLoop:
         scores = self._score(params, lambda done, total: before_batch() if done < total else None)
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
-        parts, summaries = [], {p: of_protocol.summary() for p, of_protocol in scores.items()}
+        texts, summaries = [], {p: of_protocol.summary() for p, of_protocol in scores.items()}
         for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
             summary = summaries[protocol]
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summary[metric]
             metrics["eval/hellaswag_questions"] = summary["num_questions"]
-            parts.append(f"{summary['acc_norm']:.2%} ({protocol})")
+            texts.append(f"{summary['acc_norm']:.2%} ({protocol})")
         count = describe_count(summaries, self._num_left_out)
-        return metrics, f"HellaSwag acc_norm {', '.join(parts)} of {count} in {seconds:.1f} s"
+        return metrics, f"HellaSwag acc_norm {', '.join(texts)} of {count} in {seconds:.1f} s"
 
 
 def describe_count(summaries: Mapping[Protocol, Mapping[str, Any]], num_left_out: int) -> str:

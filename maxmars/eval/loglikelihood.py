@@ -158,8 +158,8 @@ def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _
         targets.append(np.array(continuation))
         owners.append(np.full(inputs + 1, owner))
         start += inputs
-    parts = (tokens, positions, continuation_ids, sources, targets, owners)
-    return _Row(*(np.concatenate(part).astype(np.int32) for part in parts))
+    lists = (tokens, positions, continuation_ids, sources, targets, owners)
+    return _Row(*(np.concatenate(arrays).astype(np.int32) for arrays in lists))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,11 +302,11 @@ class LogLikelihoods:
             size = self._chunk(hidden.shape[1])
 
             def chunk(i: Int[Array, ""], scores: tuple[Any, ...]) -> tuple[Any, ...]:
-                def part(x: jax.Array) -> jax.Array:
+                def in_chunk(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
-                x = jnp.take_along_axis(hidden, part(sources)[..., None], axis=1)
-                new = _score_targets(config, embedding, x, part(targets))
+                x = jnp.take_along_axis(hidden, in_chunk(sources)[..., None], axis=1)
+                new = _score_targets(config, embedding, x, in_chunk(targets))
                 return jax.tree.map(
                     lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
                     scores,

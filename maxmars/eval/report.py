@@ -67,9 +67,9 @@ class Report:
         if not processes.is_primary():
             return
         write_json(path, self.fields)
-        for scores, part in zip(self.scores, ("", ".against"), strict=False):
+        for scores, suffix in zip(self.scores, ("", ".against"), strict=False):
             if scores:
-                file = path.with_name(f"{path.stem}{part}.hellaswag.jsonl")
+                file = path.with_name(f"{path.stem}{suffix}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
 
     def notes(self) -> list[str]:

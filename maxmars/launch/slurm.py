@@ -285,11 +285,11 @@ def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
     require("sbatch")
     source = _copy_of_source(job)
     if not source.exists():
-        part = source.with_name(f"{source.name}.part{os.getpid()}")
-        part.mkdir(parents=True)
+        unpacked = source.with_name(f"{source.name}.part{os.getpid()}")
+        unpacked.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(job.source.archive)) as tar:
-            tar.extractall(part, filter="data")
-        part.rename(source)
+            tar.extractall(unpacked, filter="data")
+        unpacked.rename(source)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job, directory=directory))
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]

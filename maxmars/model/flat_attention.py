@@ -135,15 +135,15 @@ def _forward(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any:
     softmax denominator."""
     batch, length, width = q.shape
     tiles, heads = pl.cdiv(width, _LANES), len(kernel.heads)
-    part, whole = _tile(kernel.block), _whole(length)
+    tile, whole = _tile(kernel.block), _whole(length)
     return _call(
         _forward_kernel,
         "forward",
         kernel,
-        inputs=[(q, part), (k, whole), (v, whole)],
+        inputs=[(q, tile), (k, whole), (v, whole)],
         segment_ids=segment_ids,
         outputs=[
-            (jax.ShapeDtypeStruct(q.shape, q.dtype), part),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), tile),
             (
                 jax.ShapeDtypeStruct((batch, tiles, heads, length), jnp.float32),
                 pl.BlockSpec((1, 1, heads, kernel.block), lambda b, p, i: (b, p, 0, i)),
@@ -159,7 +159,7 @@ def _backward(
 ) -> Any:
     """The gradients to q, k and v."""
     length, heads = q.shape[1], len(kernel.heads)
-    part, whole = _tile(kernel.block), _whole(length)
+    tile, whole = _tile(kernel.block), _whole(length)
     of_queries = pl.BlockSpec((1, 1, heads, length), lambda b, p, j: (b, p, 0, 0))
     gradient = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sums = (heads, kernel.block, _LANES)
@@ -168,11 +168,11 @@ def _backward(
         "backward",
         kernel,
         inputs=[
-            *((q, whole), (k, part), (v, part)),
+            *((q, whole), (k, tile), (v, tile)),
             *((result, whole), (d_result, whole), (lse, of_queries)),
         ],
         segment_ids=segment_ids,
-        outputs=[(gradient, whole), (gradient, part), (gradient, part)],
+        outputs=[(gradient, whole), (gradient, tile), (gradient, tile)],
         scratch=[
             pltpu.VMEM((_LANES, kernel.block), k.dtype),
             *map(_float32, ((8, length), (_LANES, length), sums, sums)),

@@ -6,7 +6,7 @@ stored [L, D, 3, H, K] and `attn.c_proj` [L, H, K, D]: if the fused kernel [D, 3
 columns over `tensor`, every layer would move queries, keys and values between devices.
 
 Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
-L layers, P parts of the batch.
+L layers, P shards of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, constrain, copies, gathered, look_up, on_parts
+from maxmars.distributed.sharding import RULES, constrain, copies, gathered, look_up, on_shards
 from maxmars.model.attention import (
     RESIDUALS,
     attention,
@@ -31,7 +31,7 @@ from maxmars.model.attention import (
     flat_attention_on_mesh,
     takes_flat,
 )
-from maxmars.model.kv_cache import KVCache, at_slots, attend_in_parts, by_heads
+from maxmars.model.kv_cache import KVCache, at_slots, attend_to_blocks, by_heads
 from maxmars.optim import MatrixSpec
 
 LAYERS = "layers"
@@ -58,8 +58,8 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype
     """Normal random numbers. They are drawn with few axes: each that is not split over a mesh is
     joined to the one before, as XLA's CPU backend unrolls loops over short ones, for seconds."""
     joined: list[int] = []
-    for size, parts in zip(shape, RULES.spec(*axes), strict=True):
-        if parts is None and joined:
+    for size, mesh_axis in zip(shape, RULES.spec(*axes), strict=True):
+        if mesh_axis is None and joined:
             joined[-1] *= size
         else:
             joined.append(size)
@@ -183,15 +183,15 @@ class Attention(nnx.Module):
         # transposes x and the gradients of queries, keys and values.
         kernel = jax.lax.optimization_barrier(self.c_attn.in_type(x.dtype))
         projections = []
-        for part in range(3):
-            weight = kernel[:, part]
-            if part == 0:  # here the scale costs nothing, and rounds as if it came later
+        for index in range(3):
+            weight = kernel[:, index]
+            if index == 0:  # here the scale costs nothing, and rounds as if it came later
                 weight = (weight.astype(scale.dtype) * scale).astype(x.dtype)
             weight = jax.lax.optimization_barrier(weight.reshape(len(weight), -1))
             y = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
             if self.config.use_bias:
-                bias = self.c_attn.bias[...][part].reshape(-1)
-                y = (y + (bias * scale if part == 0 else bias)).astype(x.dtype)
+                bias = self.c_attn.bias[...][index].reshape(-1)
+                y = (y + (bias * scale if index == 0 else bias)).astype(x.dtype)
             projections.append(checkpoint_name(y, "qkv"))
         return projections
 
@@ -373,11 +373,11 @@ class GPT2(nnx.Module):
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
                 q, k, v = map(by_heads, (q, k, v))
                 cached.extend((k, v))
-                parts = [
+                blocks = [
                     (cached_keys, cached_values, visible),
                     (k, v, jnp.ones((len(tokens), 1), bool)),
                 ]
-                return attend_in_parts(q, parts, scale).swapaxes(1, 2)
+                return attend_to_blocks(q, blocks, scale).swapaxes(1, 2)
 
             return block(x, layer_index, attend), cached
 
@@ -412,7 +412,7 @@ class GPT2(nnx.Module):
         places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
             # Each device sums the gradients of its own rows, in the type of x.
-            x = on_parts(_add_positions, x, places)
+            x = on_shards(_add_positions, x, places)
         else:
             x += look_up(places, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))

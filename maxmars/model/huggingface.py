@@ -179,9 +179,9 @@ def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
         path = tuple(key.key for key in keys)
         stacked = path[0] == "h"
         prefix, kind = path[:-1], "bias" if path[-1] == "bias" else "weight"
-        parts = [prefix]
+        prefixes = [prefix]
         if stacked:
-            parts = [(prefix[0], str(layer), *prefix[1:]) for layer in range(config.num_layers)]
+            prefixes = [(prefix[0], str(layer), *prefix[1:]) for layer in range(config.num_layers)]
         shape = leaf.shape[1:] if stacked else leaf.shape
         match path:
             case ("wte", _):
@@ -192,7 +192,7 @@ def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
                 shape = shape[0], math.prod(shape[1:])
             case (*_, "bias"):
                 shape = (math.prod(shape),)
-        names = tuple(".".join((*part, kind)) for part in parts)
+        names = tuple(".".join((*each, kind)) for each in prefixes)
         yield HFLayout(path=path, names=names, shape=shape, stacked=stacked)
 
 
@@ -345,9 +345,9 @@ def _arrays_of_file(path: Path) -> dict[str, StoredArray]:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no iterator
         return {
             name: StoredArray(
-                path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                path=path, name=name, dtype=lazy.get_dtype(), shape=tuple(lazy.get_shape())
             )
-            for name, part in slices.items()
+            for name, lazy in slices.items()
         }
 
 

@@ -4,7 +4,7 @@ A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `Languag
 asks modules for the same things, and for what a module may do besides by `supports`, never for its
 class. Parameters are nested dicts of arrays.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch; of a cache P
+Shape letters: B batch, T length, D embed, V padded vocabulary, P shards of the batch; of a cache P
 tokens of the longest prompt, padded, and S slots.
 """
 
@@ -347,7 +347,7 @@ def _hidden_and_tables(
     model: LanguageModel, tokens: Window, segment_ids: Window | None, positions: Window | None
 ) -> tuple[Float[Array, "B window-1 D"], Float[Array, "P V D"]]:
     """The hidden states of all tokens but the last of a row, which predicts nothing, and the output
-    head for each part of the batch."""
+    head for each shard of the batch."""
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
     rows: Any = {"segment_ids": segment_ids, "positions": positions}
     if supports(model.config, "tables"):

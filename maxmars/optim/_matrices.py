@@ -128,7 +128,7 @@ class MatrixSpec:
         return len(self.batch) + len(self.inner) - len(self.unfold)
 
     def view(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the parameter, or of a part in whole blocks, with its axes unfolded."""
+        """The shape of the parameter, or of a shard in whole blocks, with its axes unfolded."""
         return unfolded(shape, self.unfold)
 
 

@@ -7,7 +7,7 @@ and of columns, so an owner may put pieces together in any order that it can und
 columns zero, so a smaller matrix may fill a free slot among wider ones.
 
 A mesh axis plays one of three roles for a leaf. It cuts its matrices into pieces (then the pieces
-are exchanged over it), or it cuts the stack of matrices (each part is then planned alike, and
+are exchanged over it), or it cuts the stack of matrices (each shard is then planned alike, and
 nothing is exchanged over it), or it holds copies (each copy then takes its share of the stack, and
 the results are gathered over it).
 """
@@ -120,8 +120,8 @@ class Group:
     """Devices along `cuts` and `copies`."""
     num_copies: int
     """Devices along `copies`."""
-    parts: int
-    """Parts of the stack that mesh axes cut; the numbers of slots are those of one part."""
+    num_shards: int
+    """Shards of the stack that mesh axes cut; the numbers of slots are those of one shard."""
     per_owner: int
     """Slots of an owner."""
     members: tuple[tuple[int, int], ...]
@@ -129,13 +129,13 @@ class Group:
 
     @property
     def slots(self) -> int:
-        """Matrices of one part of the stack, zero padding included."""
+        """Matrices of one shard of the stack, zero padding included."""
         return self.per_owner * self.owners
 
     @property
     def padded_elements(self) -> int:
-        """Elements of all slots of all parts."""
-        return self.slots * self.parts * self.rows * self.cols
+        """Elements of all slots of all shards."""
+        return self.slots * self.num_shards * self.rows * self.cols
 
     @property
     def transfer_elements(self) -> int:
@@ -182,8 +182,8 @@ class OrthogonalizationPlan:
         rows: list[tuple[str, ...]] = [header]
         for g in self.groups:
             members = [f"{self.leaves[leaf].stack.name}[{count}]" for leaf, count in g.members]
-            matrices = g.parts * sum(count for _, count in g.members)
-            numbers = matrices, g.owners * g.parts, g.slots * g.parts
+            matrices = g.num_shards * sum(count for _, count in g.members)
+            numbers = matrices, g.owners * g.num_shards, g.slots * g.num_shards
             exchange = " ".join(itertools.chain(*g.cuts)) or "-"
             costs = f"{_ITEMSIZE * g.transfer_elements / 1e6:.1f}", f"{g.flops() / 1e9:.1f}"
             shape = f"{g.rows} x {g.cols}"
@@ -293,7 +293,7 @@ def _groups(
                 copies=copies,
                 owners=owners,
                 num_copies=num_devices(copies, mesh),
-                parts=num_devices(stacked, mesh),
+                num_shards=num_devices(stacked, mesh),
                 per_owner=len(taken),
                 members=tuple(Counter(itertools.chain(*taken)).items()),
             )
@@ -533,8 +533,8 @@ def _on_mesh(
                 done[leaf].append(y[:count, :, : widths[leaf]])
                 y = y[count:]
         return [
-            leaf.stack.from_stack(jnp.concatenate(parts), block.shape)
-            for parts, leaf, block in zip(done, plan.leaves, blocks, strict=True)
+            leaf.stack.from_stack(jnp.concatenate(matrices), block.shape)
+            for matrices, leaf, block in zip(done, plan.leaves, blocks, strict=True)
         ]
 
     return on_mesh(local, [leaf.stack for leaf in plan.leaves], matrices)

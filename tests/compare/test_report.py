@@ -11,7 +11,7 @@ from refusals import refused
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.compare.curves import Curve, Line, Logged, norms_by_part, read_run
+from maxmars.compare.curves import Curve, Line, Logged, norms_by_component, read_run
 from maxmars.compare.figures import (
     draw_every_run,
     draw_losses,
@@ -259,7 +259,7 @@ def test_what_a_run_logged_is_drawn_and_what_it_did_not_is_said(tmp_path, capsys
     assert "![norms by part](figures/norms_by_part.png)" in text
     parts = {"train/grad_norm/mlp": "gradient norm, mlp"}
     parts |= {"train/grad_norm/vector": "gradient norm, vector"}
-    assert norms_by_part([read_run(run, "a") for run in runs]) == parts
+    assert norms_by_component([read_run(run, "a") for run in runs]) == parts
     assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in text
 
 
