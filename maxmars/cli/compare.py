@@ -392,11 +392,11 @@ def run_report(argv: list[str]) -> int:
 def _names(options: Sequence[str], flag: str) -> list[str]:
     """The words of an option that says which configs to load, before the options of these can be
     read; none where it is not given."""
-    places = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
-    if not places:
+    indices = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
+    if not indices:
         return []
-    _, equals, first = options[places[-1]].partition("=")
-    rest = options[places[-1] + 1 :]
+    _, equals, first = options[indices[-1]].partition("=")
+    rest = options[indices[-1] + 1 :]
     after = itertools.takewhile(lambda word: not word.startswith("-"), rest)
     names = [first] if equals else list(after)
     _check_words(flag, names)

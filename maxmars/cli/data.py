@@ -229,14 +229,14 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
 def _inspect(arguments: InspectArguments) -> int:
     path, compare = arguments.path, arguments.compare
     directory, other = resolve(path), None if compare is None else resolve(compare)
-    described = {place: _metadata_of(place) for place in (directory, other) if place}
+    described = {root: _metadata_of(root) for root in (directory, other) if root}
     if arguments.verify:
-        for place, metadata in described.items():
+        for root, metadata in described.items():
             if metadata is None:
-                print(f"{place}: files of another program, without checksums to compare")
+                print(f"{root}: files of another program, without checksums to compare")
             else:
-                _verify(place, metadata)
-                print(f"{place}: every file matches its checksum")
+                _verify(root, metadata)
+                print(f"{root}: every file matches its checksum")
     splits = _splits_of(directory, described[directory])
     _print_summary(directory, described[directory], splits)
     if other is None:

@@ -133,8 +133,8 @@ def run(argv: list[str]) -> int:
     # Imported late: they load JAX, which --help and wrong arguments need not wait for.
     from maxmars.distributed import processes, sharding
 
-    place = arguments.coordinator, arguments.num_processes, arguments.process_id
-    open_port = processes.initialize(*place)
+    cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
+    open_port = processes.initialize(*cluster)
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)

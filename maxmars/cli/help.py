@@ -49,8 +49,8 @@ def print_help(arguments: Any, options: str, *, prog: str, about: str, in_full: 
     examples = "\n".join(f"  {example}" for example in getattr(arguments, "EXAMPLES", ()))
     lines = _wrap(usage.strip())
     first = {} if in_full else _first(arguments)
-    places = "\n".join(rows_of(_places(arguments))) if first else ""
-    for text in filter(None, (what, examples, details, about, places)):
+    positionals = "\n".join(rows_of(_positionals(arguments))) if first else ""
+    for text in filter(None, (what, examples, details, about, positionals)):
         lines += ["", *_wrap(text)]
     if first:
         groups = ", ".join(groups_of(arguments))
@@ -80,7 +80,7 @@ def evened(options: str) -> str:
     return re.sub(r"^( {8,})\S.*(?:\n\1\S.*)+", even, options, flags=re.MULTILINE)
 
 
-def _places(arguments: Any) -> dict[str, str]:
+def _positionals(arguments: Any) -> dict[str, str]:
     """The positional arguments of a command, and what they are."""
     kind = arguments if isinstance(arguments, type) else type(arguments)
     hints = typing.get_type_hints(kind, include_extras=True)

@@ -283,7 +283,7 @@ def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfi
     """
     code = stored_code(workdir, cell.size).get(cell.contender, {})
 
-    def place(source: Source) -> Source:
+    def kept_copy(source: Source) -> Source:
         path = Path(source.file)
         digest = code.get(str(path), "")
         for candidate in (path, _kept(path, digest, workdir)):
@@ -294,7 +294,7 @@ def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfi
             f"and {workdir / _SOURCES} holds no copy of that."
         )
 
-    return with_sources(config, place)
+    return with_sources(config, kept_copy)
 
 
 def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:

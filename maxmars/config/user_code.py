@@ -175,7 +175,7 @@ def import_file(path: Path) -> types.ModuleType:
 
 
 @functools.cache
-def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
+def _run(path: Path, shown: str, text: bytes) -> types.ModuleType:
     # A name of its own, so that a config called gpt2.py hides no module; registered because
     # dataclasses of the file look their module up.
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
@@ -184,7 +184,7 @@ def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
     sys.modules[module.__name__] = module
     # Compiled here rather than by importlib, which would trust a .pyc of the same second.
     try:
-        code = compile(source, shown, "exec")
+        code = compile(text, shown, "exec")
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise ValueError(f"{shown}:{error.lineno}: {error.msg}: {line}") from error

@@ -462,6 +462,6 @@ def _axes_of_groups(groups: _Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ..
 
 def _axes_of_pairs(pairs: list[list[int]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Mesh axes along which a permute moves anything."""
-    places = np.array(np.unravel_index(np.array(pairs), tuple(mesh.shape.values())))
-    differs = (places[..., 0] != places[..., 1]).any(axis=-1)
+    coordinates = np.array(np.unravel_index(np.array(pairs), tuple(mesh.shape.values())))
+    differs = (coordinates[..., 0] != coordinates[..., 1]).any(axis=-1)
     return tuple(name for name, d in zip(mesh.shape, differs, strict=True) if d)

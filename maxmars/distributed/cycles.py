@@ -407,7 +407,7 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
     assert labels is not None
     lefts, rights, outs = labels.groups()
     window = dict(re.findall(r"(\w+)=([\w\-]+)", i.attributes.get("window", "")))
-    places = 1
+    products = 1
     for axis in range(len(lefts) - 2):  # those that lie in the padding are not computed
         stride, apart, dilation = (
             int(window[key].split("x")[axis]) if key in window else 1
@@ -416,9 +416,9 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
         before = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
         label = str(axis)
         results = np.arange(out[outs.index(label)])[:, None] * stride
-        place = results + np.arange(right[rights.index(label)]) * dilation - before
+        index = results + np.arange(right[rights.index(label)]) * dilation - before
         end = (left[lefts.index(label)] - 1) * apart
-        places *= int(((place >= 0) & (place <= end) & (place % apart == 0)).sum())
+        products *= int(((index >= 0) & (index <= end) & (index % apart == 0)).sum())
     groups = int(i.attributes.get("feature_group_count", 1))
     batch = left[lefts.index("b")] // int(i.attributes.get("batch_group_count", 1))
-    return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * places
+    return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * products

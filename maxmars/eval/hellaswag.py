@@ -101,8 +101,8 @@ def load_questions(
         raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
     file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
     questions = []
-    for place, read in _rows(file):
-        with about(f"{file}, {place}"):
+    for where, read in _rows(file):
+        with about(f"{file}, {where}"):
             questions.append(_question(read(), len(questions)))
         if len(questions) == num_questions:
             break

@@ -231,8 +231,8 @@ class _GenerationOptions:
 
     def end(self, text: str) -> int | None:
         """The place of the first stopping text in a text; None if there is none."""
-        places = [text.find(stop) for stop in self.until]
-        return min((place for place in places if place >= 0), default=None)
+        ends = [text.find(stop) for stop in self.until]
+        return min((end for end in ends if end >= 0), default=None)
 
 
 def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
@@ -339,8 +339,8 @@ def _why_not_run(error: Exception, tasks: Sequence[str]) -> str | None:
                 data += ", ".join(fields)
     lines = [f.line for f in traceback.extract_tb(error.__traceback__) if "lm_eval" in f.filename]
     code = f"`{lines[-1]}`" if lines and isinstance(error, KeyError | IndexError) else ""
-    place = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
-    words = " ".join([type(error).__name__, *([f"in {place}"] if place else [])])
+    where = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
+    words = " ".join([type(error).__name__, *([f"in {where}"] if where else [])])
     return (
         f"lm-evaluation-harness cannot run the task {name}: {words}: "
         f"{' '.join(in_words(error).split())}{data}. Mend its YAML file."

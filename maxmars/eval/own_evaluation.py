@@ -57,8 +57,8 @@ class OwnEvaluation:
             except _TOLD:
                 raise
             except Exception as error:
-                place = place_in_own_file(error)
-                raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+                where = place_in_own_file(error)
+                raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(metrics, Mapping) or not metrics:
                 raise ValueError(f"it returned {metrics!r:.80}, {_WANTED}.")
             for name, value in metrics.items():

@@ -141,20 +141,22 @@ class Job:
     """A training run to start."""
 
     name: str
-    source: PackedCheckout
+    checkout: PackedCheckout
     workdir: str
     train_arguments: tuple[str, ...]
     """The words after CONFIG and --workdir on the command line of `maxmars train`."""
     environment: Mapping[str, str] = field(repr=False)
     """Variables that the run gets. Their values are secrets: they go into no command and no log."""
 
-    def python_arguments(self, source: Path | None = None) -> list[str]:
+    def python_arguments(self, directory: Path | None = None) -> list[str]:
         """The words after `python` on each process's command line.
 
         Args:
-          source: where the archive is unpacked; None if the process starts there.
+          directory: where the archive is unpacked; None if the process starts there.
         """
-        config = self.source.config if source is None else f"{source}/{self.source.config}"
+        config = (
+            self.checkout.config if directory is None else f"{directory}/{self.checkout.config}"
+        )
         return ["-m", "maxmars", "train", config, "--workdir", self.workdir, *self.train_arguments]
 
 
@@ -204,15 +206,15 @@ def pack(
     named = {name, *include}
     for source in sources:
         folder = Path(name).parent
-        place = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
-        if place.startswith("..") or not (inside or Path(place).is_relative_to(folder)):
+        packed = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
+        if packed.startswith("..") or not (inside or Path(packed).is_relative_to(folder)):
             raise ValueError(
                 f"source={source!r} lies outside of what goes along to other machines; move it "
                 f"into the folder of {config_file}."
             )
         with about(f"source={source!r}"):
-            contents[place] = source.text()
-        named.add(place)
+            contents[packed] = source.text()
+        named.add(packed)
     secrets = [name for name in files if name not in named and _is_secret(name, contents[name])]
     if secrets:
         raise UsageError(

@@ -156,8 +156,17 @@ class TpuVm:
     def gcloud(self, kind: Kind, *words: str, alpha: bool = False) -> list[str]:
         """A command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
-        track = ["alpha"] if alpha or self.alpha else []
-        return ["gcloud", *track, "compute", "tpus", kind, *words, f"--zone={self.zone}", *project]
+        release = ["alpha"] if alpha or self.alpha else []
+        return [
+            "gcloud",
+            *release,
+            "compute",
+            "tpus",
+            kind,
+            *words,
+            f"--zone={self.zone}",
+            *project,
+        ]
 
     def describe(self, kind: Kind, node: str | None = None) -> list[str]:
         """The command that prints the queued resource, the TPU or one of its slices as JSON."""
@@ -670,10 +679,10 @@ def host_script(options: TpuOptions, job: Job) -> str:
     """The script on each host: the values of this run, then host.sh."""
     values = {
         "name": job.name,
-        "digest": job.source.digest,
+        "digest": job.checkout.digest,
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
         "constraints": CONSTRAINTS,
-        "setup": job.source.setup or "",
+        "setup": job.checkout.setup or "",
         "max_restarts": str(options.max_restarts),
         "pause": str(options.poll_s),
     }
@@ -693,8 +702,8 @@ def _file_names(job: Job) -> list[str]:
 
 
 def _write_files(options: TpuOptions, job: Job, folder: Path) -> list[str]:
-    source, script, environment = paths = [folder / name for name in _file_names(job)]
-    source.write_bytes(job.source.archive)
+    archive, script, environment = paths = [folder / name for name in _file_names(job)]
+    archive.write_bytes(job.checkout.archive)
     script.write_text(host_script(options, job))
     environment.touch(mode=0o600)  # has the secrets
     environment.write_text(_environment_file(job.environment.items()))
@@ -711,14 +720,14 @@ def _here_document(name: str, text: str) -> str:
 
 def describe(options: TpuOptions, job: Job) -> str:
     """All commands and files, as a bash script without secrets."""
-    source, script, environment = files = _file_names(job)
+    archive, script, environment = files = _file_names(job)
     kind: Kind = "queued-resources" if options.queued else "tpu-vm"
     return f"""\
 #!/usr/bin/env bash
 # What `maxmars launch tpu-vm` does; this was a dry run.
 set -euo pipefail
 
-# {source}: {job.source.size}
+# {archive}: {job.checkout.size}
 {_here_document(script, host_script(options, job))}
 {_here_document(environment, _environment_file((n, "<redacted>") for n in job.environment))}
 

@@ -115,8 +115,8 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = std * _normal(rngs, shape, self.axes, config.param_dtype)
-        places = range(len(shape))
-        spec = MatrixSpec(rows=(*places[: len(inputs)],), cols=(*places[len(inputs) :],))
+        dims = range(len(shape))
+        spec = MatrixSpec(rows=(*dims[: len(inputs)],), cols=(*dims[len(inputs) :],))
         self.kernel = nnx.Param(kernel, axes=self.axes, matrix_spec=spec)
         if config.use_bias:
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
@@ -327,7 +327,7 @@ class GPT2(nnx.Module):
         segment_ids = document_segments(tokens, config.document_end_id)
         prompt_end = lengths.max()
         # What other slots hold is never seen.
-        sources = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
+        taken = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
 
         def block(
             x: Float[Array, "B P D"], layer: tuple[Block, Int[Array, ""]]
@@ -335,7 +335,7 @@ class GPT2(nnx.Module):
             cached = []
 
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-                cached.extend(by_heads(at_slots(y, sources)) for y in (k, v))
+                cached.extend(by_heads(at_slots(y, taken)) for y in (k, v))
                 return causal_attention(q, k, v, scale, segment_ids)
 
             return layer[0](x, layer[1], attend), cached
@@ -347,7 +347,7 @@ class GPT2(nnx.Module):
         cache = KVCache(
             keys=keys,
             values=values,
-            segments=unsegmented if segment_ids is None else at_slots(segment_ids, sources),
+            segments=unsegmented if segment_ids is None else at_slots(segment_ids, taken),
             slot=prompt_end,
         )
         return self.ln_f(last)[:, 0], cache
@@ -384,12 +384,12 @@ class GPT2(nnx.Module):
         x = self.embed(tokens[:, None], positions[:, None])
         layers = (self.h, jnp.arange(config.num_layers), cache.keys, cache.values)
         x, (keys, values) = jax.lax.scan(block, x, layers)
-        place = jax.lax.dynamic_update_slice_in_dim
+        write = jax.lax.dynamic_update_slice_in_dim
         cache = dataclasses.replace(
             cache,
-            keys=place(cache.keys, keys, slot, axis=3),
-            values=place(cache.values, values, slot, axis=3),
-            segments=place(cache.segments, segment_ids[:, None], slot, axis=1),
+            keys=write(cache.keys, keys, slot, axis=3),
+            values=write(cache.values, values, slot, axis=3),
+            segments=write(cache.segments, segment_ids[:, None], slot, axis=1),
             slot=slot + 1,
         )
         return self.ln_f(x)[:, 0], cache
@@ -409,12 +409,12 @@ class GPT2(nnx.Module):
             table = self.wte.embedding[...].astype(dtype)
             tables = copies(gathered(table, ("vocab", "embed")))
         x = look_up(tables, tokens)
-        places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
+        position_table = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
             # Each device sums the gradients of its own rows, in the type of x.
-            x = on_shards(_add_positions, x, places)
+            x = on_shards(_add_positions, x, position_table)
         else:
-            x += look_up(places, positions)
+            x += look_up(position_table, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
 
     @property
@@ -459,9 +459,9 @@ def document_segments(
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
-def _add_positions(x: jax.Array, places: jax.Array) -> jax.Array:
-    """x [B T D] plus the first T rows of the device's own copy of the table, places [1 P D]."""
-    return x + places[0, : x.shape[1]].astype(x.dtype)
+def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x [B T D] plus the first T rows of the device's own copy of the table [1 P D]."""
+    return x + table[0, : x.shape[1]].astype(x.dtype)
 
 
 def _residual_std(config: GPT2Config) -> float:

@@ -36,9 +36,9 @@ def by_heads(x: Float[Array, "B S H K"]) -> Float[Array, "B H S K"]:
     return constrain(x.swapaxes(1, 2), "batch", "heads", None, None)
 
 
-def at_slots(x: Shaped[Array, "B P *_"], sources: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
-    """Slot s of row b takes what `x` has at `sources[b, s]`, or at the nearest place."""
-    return jax.vmap(lambda row, source: jnp.take(row, source, axis=0, mode="clip"))(x, sources)
+def at_slots(x: Shaped[Array, "B P *_"], taken: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
+    """Slot s of row b takes what `x` has at position `taken[b, s]`, or at the nearest one."""
+    return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=0, mode="clip"))(x, taken)
 
 
 def attend_to_blocks(

@@ -216,19 +216,19 @@ def _spec_of_names(
     * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
     """
     vector = _vector(axes)
-    batch, places = vector.batch, vector.cols
+    batch, dims = vector.batch, vector.cols
     names = axes[len(batch) :]
     if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
         return vector
-    for i, axis in zip(places, names, strict=True):
+    for i, axis in zip(dims, names, strict=True):
         if axis in ("vocab", "positions"):
-            rows = tuple(place for place in places if place != i)
+            rows = tuple(dim for dim in dims if dim != i)
             padding = shape[i] - config.vocab_size if axis == "vocab" else 0
             return MatrixSpec(batch=batch, rows=rows, cols=(i,), embedding=True, padding=padding)
     if names[0] == "embed":
-        return MatrixSpec(batch=batch, rows=places[:1], cols=places[1:])
+        return MatrixSpec(batch=batch, rows=dims[:1], cols=dims[1:])
     if names[-1] == "embed":
-        return MatrixSpec(batch=batch, rows=places[:-1], cols=places[-1:])
+        return MatrixSpec(batch=batch, rows=dims[:-1], cols=dims[-1:])
     raise wrong(
         config,
         f"the axes {list(axes)} of {name} do not say whether it is a matrix: neither the first nor "

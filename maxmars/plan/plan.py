@@ -31,7 +31,7 @@ from maxmars.distributed import sharding
 from maxmars.distributed.cycles import PRODUCTS, StepClock
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
-from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
+from maxmars.optim import Assignment, plan_orthogonalization
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,
@@ -70,7 +70,7 @@ class Plan:
     """Of one train step."""
     largest_mixed_bytes: int
     """Bytes of the largest execution of a `mixed` collective."""
-    exchange: OrthogonalizationPlan | None
+    exchange: Assignment | None
     """Which chip orthogonalises which matrix; None if the optimizer does not orthogonalise."""
     flops: Flops
     estimate: Estimate | None
@@ -235,7 +235,7 @@ def make_plan(
     )
 
 
-def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> OrthogonalizationPlan | None:
+def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> Assignment | None:
     """The exchange that the optimizer plans for its matrices."""
     if not isinstance(optimizer, MarsConfig | MuonConfig):
         return None
