@@ -160,6 +160,14 @@ def _plan(
     specs: Sequence[str], options: Sequence[str], size: str
 ) -> tuple[CompareArguments, Comparison]:
     """The comparison that a command line asks for at a size; "" is that of the config."""
+    # Three ways to say who takes part:
+    #
+    #   compare_tiny.py                                    a file's get_comparison()
+    #   gpt2.py --optimizers adamw mars my_opt.py:make     one CONFIG, with each choice `optimizer`
+    #   gpt2.py:optimizer=mars own.py                      several CONFIGs
+    #
+    # The options after them, such as --num-steps 500, are parsed once for each contender, on top of
+    # its own config.
     words = _names(options, "--optimizers")
     choices = {"size": size} if size else {}
     in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
@@ -434,6 +442,13 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     rates = arguments.learning_rates
     if rates and LEARNING_RATE not in config.tune:
         raise UsageError(f"--learning-rates: name {LEARNING_RATE} in --tune too.")
+    # For `--tune learning_rate weight_decay` and a file with grids={"mars": {"gamma": (0, 0.025)}}:
+    #
+    #   fields   adamw: learning_rate, weight_decay     mars: learning_rate, weight_decay, gamma
+    #   grids    mars: gamma 0, 0.025; all others are made around the config's own value
+    #
+    # A contender without a field of --tune gets no grid of it (None); one without a field for which
+    # the file gives it values is an error.
     own = {name: config.grids.get(name, {}) for name in config.contenders}
     fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
     starts = _starts(arguments.start_from, fields)

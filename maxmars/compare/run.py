@@ -116,6 +116,9 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Sha
             _check_optimizer(contender.config)
     keep_programs(workdir)
     with contextlib.ExitStack() as stack:
+        # Two locks: that of the share keeps a second process of the same share out, and that of a
+        # cell's directory, in `_take`, decides who runs the cell. No process tells another
+        # anything: all read the finished results anew before they choose.
         own = acquire(workdir / "cells" / share.lock)
         assert own is not None, "each share of a comparison is one process"
         stack.callback(own.release)
@@ -131,6 +134,7 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Sha
         while pending := _pending(of_sizes):
             if stops.due():
                 break
+            # Each turn: what is missing by the results on the disk, one cell of it, its result.
             taken = _take(share.order(pending), workdir)
             if taken is None:
                 of_sizes = _wait_for_others(comparisons, workdir, stops)

@@ -82,6 +82,13 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
     """Replay the search of a contender on the results so far."""
     seeds = comparison.seeds[: comparison.confirm]
     losses = _Losses(contender, seeds, _by_try(contender, results))
+    # The search has no state. It starts anew on all results, and each list of tries that it yields
+    # is looked up:
+    #
+    #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have results: go on
+    #   _descend yields [lr 2e-3, wd 0.1]        no result: this is `missing`, the cells to run next
+    #
+    # With these results the next replay comes one step further. `asked` counts against the budget.
     asked: list[_Try] = []
     missing, left = _ask(_descend(contender, losses), asked, comparison.budget, losses)
     while True:
@@ -91,6 +98,8 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
         ]
         finals = [one for one in all_tries if one not in losses.of_try and not missing]
         best = _best(_settings(asked), contender, comparison, results)
+        # Another setting may still become the best one, or the budget is used up: no round of the
+        # neighbours yet.
         if missing or left or finals or best is None:
             break
         num_asked = len(asked)
@@ -252,6 +261,8 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
     def moved(best: _Values, candidates: list[_Values]) -> Generator[list[_Try], None, _Values]:
         """A candidate that is better than the best values so far, or these."""
         yield losses.first(candidates)
+        # From the best with the first seed on: the first that the mean over the seeds confirms
+        # wins, and those behind the limit need no further seed.
         for closest in sorted(candidates, key=losses.order):
             if losses.order(closest) >= losses.to_beat(best):
                 break
@@ -264,12 +275,15 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
     scans = [grid for grid in contender.grids if len(grid.scanned) > 1]
     candidates = [start | {grid.field: v} for grid in scans for v in grid.scanned] or [start]
     yield losses.first(candidates)
+    # Stage 1 a: the scans, each from the config's own values. The winner runs with all seeds of
+    # `confirm`, and whoever could have beaten it gets the same chance.
     best = min(candidates, key=losses.order)
     yield losses.all([best])
     while (better := (yield from moved(best, candidates))) != best:
         best = better
     while True:
         before = best
+        # Stage 1 b: one field after the other, moved by one place until it no longer helps.
         for grid in contender.grids:
             while (better := (yield from moved(best, _neighbours(best, grid)))) != best:
                 best = better

@@ -192,6 +192,7 @@ def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, _Choice]:
     for name in inspect.signature(get_config).parameters:
         kinds = kinds_of(hints.get(name))
         words = [w for kind in kinds for w in typing.get_args(kind)]
+        # Either any text (`str`), or Literals, a function of the user's own, or both.
         if hints.get(name) is not str and not (
             words and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
         ):
@@ -208,6 +209,8 @@ def _chosen(
 ) -> dict[str, Any]:
     """The arguments of `get_config` that the text of the choices says, and those in `more`."""
     choices = _choices(path, get_config)
+    # size=small,optimizer=mars        two choices
+    # data=runs/a,b=c/tokens,size=xl   `b` is no choice, so data is "runs/a,b=c/tokens"
     given: list[tuple[str, str]] = []
     for item in filter(None, re.split(r",(?=\w+=)", text)):  # other commas belong to a text
         name, _, word = item.partition("=")

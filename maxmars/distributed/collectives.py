@@ -166,6 +166,7 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in OPS:
             attributes = instruction.attributes
+            # Each fusion of an asynchronous collective holds a copy of it: the first one counts.
             chain = re.search(r'chain_id="(\w+)"', attributes.get("frontend_attributes", ""))
             link = chain and (chain[1], attributes.get("channel_id", ""))
             if link not in chains:
@@ -181,6 +182,7 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
             ]
             if any(body_and_condition):  # a loop without collectives may run as long as it likes
                 trips = trip_count(frame, instruction)
+                # The condition runs once more than the body: it also says no.
                 for collectives, times in zip(body_and_condition, (trips, trips + 1), strict=True):
                     for c in collectives:
                         yield dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times)
@@ -236,6 +238,8 @@ def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
 
     An instruction without a path was made by the compiler, or has the name of an argument.
     """
+    # A collective that the compiler put in, such as the all-gather of a parameter, serves those
+    # who read its result. If it is the root of a fusion or a loop, they stand outside of it.
     scopes = _nearest_scopes(frame, instruction, "users")
     if not scopes and not instruction.path and frame.outer is not None:
         return _scopes(*frame.outer)
@@ -328,6 +332,8 @@ def _advance(frame: Frame, loop: Instruction, state: dict[Any, int]) -> dict[Any
     the known ones depend on."""
     body = frame.enter(loop, loop.called("body")[0], state)
     new: dict[Any, int] = {}
+    # An element may depend on another that nobody asked for yet. `_argument` then adds that one to
+    # `state` while this runs, so it too needs a value for the next iteration.
     while len(new) < len(state):
         for path in state.keys() - new.keys():
             new[path] = _value(body, body.computation.root, path)
@@ -363,6 +369,8 @@ def _value(frame: Frame, instruction: Instruction, path: tuple[int, ...] = ()) -
 def _argument(
     frame: Frame, parent: Frame, caller: Instruction, index: int, path: tuple[int, ...]
 ) -> int:
+    # A parameter of a call is its operand. That of a loop's body is the state: as it is now in a
+    # loop whose trips are being counted, as it always was in one around it.
     if caller.opcode != "while":
         return _value(parent, parent.operand(caller, index), path)
     if frame.state is None:

@@ -408,6 +408,12 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
     lefts, rights, outs = labels.groups()
     window = dict(re.findall(r"(\w+)=([\w\-]+)", i.attributes.get("window", "")))
     products = 1
+    # Example: a row of 5 with 1 of padding on each side, a kernel of 3 and a stride of 2. Output o
+    # and kernel entry k meet at input 2 o + k - 1, which for o, k in 0..2 is
+    #
+    #   -1 0 1 | 1 2 3 | 3 4 5
+    #
+    # of which 7 lie in the row: 7 products of 9.
     for axis in range(len(lefts) - 2):  # those that lie in the padding are not computed
         stride, apart, dilation = (
             int(window[key].split("x")[axis]) if key in window else 1

@@ -14,6 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# What a module looks like (names and attributes shortened):
+#
+#   HloModule jit_step, is_scheduled=true, num_partitions=4
+#
+#   %add (x: f32[], y: f32[]) -> f32[] {                               _HEADER
+#     %x = f32[] parameter(0)
+#     ROOT %sum = f32[] add(f32[] %x, f32[] %y)                        _INSTRUCTION
+#   }                                                                  _END
+#
+#   ENTRY %main (p: f32[8,16]) -> f32[8,16] {
+#     %p = f32[8,16]{1,0} parameter(0), metadata={op_name="params"}
+#     ROOT %all-reduce.1 = f32[8,16]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}},
+#          to_apply=%add, metadata={op_name="jit(step)/model/psum"}    on one line
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:.* )?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _END = re.compile(r"\}(, execution_thread=.*)?$")
@@ -168,6 +181,7 @@ def _closing(text: str, start: int) -> int:
 
 def _split(text: str) -> list[str]:
     """Items of a list between its outermost commas, without comments."""
+    # `f32[2,3] %x, {0,1}, "a,b"` has three items: a comma counts at depth 0 only.
     items, depth, start = [], 0, 0
     for mark in _MARKS.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")

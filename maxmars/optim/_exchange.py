@@ -42,6 +42,14 @@ def check_is_mesh(mesh: Any) -> None:
 class Stack:
     """How an array of matrices lies on a mesh, and how whole ones get to their owners."""
 
+    # Example: queries, keys and values of a layer, kernel [D 768, 3, H 12, K 64], a matrix for each
+    # of the three, on a mesh fsdp=4, tensor=2 in PartitionSpec("fsdp", None, "tensor"):
+    #
+    #   cuts        (("fsdp",), (), ("tensor",), ())
+    #   stack (1,)  rows (0,)  cols (2, 3)            three matrices of 768 x 768
+    #   local_view  [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 384]
+    #   pieces      (("fsdp",), ("tensor",), ())      of rows, heads and head_dim
+    #   owners      8, of which three get a matrix: to_owners: [1, 768, 768]
     name: str
     """Its key path, for people."""
     mesh: AnyMesh | None
@@ -72,7 +80,8 @@ class Stack:
     @property
     def partition(self) -> PartitionSpec:
         """Of the array, without mesh axes of one device."""
-        inside = {axis + 1 for axis, _ in self.unfold}  # blocks are whole
+        # Behind an unfolded axis the view has one more, of the entries of a block, which is whole.
+        inside = {axis + 1 for axis, _ in self.unfold}
         return PartitionSpec(*(c or None for i, c in enumerate(self.cuts) if i not in inside))
 
     @property
@@ -112,6 +121,7 @@ class Stack:
         """From a device's shard of the array to the whole matrices that it owns, then zeros."""
         view = unfolded(x.shape, self.unfold)
         x = self.to_stack(x)
+        # Every owner gets the same number of matrices: 3 over 8 owners are padded to 8.
         x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
         x = x.reshape(len(x), *(view[axis] for axis in (*self.rows, *self.cols)))
         x = to_owners(x, self.pieces, self.copies)
@@ -321,6 +331,8 @@ def from_owners(
     """The inverse of `to_owners`; `piece` is the shape of one."""
     if any(cuts):
         counts, ndim = _counts(cuts), len(cuts)
+        # Back from [2, 6, 10]: split to [own 2, 2, 3, 2, 5], the counts go before the stack,
+        # [2, 2, own 2, 3, 5], and [8, 3, 5] is exchanged.
         y = y.reshape(-1, *itertools.chain(*zip(counts, piece, strict=True)))
         y = y.transpose(*range(1, 2 * ndim, 2), 0, *range(2, 2 * ndim + 1, 2))
         y = _all_to_all(y.reshape(-1, *piece), cuts)

@@ -494,6 +494,14 @@ def _stacks_of(
 
 def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
+    # Example: MLP kernels [L 12, D 768, F 3072], cut over fsdp=4 on D. Between steps the state lies
+    #
+    #   m, v   [12, 768, 3072]     L, Q_L   [12, 768, 768]     R, Q_R   [12, 3072, 3072]
+    #
+    # * `stays`, as 4 divides 12: cut over fsdp on the stack, 3 matrices a device, where the step
+    #   needs them. Only gradients and updates travel.
+    # * else, with 10 layers: m and v like the gradient, L, R and the bases cut over fsdp on their
+    #   rows, if these divide ("divided"), or whole on every device. All travel to the owners.
     mesh, view, cuts = grads.mesh, grads.view, grads.cuts
     axes = tuple(itertools.chain(*grads.pieces))
     # Where the owners divide the stack, the state stays with them between steps: then it is an
@@ -515,6 +523,7 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
         if not sides[side]:
             return None
         size = grads.sizes(view)[1 + side]
+        # The first mesh axis cuts the rows of the square, the others its columns.
         pieces = ((), ()) if stays else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
         return Stack(

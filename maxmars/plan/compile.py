@@ -177,6 +177,7 @@ def compile_prepared(
     parameters = Parameters(config.model, topology.mesh(config))
     results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
 
+    # A step takes seconds to minutes to compile, and the search asks for one again at its end.
     def compiled(step: TrainStep) -> CompiledTrainStep | DoesNotFitError:
         for config, result in results:
             if config == step.config:
@@ -346,6 +347,10 @@ def soap_travelling_bytes(opt_state: Any) -> int:
         if not grams:
             return 0
         stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
+        # Example: m [12, 768, 3072] and a Gram matrix [12, 768, 768]. A device that keeps 3 of the
+        # 12 of each, [3, 768, 3072] and [3, 768, 768], has whole matrices, and nothing travels. One
+        # that keeps [12, 192, 3072] and [12, 192, 768] has a quarter of m but, by the stack alone,
+        # all of the Gram matrices: these are pieces.
         pieces = math.prod(shard_shape(mu)) * math.prod(stack) != mu.size * math.prod(kept)
         return bytes_on_chip((mu, *others)) if pieces else 0
 
@@ -394,6 +399,7 @@ def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
             flops[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
         elif eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
             flops[scope] += times * eqn.params["cost_estimate"].flops
+        # Of branches the most expensive one, as the plan must hold for each step.
         elif eqn.primitive.name == "cond":
             branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
             flops += max(branches, key=Counter.total)
