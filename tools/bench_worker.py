@@ -127,7 +127,7 @@ class MaxmarsSteps:
             {
                 "name": op.name,
                 "phase": op.phase,
-                "source": op.source,
+                "source": op.jax_name,
                 "ms": 1e3 * op.seconds / TRACED_STEPS,
                 "share": op.seconds / total,
             }

@@ -249,7 +249,7 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
             f"--init-from {checkpoint.path} and another --workdir."
         )
 
-    def read_own_part() -> Any:
+    def read_own_shards() -> Any:
         plain = to_plain(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(plain)
         # `load` of Orbax's v1 waits for the other processes, which may have failed, and reads in an
@@ -273,16 +273,16 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         return from_plain(plain, abstract)
 
     def compare_digests() -> None:
-        wrong = [name for name, value in found.items() if value != checkpoint.digests[name]]
+        wrong = [name for name, value in digests.items() if value != checkpoint.digests[name]]
         if wrong:
             raise DamagedError(
-                f"{len(wrong)} of {len(found)} arrays differ from their digest, first {wrong[0]}"
+                f"{len(wrong)} of {len(digests)} arrays differ from their digest, first {wrong[0]}"
             )
 
-    # A digest is a sum over the devices of all processes: each process must have its part before.
+    # A digest is a sum over the devices of all processes: each process must have its shards before.
     path = checkpoint.path / "state"
-    state = _together(path, read_own_part)
-    found = digest(state)
+    state = _together(path, read_own_shards)
+    digests = digest(state)
     _together(path, compare_digests)
     return state
 
@@ -475,20 +475,20 @@ def _code_of(environment: dict[str, Any]) -> str:
     return f"{wrote}, git commit {plain}{changes}): `git checkout {plain}` in its repository"
 
 
-def _together(part: Any, read_own: Callable[[], Any]) -> Any:
+def _together(path: Any, read_own: Callable[[], Any]) -> Any:
     """What `read_own` returns; DamagedError in every process if it fails in one of them."""
-    result, damage = _attempt(part, read_own)
+    result, damage = _attempt(path, read_own)
     if damage is not None:
         processes.all_processes(False)
         gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
         raise damage
     if not processes.all_processes(True):
-        raise DamagedError("another process could not read its part of it")
+        raise DamagedError("another process could not read its shards of it")
     return result
 
 
-def _attempt(part: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
-    """What `read` returns, or the damage that it finds in the part at a path.
+def _attempt(path: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
+    """What `read` returns, or the damage that it finds at a path.
 
     An error that may be none of the checkpoint is raised as it is.
 
@@ -503,12 +503,12 @@ def _attempt(part: Any, read: Callable[[], Result]) -> tuple[Result | None, Dama
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
-        if files.may_pass(_innermost(error), part):
+        if files.may_pass(_innermost(error), path):
             raise OSError(
-                f"{part} could not be read ({cause}); the checkpoint stays as it is: start again "
+                f"{path} could not be read ({cause}); the checkpoint stays as it is: start again "
                 "when the network and the store answer."
             ) from error
-        return None, DamagedError(f"{part.name} cannot be read ({cause})")
+        return None, DamagedError(f"{path.name} cannot be read ({cause})")
 
 
 class _TidyLoop(asyncio.SelectorEventLoop):

@@ -137,19 +137,19 @@ def run(argv: list[str]) -> int:
     with loading_jax():
         from maxmars.compare.estimate import estimate, print_estimate
         from maxmars.compare.report import print_report, report_json
-        from maxmars.compare.run import Part, compare
+        from maxmars.compare.run import Share, compare
         from maxmars.compare.summary import summarize
         from maxmars.distributed.exits import EXIT_CODE
 
-    part = Part(*_part(arguments.cells))
+    share = Share(*_share(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         if arguments.dry_run:
             for comparison in comparisons:
                 if comparison.size:
                     print(f"size {comparison.size}", flush=True)
-                print_estimate(estimate(comparison, workdir), comparison, part.count)
+                print_estimate(estimate(comparison, workdir), comparison, share.count)
             return 0
-        if not compare(comparisons, workdir, part):
+        if not compare(comparisons, workdir, share):
             return EXIT_CODE
         summaries = summarize(workdir)
         print_report(summaries, workdir)
@@ -162,6 +162,14 @@ def _plan(
     specs: Sequence[str], options: Sequence[str], size: str
 ) -> tuple[CompareArguments, Comparison]:
     """The comparison that a command line asks for at a size; "" is that of the config."""
+    # Three ways to say who takes part:
+    #
+    #   compare_tiny.py                                    a file's get_comparison()
+    #   gpt2.py --optimizers adamw mars my_opt.py:make     one CONFIG, with each choice `optimizer`
+    #   gpt2.py:optimizer=mars own.py                      several CONFIGs
+    #
+    # The options after them, such as --num-steps 500, are parsed once for each contender, on top of
+    # its own config.
     words = _names(options, "--optimizers")
     choices = {"size": size} if size else {}
     in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
@@ -299,7 +307,7 @@ def _verify(arguments: VerifyArguments) -> int:
         from maxmars.compare.verify import verify
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
-        found = verify(
+        verdict = verify(
             Path(arguments.directory).expanduser().absolute(),
             Path(arguments.workdir or scratch).expanduser().absolute(),
             size=arguments.size,
@@ -309,8 +317,8 @@ def _verify(arguments: VerifyArguments) -> int:
             data_path=arguments.data,
             log=lambda text: print(text, flush=True),
         )
-    print(found.text)
-    return 1 if found.problem else 0
+    print(verdict.text)
+    return 1 if verdict.problem else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,10 +379,10 @@ def run_report(argv: list[str]) -> int:
     compared: dict[str, dict[str, Summary]] = {}
     for name, path in runs.items():
         if isinstance(path, Path) and (path / COMPARISON).is_file():
-            found, own = summarize(path), name if len(runs) > 1 else ""
-            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
+            of_run, own = summarize(path), name if len(runs) > 1 else ""
+            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in of_run.items()}
     if len(compared) == len(runs):
-        summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
+        summaries = by_size({size: s for of_run in compared.values() for size, s in of_run.items()})
         if arguments.out is not None:
             check_out(out, lambda earlier: is_report_of(summaries, earlier))
         write_report(summaries, out, arguments.format)
@@ -404,11 +412,11 @@ def run_report(argv: list[str]) -> int:
 def _names(options: Sequence[str], flag: str) -> list[str]:
     """The words of an option that says which configs to load, before the options of these can be
     read; none where it is not given."""
-    places = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
-    if not places:
+    indices = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
+    if not indices:
         return []
-    _, equals, first = options[places[-1]].partition("=")
-    rest = options[places[-1] + 1 :]
+    _, equals, first = options[indices[-1]].partition("=")
+    rest = options[indices[-1] + 1 :]
     after = itertools.takewhile(lambda word: not word.startswith("-"), rest)
     names = [first] if equals else list(after)
     _check_words(flag, names)
@@ -449,6 +457,13 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     rates = arguments.learning_rates
     if rates and LEARNING_RATE not in config.tune:
         raise UsageError(f"--learning-rates: name {LEARNING_RATE} in --tune too.")
+    # For `--tune learning_rate weight_decay` and a file with grids={"mars": {"gamma": (0, 0.025)}}:
+    #
+    #   fields   adamw: learning_rate, weight_decay     mars: learning_rate, weight_decay, gamma
+    #   grids    mars: gamma 0, 0.025; all others are made around the config's own value
+    #
+    # A contender without a field of --tune gets no grid of it (None); one without a field for which
+    # the file gives it values is an error.
     own = {name: config.grids.get(name, {}) for name in config.contenders}
     fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
     starts = _starts(arguments.start_from, fields)
@@ -464,8 +479,8 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
             ]
         except ValueError as error:
             raise UsageError(f"{name}: {error}") from error
-        found = tuple(grid for grid in made if grid is not None)
-        contenders.append(Contender(name=name, config=each, grids=found))
+        swept = tuple(grid for grid in made if grid is not None)
+        contenders.append(Contender(name=name, config=each, grids=swept))
     return tuple(contenders)
 
 
@@ -496,7 +511,7 @@ def _starts(
     if summary.num_missing:
         raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
     outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}
-    found = {}
+    starts = {}
     for name, tuned in fields.items():
         outcome = outcomes.get(name)
         if outcome is None or outcome.best is None:
@@ -512,11 +527,11 @@ def _starts(
             )
         best = with_values(own, setting)
         values = {field: value_of(best, field) for field in tried}
-        found[name] = {field: value for field, value in values.items() if value is not None}
-    return found
+        starts[name] = {field: value for field, value in values.items() if value is not None}
+    return starts
 
 
-def _part(text: str) -> tuple[int, int]:
+def _share(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not int(match[1]) < int(match[2]):
         raise UsageError(f"--cells {text} must be I/N with 0 <= I < N, such as 0/2.")

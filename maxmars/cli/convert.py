@@ -64,7 +64,7 @@ class ImportArguments(CheckedConfig):
         "maxmars import hf/my_model gs://bucket/runs/my_model",
     )
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
+    hf_model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
     """hf:OWNER/NAME[@REVISION] on the hub, or a directory with config.json, model.safetensors (or
     several such files and their index), and tokenizer files."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -194,7 +194,7 @@ def run_import(argv: list[str]) -> int:
         from maxmars.eval.trained_model import import_model
         from maxmars.model.parameters import Parameters
 
-    model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
+    model = import_model(arguments.hf_model, arguments.out, eot_token=arguments.eot_token)
     count = Parameters(model.config).count / 1e6
     print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")

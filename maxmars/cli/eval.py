@@ -136,8 +136,8 @@ def run(argv: list[str]) -> int:
     with loading_jax():
         from maxmars.distributed import processes, sharding
 
-    place = arguments.coordinator, arguments.num_processes, arguments.process_id
-    open_port = processes.initialize(*place)
+    cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
+    open_port = processes.initialize(*cluster)
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
@@ -249,7 +249,7 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
 
     model = load(arguments.target, mesh=mesh, trust_code=arguments.trust_code)
     options = arguments.lm_eval
-    found = run_lm_eval(
+    report = run_lm_eval(
         model,
         tasks,
         limit=options.limit,
@@ -259,9 +259,9 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         seed=options.seed,
     )
     if processes.is_primary():
-        rich.print(harness_table(model.name, found))
-        print(f"{found['harness']}; ± is one standard error")
+        rich.print(harness_table(model.name, report))
+        print(f"{report['harness']}; ± is one standard error")
         if arguments.output is not None:
             about = {"target": arguments.target, "name": model.name, "digest": model.digest}
-            fields = about | found
+            fields = about | report
             write_json(arguments.output, fields | {"environment": environment(mesh)})

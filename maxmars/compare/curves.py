@@ -77,15 +77,15 @@ class Line:
         Steps times this are the time axis of a figure: compiling, evaluations and interruptions
         are left out, so that other work of the machine does not bend the curve.
         """
-        found = [curve.step_time_s for curve in self.curves if curve.step_time_s]
-        return float(np.median(found)) if found else None
+        times = [curve.step_time_s for curve in self.curves if curve.step_time_s]
+        return float(np.median(times)) if times else None
 
 
 def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
     """Tokens of a step, where they are the same in all steps of all runs; else None."""
     curves = [curve for line in lines for curve in line.curves]
-    found = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
-    return found.pop() if len(found) == 1 else None
+    per_step = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
+    return per_step.pop() if len(per_step) == 1 else None
 
 
 def read_run(workdir: Workdir, name: str) -> Line:
@@ -128,14 +128,14 @@ def read_curve(workdir: Workdir, config: TrainConfig) -> Curve:
 def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
     tokens = _tokens(rows, config)
     for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
-        found = _series(rows, key)
+        losses = _series(rows, key)
         # A run that only evaluated its initial weights is better shown by its training loss.
-        if len(found) > 1 or (found and key == TRAINING_LOSS):
+        if len(losses) > 1 or (losses and key == TRAINING_LOSS):
             return Curve(
                 loss_of=name,
-                steps=tuple(step for step, _ in found),
-                tokens=tuple(tokens[step] for step, _ in found),
-                losses=tuple(loss for _, loss in found),
+                steps=tuple(step for step, _ in losses),
+                tokens=tuple(tokens[step] for step, _ in losses),
+                losses=tuple(loss for _, loss in losses),
                 step_time_s=median_step_time(rows),
             )
     return None
@@ -153,7 +153,7 @@ def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     )
 
 
-def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
+def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
     """The norms by part of the model that lines have: metric -> how a report calls it."""
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
@@ -165,8 +165,8 @@ def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
 
 def own_evaluations(lines: Sequence[Line]) -> dict[str, str]:
     """The numbers of the user's own functions that lines have: metric -> how a report calls it."""
-    found = {metric: own_metric(metric) for metric in _metrics(lines)}
-    return {metric: ", ".join(names) for metric, names in found.items() if names}
+    own_metrics = {metric: own_metric(metric) for metric in _metrics(lines)}
+    return {metric: ", ".join(names) for metric, names in own_metrics.items() if names}
 
 
 def _metrics(lines: Sequence[Line]) -> list[str]:

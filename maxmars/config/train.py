@@ -1,4 +1,4 @@
-"""`TrainConfig` and its parts, except model, data and optimizers: frozen dataclasses with checks.
+"""`TrainConfig` and its groups, except model, data and optimizers: frozen dataclasses with checks.
 
 A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. Derived
 values are properties, `None` switches an option off, `Literal` lists the values of an option.
@@ -383,9 +383,9 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
 def _classes_of(annotation: Any) -> list[type]:
     if not dataclasses.is_dataclass(annotation):
-        return [c for part in typing.get_args(annotation) for c in _classes_of(part)]
+        return [c for kind in typing.get_args(annotation) for c in _classes_of(kind)]
     inside = typing.get_type_hints(annotation).values()
-    return [annotation, *(c for part in inside for c in _classes_of(part))]
+    return [annotation, *(c for kind in inside for c in _classes_of(kind))]
 
 
 _CONFIG_CLASSES: dict[str, type] = {cls.__name__: cls for cls in _classes_of(TrainConfig)}

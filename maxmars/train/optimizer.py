@@ -38,7 +38,7 @@ from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import like_params
-from maxmars.model.parameters import PARTS, Parameters
+from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
     describe,
     mars,
@@ -349,9 +349,9 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
 # --- the parts of the model that metrics tell apart ----------------------------------------------
 def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
-    parts = jax.tree.leaves(parameters.parts)
+    parts = jax.tree.leaves(parameters.components)
     rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
-    scales = {part: rules[part].learning_rate_scale or 1.0 for part in PARTS if part in rules}
+    scales = {part: rules[part].learning_rate_scale or 1.0 for part in COMPONENTS if part in rules}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 
 
@@ -367,5 +367,7 @@ def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
         name = f"train/{quantity}_norm"
         if quantity != "grad":
             found[name] = float(np.linalg.norm(row))
-        found |= {f"{name}/{part}": float(value) for part, value in zip(PARTS, row, strict=True)}
+        found |= {
+            f"{name}/{part}": float(value) for part, value in zip(COMPONENTS, row, strict=True)
+        }
     return found

@@ -26,7 +26,7 @@ from maxmars.data.batches import batch_types
 from maxmars.data.windows import Types
 from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
-from maxmars.model.parameters import PARTS, Parameters, init_params
+from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import checked_compiler_options
 from maxmars.train.optimizer import (
@@ -365,7 +365,7 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    parts = parameters.parts
+    parts = parameters.components
 
     def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
@@ -436,7 +436,9 @@ def _step(
         metrics["train/learning_rate"] = learning_rate
     if config.log.norms:
         # One array rather than twelve scalars: each output of the step costs the host time.
-        squares = [[of[part] for part in PARTS] for of in (of_gradients, of_params, of_updates)]
+        squares = [
+            [of[part] for part in COMPONENTS] for of in (of_gradients, of_params, of_updates)
+        ]
         metrics["train/norms"] = jnp.sqrt(jnp.stack([*map(jnp.stack, squares)])).astype(jnp.float32)
     if config.gradient_clip_norm is not None:
         metrics["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
@@ -665,10 +667,10 @@ def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each part of the model.
 
     Args:
-      parts: the part of each parameter; see `Parameters.parts`.
+      parts: the part of each parameter; see `Parameters.components`.
       tree: a tree of the parameters' structure.
     """
-    sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
+    sums: dict[str, Any] = dict.fromkeys(COMPONENTS, jnp.zeros([], jnp.float32))
     for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
         sums[part] += jnp.sum(jnp.square(_widened(leaf)))
     return sums

@@ -113,7 +113,7 @@ def test_damaged_checkpoints_are_set_aside_and_stay(tmp_path, caplog):
             assert got.checkpoint.step == 1
             assert_same(got.state, states[1])
             assert list_steps(tmp_path) == [1]
-            assert re.search(rf"damaged checkpoint 2 is now \S*/{name};", caplog.text)
+            assert re.search(rf"checkpoint 2 .*/{name}\b", caplog.text)
             checkpointer.save(2, states[2], data_position=16, wait=True)
             assert list_steps(tmp_path) == [1, 2]
     assert len(list(tmp_path.glob("2.damaged*/state"))) == 3
