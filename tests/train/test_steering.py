@@ -12,7 +12,7 @@ from running import finish, start_two
 
 from maxmars.checkpoint import read
 from maxmars.cli import main
-from maxmars.config import CheckpointConfig, EvalConfig, MarsConfig, MuonConfig
+from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
 from maxmars.train import Steering, train
 from maxmars.train.audit import audit
 
@@ -142,21 +142,84 @@ def test_the_optimizer_changes_while_step_data_and_schedule_go_on(run, optimizer
         audit(run, replay=8, log=lambda text: None)
 
 
+MARS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, MarsConfig
+from tiny import short_config
+
+def get_config():
+    # A clip and a correction that change no bit, so that a run without them can be compared.
+    return short_config(
+        Path({folder!r}) / "tokens",
+        optimizer=MarsConfig(learning_rate=1e-3, gamma=1e-30, clip_threshold=1e9),
+        checkpoint=CheckpointConfig(every=2, keep_last=9),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def mars(tmp_path_factory):
+    """A run under MARS of two steps, its continuation to four, and their config."""
+    folder = tmp_path_factory.mktemp("mars")
+    text = MARS.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
+    (folder / "config.py").write_text(text)
+    train_mars(folder, folder / "2", 2)
+    shutil.copytree(folder / "2", folder / "4")
+    train_mars(folder, folder / "4", 4)
+    return folder
+
+
+def train_mars(folder, run, steps, *words):
+    config, steps = str(folder / "config.py"), str(steps)
+    given = ["--workdir", str(run), "--num-steps", steps, "--num-processes", "1"]
+    main(["train", config, *given, *words])
+
+
+def moments(run, step):
+    """Digests of the parameters and of MARS's moments, by the ends of their names."""
+    found = read(run / "checkpoints", step).digests.items()
+    return {
+        name.rpartition(f"/{part}/")[1:]: digest
+        for part in ("params", "mu", "nu")
+        for name, digest in found
+        if f"/{part}/" in f"/{name}"
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"clip_threshold": None}, {"gamma": 0.0}, {"exact": True}])
-def test_parts_of_mars_change_with_a_new_state(run, tmp_path, change):
-    mars = MarsConfig(learning_rate=1e-3)
-    config = dataclasses.replace(config_of(run.parent, 2), optimizer=mars)
-    train(config, tmp_path / "mars")
-    mars = dataclasses.replace(mars, **change)
-    changed = dataclasses.replace(config, num_steps=4, optimizer=mars)
-    names = [f"optimizer.{name}" for name in change]
-    with refused(ValueError, *names, "--new-optimizer-state"):
-        train(changed, tmp_path / "mars", resume_overrides=names)
-    steering = Steering(new_optimizer_state=True)
-    train(changed, tmp_path / "mars", steering=steering, resume_overrides=names)
-    found = audit(tmp_path / "mars", replay=2, log=lambda text: None)
-    assert found.problems == []
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("clip_threshold", "--optimizer.clip-threshold None"),
+        ("gamma", "--optimizer.gamma 0"),
+        (
+            "gamma,optimizer.clip_threshold",
+            "--optimizer.gamma 0 --optimizer.clip-threshold None",
+        ),
+        ("exact", "--optimizer.exact True"),
+    ],
+)
+def test_parts_of_mars_change_and_its_moments_go_on(mars, tmp_path, capsys, names, words):
+    run, names = tmp_path / "run", ["--resume-overrides", f"optimizer.{names}"]
+    shutil.copytree(mars / "2", run)
+    train_mars(mars, run, 4, *words.split(), *names)
+    assert moments(run, 4) == moments(mars / "4", 4)
+    main(["audit", str(run), "--replay", "2"])
+    assert "the same digest" in capsys.readouterr().out
+    if names == ["--resume-overrides", "optimizer.clip_threshold"]:
+        train_mars(mars, run, 6, *names)  # and back
+        train_mars(mars, mars / "4", 6)
+        assert moments(run, 6) == moments(mars / "4", 6)
+        return
+    with pytest.raises(SystemExit):  # it would need the gradient of before
+        train_mars(mars, run, 6, *names)
+    told = capsys.readouterr().err
+    assert "/last_grad/" in told
+    assert "--new-optimizer-state" in told
+    train_mars(mars, run, 6, *names, "--new-optimizer-state", "True")
+    assert audit(run, log=lambda text: None).problems == []
 
 
 @pytest.mark.parametrize("field", ["skip_examples", "position"])
