@@ -14,7 +14,7 @@ import tiny
 from refusals import refused
 from running import finish, records, start, start_python, start_two, wait_until
 
-from maxmars.checkpoint import read
+from maxmars.checkpoint import list_steps, read
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
 from maxmars.optim import mars as mars_of
@@ -125,6 +125,17 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_sta
     found = audit(run, log=lambda text: None)
     assert found.problems == []
     assert found.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
+
+
+def test_checkpoints_deleted_by_hand_are_made_again(run):
+    digest = read(run / "checkpoints").digest
+    for step in (2, 6):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    steer(run)
+    assert names(run) == {"4", "6"}
+    assert read(run / "checkpoints").digest == digest
+    found = audit(run, log=lambda text: None)
+    assert (found.problems, found.orders) == ([], [])
 
 
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
@@ -288,8 +299,8 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert finish(start(tmp_path, "alone"))[0] == 0
     shutil.copytree(alone, two)
-    (tmp_path / "config.py").write_text(config.replace("ADAMW,", "LionConfig(),"))
-    order = "--num-steps 60 --rewind 2 --skip-examples 5 --new-optimizer-state True"
+    (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
+    order = "--num-steps 60 --checkpoint.every 10 --rewind 2 --skip-examples 5 --new-optimizer-state True"
     guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
     words = [*order.split(), *guard.split(), "--resume-overrides", "guard,optimizer"]
 
@@ -313,9 +324,11 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     assert skipped
     assert {"4.rewound", "6.rewound"} <= names(two)
 
-    code, output = finish(start_python(tmp_path, "-m", "maxmars", "audit", two, "--replay", "10"))
+    replay = str(60 - list_steps(two / "checkpoints")[-2])
+    words = ["-m", "maxmars", "audit", two, "--replay", replay]
+    code, output = finish(start_python(tmp_path, *words, devices=2))
     assert code == 0, output
-    for told in ("back from step 6", "32 to 37", "a new state of the optimizer", "guard."):
+    for told in ("back from step 6", "32 to 37", "a new state of the optimizer", "the same digest"):
         assert told in output
     journal = (two / "journal.jsonl").read_text()
     lines = [json.loads(line) for line in journal.splitlines()]
