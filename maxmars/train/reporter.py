@@ -167,11 +167,15 @@ class StepReporter:
         )
         if all(digest_and_finite(run.state.params)[1].values()):
             way_out += ", or without such steps by --guard.max-consecutive-skips 10"
+        elif step == 2 and run.config.schedule.warmup_steps:
+            way_out = (
+                "The parameters are not finite after step 1, whose rate is 0 where there is a "
+                "warm-up: an optimizer that divides by the rate needs --schedule.warmup-steps 0"
+            )
         else:
             way_out = (
                 "The parameters are not finite since an earlier update, though its gradient was. "
-                f"{way_out}; an optimizer that divides by the rate needs --schedule.warmup-steps "
-                "0, as a warm-up begins with a rate of 0"
+                f"{way_out}"
             )
         raise DivergedError(
             text,

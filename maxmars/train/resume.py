@@ -1,10 +1,10 @@
 """How a run continues: which fields of its config may change, and what follows from a change.
 
 Some fields may change freely. The others define the run: they change only on purpose, by their
-names in `--resume-overrides`, and only while the arrays of the checkpoint still fit, so that
-neither the model's size nor the optimizer changes. Step, optimizer state and data go on where they
-were. The data position counts examples: another batch size repeats and skips none. The data are
-those of before by their digest, wherever they lie now (`check_data`).
+names in `--resume-overrides`, and only while the checkpoint has the arrays that they need: the
+model keeps its size, and the optimizer its moments. Step, optimizer state and data go on where
+they were. The data position counts examples: another batch size repeats and skips none. The data
+are those of before by their digest, wherever they lie now (`check_data`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from maxmars.checkpoint import Checkpoint, read
-from maxmars.checkpoint.digest import leaf_types
+from maxmars.checkpoint.digest import leaf_paths, leaf_types
 from maxmars.config import (
     GPT2Config,
+    OptaxConfig,
     ScheduleConfig,
     SophiaConfig,
     TrainConfig,
@@ -29,11 +32,11 @@ from maxmars.config.user_code import Source
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
+from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
-from maxmars.train.step import TrainState
+from maxmars.train.step import abstract_train_state, carried_over
 
-_OF_OPTIMIZER = ("opt_state/", "prev_params/")  # paths of a state's arrays
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _MAY_CHANGE = (
     "name",
@@ -85,7 +88,7 @@ def continued_config(
     saved: Checkpoint,
     config: TrainConfig,
     *,
-    state: TrainState,
+    parameters: Parameters,
     overrides: Sequence[str],
     new_optimizer_state: bool = False,
     log: Callable[[str], None],
@@ -95,7 +98,7 @@ def continued_config(
     Args:
       saved: the newest checkpoint.
       config: the config to continue with; it fits the mesh.
-      state: its abstract state on the mesh to continue on.
+      parameters: of its model, on the mesh to continue on.
       overrides: dotted names of fields, or groups of fields, that change on purpose.
       new_optimizer_state: the optimizer's state is made anew, so it need not fit.
       log: prints a message.
@@ -121,8 +124,10 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:
-        kept = dataclasses.replace(state, opt_state=None, prev_params=None)
-        _check_changes(saved, rows, kept if new_optimizer_state else state, overrides)
+        misfit = None
+        if any(name.partition(".")[0] in ("model", "optimizer") for name, _, _ in rows):
+            misfit = _misfit(saved, config, parameters, new_optimizer_state=new_optimizer_state)
+        _check_changes(saved, rows, misfit, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
     end = fixed_schedule(stored).decay_steps
@@ -203,22 +208,44 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
                 yield from _names(child, f"{prefix}{key}.")
 
 
+def _misfit(
+    saved: Checkpoint, config: TrainConfig, parameters: Parameters, *, new_optimizer_state: bool
+) -> str | None:
+    """What of the checkpoint does not fit the config, in words; None if all does."""
+    state, before = abstract_train_state(config, parameters), saved.run_config().optimizer
+
+    def first_misfit_of(part: str) -> str | None:
+        there, here = (
+            {name: kind for name, kind in types.items() if name.startswith(part)}
+            for types in (saved.types, leaf_types(state))
+        )
+        return first_misfit(there, here)
+
+    misfit = first_misfit_of("params/")
+    if misfit is not None or new_optimizer_state:
+        return misfit
+    if type(before) is not type(config.optimizer):
+        return "that is another optimizer"  # even if its arrays have the same shapes
+    if isinstance(before, OptaxConfig):  # the code of before may be gone
+        return first_misfit_of("opt_state/")
+    stored = abstract_train_state(dataclasses.replace(config, optimizer=before), parameters)
+    kept = carried_over(stored.opt_state, state.opt_state)
+    names, new = leaf_paths({"opt_state": kept}), jax.tree.leaves(state.opt_state)
+    for name, leaf, own in zip(names, jax.tree.leaves(kept), new, strict=True):
+        if leaf is own and leaf.ndim:  # metrics and counts can begin anew, moments cannot
+            return f"{name} is absent there"
+    return None
+
+
 def _check_changes(
     saved: Checkpoint,
     rows: Sequence[tuple[str, Any, Any]],
-    state: TrainState,
+    misfit: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Check that every change is on purpose, and that the arrays of the checkpoint still fit."""
+    """Check that every change is on purpose, and that nothing of the checkpoint does not fit."""
     names = [name for name, _, _ in rows]
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
-    misfit = None
-    is_new = state.opt_state is None
-    there = {n: t for n, t in saved.types.items() if not (is_new and n.startswith(_OF_OPTIMIZER))}
-    if "optimizer" in names and not is_new:
-        misfit = "that is another optimizer"  # even if its arrays have the same shapes
-    elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):
-        misfit = first_misfit(there, leaf_types(state))
     if not refused and misfit is None:
         return
     workdir = saved.path.parent.parent

@@ -273,7 +273,7 @@ def check(
         config = continued_config(
             saved,
             config,
-            state=state,
+            parameters=parameters,
             overrides=resume_overrides,
             new_optimizer_state=order is not None and order["new_optimizer_state"],
             log=log,

@@ -78,9 +78,9 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
         orders = _orders(trajectory(lines_to(lines, newest.journal) or ()))
         if orders[-1:] and orders[-1]["id"] == name:
             return ""
-        # A session that was killed before it saved anything has set the newer ones aside already.
-        begun = next((order for order in _orders(lines) if order["id"] == name), {})
-        return json.dumps({**fields, "id": name, "from": begun.get("from", newest.step)})
+        # A session that was killed may have set the newer ones aside already.
+        saved = (line["step"] for line in reversed(lines) if line["kind"] == "saved")
+        return json.dumps({**fields, "id": name, "from": next(saved, newest.step)})
 
     text = processes.text_from_primary(asked)
     return json.loads(text) if text else None

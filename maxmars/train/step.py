@@ -20,7 +20,15 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, TrainConfig
+from maxmars.checkpoint.digest import leaf_paths, leaf_types
+from maxmars.config import (
+    GPT2Config,
+    GuardConfig,
+    MarsConfig,
+    OptaxConfig,
+    SophiaConfig,
+    TrainConfig,
+)
 from maxmars.config.mesh import check_mesh
 from maxmars.data.batches import batch_types
 from maxmars.data.windows import Types
@@ -123,7 +131,8 @@ def init_train_state(
       config: what to train.
       parameters: of its model, on the mesh where the state goes.
       given: fields of the state that exist already, in the mesh's shardings, by name, `params`
-        among them; only the others are created, for these parameters.
+        among them; only the others, and what is abstract in these, are created, for these
+        parameters.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
@@ -132,18 +141,23 @@ def init_train_state(
         create_all = make_initializer(config, parameters)
         hyperparams = make_hyperparams(config, parameters)
         return TrainState(**create_all(np.uint32(config.seed), hyperparams))
-    abstract = vars(abstract_train_state(config, parameters))
-    missing = {name: field for name, field in abstract.items() if name not in given}
+    state = TrainState(**vars(abstract_train_state(config, parameters)) | dict(given))
+    leaves, structure = jax.tree.flatten(state)
+    missing = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
 
-    def create(params: Any, hyperparams: dict[str, jax.Array]) -> dict[str, Any]:
+    def create(params: Any, hyperparams: dict[str, jax.Array]) -> dict[int, jax.Array]:
         # Copied, as a jitted function returns an unchanged argument itself: the state is donated,
         # so no two of its fields may share an array.
-        state = _initial_state(config, parameters, jax.tree.map(jnp.copy, params), hyperparams)
-        return {name: getattr(state, name) for name in missing}
+        new = _initial_state(config, parameters, jax.tree.map(jnp.copy, params), hyperparams)
+        created = jax.tree.leaves(new)
+        return {i: created[i] for i in missing}
 
-    hyperparams = make_hyperparams(config, parameters)
-    created = jax.jit(create, out_shardings=_shardings(missing))(given["params"], hyperparams)
-    return TrainState(**given, **created)
+    if missing:
+        hyperparams = make_hyperparams(config, parameters)
+        create_missing = jax.jit(create, out_shardings=_shardings(missing))
+        for i, leaf in create_missing(state.params, hyperparams).items():
+            leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def abstract_saved_state(
@@ -153,29 +167,47 @@ def abstract_saved_state(
 
     With `new_optimizer_state` it has none of the optimizer.
     """
-    state = train_step.abstract_state
-    if saved.guard != train_step.config.guard:
-        config = dataclasses.replace(train_step.config, guard=saved.guard)
-        state = abstract_train_state(config, train_step.parameters)
+    state, config = train_step.abstract_state, train_step.config
+    before = dataclasses.replace(config, guard=saved.guard)
+    if not new_optimizer_state and not isinstance(config.optimizer, OptaxConfig):
+        before = dataclasses.replace(before, optimizer=saved.optimizer)
+    if before != config:
+        state = abstract_train_state(before, train_step.parameters)
     if new_optimizer_state:
         state = dataclasses.replace(state, opt_state=None, prev_params=None)
     return state
 
 
 def continued_state(train_step: TrainStep, state: TrainState) -> TrainState:
-    """A state from a checkpoint as the step goes on with it: at the config's learning rate, with a
-    guard that watches what the config asks for, and a new state of the optimizer if it has none."""
+    """A state from a checkpoint as the step goes on with it: at the config's learning rate, and
+    with the guard and the optimizer that the config asks for; what these lack is made anew."""
     config, parameters = train_step.config, train_step.parameters
-    fields = vars(state) | {"hyperparams": make_hyperparams(config, parameters)}
-    if state.opt_state is None:
-        del fields["opt_state"], fields["prev_params"]
-    if _watches_norms(config) != (state.guard.norms is not None):
-        del fields["guard"]
-    if len(fields) == len(vars(state)):
-        return TrainState(**fields)
-    new = init_train_state(config, parameters, fields)
-    guard = state.guard._replace(norms=new.guard.norms)
-    return dataclasses.replace(new, guard=guard)
+    fields = carried_over(vars(state), vars(train_step.abstract_state))
+    fields["hyperparams"] = make_hyperparams(config, parameters)
+    return init_train_state(config, parameters, fields)
+
+
+def carried_over(old: Any, new: Any) -> Any:
+    """The tree `new` with the leaves of `old` where that has the same array; the others stay.
+
+    A clip, a correction or a measurement more or less moves the parts of an optimizer's chain. So
+    the parts of a tuple are those of the same type, if both have equally many of it.
+    """
+    if leaf_types(old) == leaf_types(new):
+        named = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(new), [named[n] for n in leaf_paths(new)])
+    if isinstance(new, dict) and isinstance(old, dict):
+        return {key: carried_over(old.get(key), part) for key, part in new.items()}
+    if type(new) is not type(old) or not isinstance(new, tuple):
+        return new
+    if hasattr(new, "_fields"):
+        return type(new)(*map(carried_over, old, new))
+    before, now = (collections.Counter(map(type, parts)) for parts in (old, new))
+    parts = {kind: iter([part for part in old if type(part) is kind]) for kind in before & now}
+    return tuple(
+        carried_over(next(parts[kind]), part) if before[kind] == now[kind] else part
+        for kind, part in zip(map(type, new), new, strict=True)
+    )
 
 
 def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:

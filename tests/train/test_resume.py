@@ -59,9 +59,7 @@ def continuing(source, short_config):
         return continued_config(
             dataclasses.replace(saved, config=stored or saved.config),
             config,
-            state=abstract_train_state(
-                config, Parameters(config.model, sharding.make_mesh(config.mesh))
-            ),
+            parameters=Parameters(config.model, sharding.make_mesh(config.mesh)),
             overrides=overrides,
             log=(messages if messages is not None else []).append,
         )

@@ -5,16 +5,22 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 import tiny
 from refusals import refused
-from running import finish, start_two
+from running import finish, records, start, start_python, start_two, wait_until
 
-from maxmars.checkpoint import read
+from maxmars.checkpoint import list_steps, read
 from maxmars.cli import main
-from maxmars.config import CheckpointConfig, EvalConfig, MarsConfig, MuonConfig
+from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
+from maxmars.optim import mars as mars_of
 from maxmars.train import Steering, train
 from maxmars.train.audit import audit
+from maxmars.train.step import carried_over
 
 BATCH = 16
 
@@ -110,6 +116,28 @@ def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run)
     assert "6" in found.orders[0]
 
 
+@pytest.mark.parametrize("moved", [[4], [4, 6]])
+def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_start(run, moved):
+    for step in moved:
+        (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.rewound")
+    steer(run, rewind=2, skip_examples=5)
+    assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
+    found = audit(run, log=lambda text: None)
+    assert found.problems == []
+    assert found.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
+
+
+def test_checkpoints_deleted_by_hand_are_made_again(run):
+    digest = read(run / "checkpoints").digest
+    for step in (2, 6):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    steer(run)
+    assert names(run) == {"4", "6"}
+    assert read(run / "checkpoints").digest == digest
+    found = audit(run, log=lambda text: None)
+    assert (found.problems, found.orders) == ([], [])
+
+
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
     steer(run, num_steps=8, skip_examples=7)
     assert names(run) == {"2", "4", "6", "8"}
@@ -142,21 +170,85 @@ def test_the_optimizer_changes_while_step_data_and_schedule_go_on(run, optimizer
         audit(run, replay=8, log=lambda text: None)
 
 
+MARS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, MarsConfig
+from tiny import short_config
+
+def get_config():
+    # A clip and a correction that change no bit, so that a run without them can be compared.
+    return short_config(
+        Path({folder!r}) / "tokens",
+        optimizer=MarsConfig(learning_rate=1e-3, gamma=1e-30, clip_threshold=1e9),
+        checkpoint=CheckpointConfig(every=2, keep_last=9),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def mars(tmp_path_factory):
+    """A run under MARS of two steps, its continuation to four, and their config."""
+    folder = tmp_path_factory.mktemp("mars")
+    text = MARS.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
+    (folder / "config.py").write_text(text)
+    train_mars(folder, folder / "2", 2)
+    shutil.copytree(folder / "2", folder / "4")
+    train_mars(folder, folder / "4", 4)
+    return folder
+
+
+def train_mars(folder, run, steps, *words):
+    config, steps = str(folder / "config.py"), str(steps)
+    given = ["--workdir", str(run), "--num-steps", steps, "--num-processes", "1"]
+    main(["train", config, *given, *words])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"clip_threshold": None}, {"gamma": 0.0}, {"exact": True}])
-def test_parts_of_mars_change_with_a_new_state(run, tmp_path, change):
-    mars = MarsConfig(learning_rate=1e-3)
-    config = dataclasses.replace(config_of(run.parent, 2), optimizer=mars)
-    train(config, tmp_path / "mars")
-    mars = dataclasses.replace(mars, **change)
-    changed = dataclasses.replace(config, num_steps=4, optimizer=mars)
-    names = [f"optimizer.{name}" for name in change]
-    with refused(ValueError, *names, "--new-optimizer-state"):
-        train(changed, tmp_path / "mars", resume_overrides=names)
-    steering = Steering(new_optimizer_state=True)
-    train(changed, tmp_path / "mars", steering=steering, resume_overrides=names)
-    found = audit(tmp_path / "mars", replay=2, log=lambda text: None)
-    assert found.problems == []
+def test_parts_of_mars_change_on_a_resume(mars, tmp_path, capsys):
+    run, names = tmp_path / "run", "optimizer.gamma,optimizer.clip_threshold"
+    shutil.copytree(mars / "2", run)
+    words = ["--optimizer.gamma", "0", "--optimizer.clip-threshold", "None"]
+    train_mars(mars, run, 4, *words, "--resume-overrides", names)
+    undisturbed = records(mars / "4")
+    assert records(run) == {key: pytest.approx(loss, rel=1e-6) for key, loss in undisturbed.items()}
+    main(["audit", str(run), "--replay", "2"])
+    assert "the same digest" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # the correction would need the gradient of before
+        train_mars(mars, run, 6, "--resume-overrides", names)
+    told = capsys.readouterr().err
+    assert "/last_grad/" in told
+    assert "--new-optimizer-state" in told
+    # The clip comes back without the correction, which needs no array.
+    train_mars(mars, run, 6, *words[:2], "--resume-overrides", names)
+    assert audit(run, log=lambda text: None).problems == []
+
+
+@pytest.mark.parametrize("variant", ["adamw", "m"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clip_threshold": None},
+        {"gamma": 0.0},
+        {"gamma": 0.0, "clip_threshold": None},
+        {"exact": True},
+    ],
+    ids=str,
+)
+def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
+    params = {"w": jnp.ones([3, 2]), "b": jnp.ones([2])}
+    options = {"learning_rate": 1e-3, "variant": variant}
+    new, other = (mars_of(**options, **some).init(params) for some in ({}, change))
+    saved = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), new)
+    changed = carried_over(saved, other)
+    for name in ("mu", "nu", "ema"):
+        wanted, *found = (
+            [array for _, array in optax.tree.get_all_with_path(state, name)]
+            for state in (saved, changed, carried_over(changed, new))
+        )
+        for arrays in found:
+            assert jax.tree.all(jax.tree.map(np.array_equal, wanted, arrays))
 
 
 @pytest.mark.parametrize("field", ["skip_examples", "position"])
@@ -188,26 +280,85 @@ def test_orders_that_make_no_sense(tmp_path, run):
 CONFIG = """
 import sys
 sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig
+from maxmars.config import CheckpointConfig, LionConfig
 from tiny import ADAMW, tiny_config
 
 def get_config():
-    checkpoint = CheckpointConfig(every=2, keep_last=9)
+    checkpoint = CheckpointConfig(every=2, keep_last=99)
     return tiny_config(num_steps=6, num_microbatches=1, optimizer=ADAMW, checkpoint=checkpoint)
 """
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_two_processes_carry_out_an_order_together(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    order = ["--rewind", "2", "--skip-examples", "5", "--new-optimizer-state", "True"]
-    for words in ([], order, order):  # the last finds nothing left to do
-        for code, output in map(finish, start_two(tmp_path, "run", *words)):
-            assert code == 0, output
-    assert names(tmp_path / "run") == {"2", "4", "6", "4.rewound", "6.rewound"}
-    assert position(tmp_path / "run", 6) == 6 * BATCH + 5
-    found = audit(tmp_path / "run", log=lambda text: None)
-    assert found.problems == []
-    (told,) = found.orders
-    assert told.startswith("at step 2, back from step 6, examples 32 to 37 left out")
+def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
+    """Bit by bit as one process that was left alone: back, past examples, with a new optimizer and
+    a guard of gradient norms, which skips steps."""
+    config = CONFIG.format(tests=str(Path(__file__).parents[1]))
+    (tmp_path / "config.py").write_text(config)
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    assert finish(start(tmp_path, "alone"))[0] == 0
+    shutil.copytree(alone, two)
+    (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
+    order = "--num-steps 60 --checkpoint.every 10 --rewind 2 --skip-examples 5 --new-optimizer-state True"
+    guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
+    words = [*order.split(), *guard.split(), "--resume-overrides", "guard,optimizer"]
+
+    killed = start_two(tmp_path, "two", *words)
+    wait_until(lambda: (30, "train/loss") in records(two), killed[0])
+    for process in killed:
+        process.kill()
+    for process in killed:
+        finish(process)
+    assert not (two / "checkpoints" / "60").exists()
+    for code, output in map(finish, start_two(tmp_path, "two", *words)):
+        assert code == 0, output
+    code, output = finish(start(tmp_path, "alone", *words))
+    assert code == 0, output
+    ends = [read(run / "checkpoints") for run in (two, alone)]
+    assert ends[0].step == 60
+    assert ends[0].digest == ends[1].digest
+    assert ends[0].data_position == ends[1].data_position == 60 * BATCH + 5
+    skipped = {path.name for path in (two / "skipped_steps").iterdir()}
+    assert skipped == {path.name for path in (alone / "skipped_steps").iterdir()}
+    assert skipped
+    assert {"4.rewound", "6.rewound"} <= names(two)
+
+    replay = str(60 - list_steps(two / "checkpoints")[-2])
+    words = ["-m", "maxmars", "audit", two, "--replay", replay]
+    code, output = finish(start_python(tmp_path, *words, devices=2))
+    assert code == 0, output
+    for told in ("back from step 6", "32 to 37", "a new state of the optimizer", "the same digest"):
+        assert told in output
+    journal = (two / "journal.jsonl").read_text()
+    lines = [json.loads(line) for line in journal.splitlines()]
+    for lie in (
+        {"order": {"rewind": 4}},
+        {"order": {"skip_examples": 6}},
+        {"order": {"new_optimizer_state": False}},
+        {"config": {"optimizer": {"learning_rate": 1.0}}},
+        {"config": {"guard": {"grad_norm_spike_threshold": 2.0}}},
+    ):
+        told = [merged(line, lie) if line.get("order") else line for line in lines]
+        (two / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+        assert audit(two, compare_arrays=False, log=lambda text: None).problems, lie
+    (two / "journal.jsonl").write_text(journal)
+    for key in ("train/skipped", "train/grad_norm"):
+        metrics = (two / "metrics.jsonl").read_text()
+        rows = [json.loads(row) for row in metrics.splitlines()]
+        row = next(row for row in rows if row.get("train/skipped"))
+        row[key] += 1
+        (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert audit(two, compare_arrays=False, log=lambda text: None).problems, key
+        (two / "metrics.jsonl").write_text(metrics)
+    (two / "journal.jsonl").write_text("\n".join(journal.splitlines()[1:]))
+    with pytest.raises(SystemExit):
+        main(["audit", str(two)])
+
+
+def merged(line, lie):
+    """The line with the fields of the lie, which may be groups."""
+    return line | {
+        name: merged(line[name], value) if isinstance(value, dict) else value
+        for name, value in lie.items()
+    }
