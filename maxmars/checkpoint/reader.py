@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import flatten_dict
@@ -94,6 +95,14 @@ class Checkpoint:
     @property
     def model(self) -> ModelConfig:
         return self.config.model if isinstance(self.config, TrainConfig) else self.config
+
+    def evaluated_like(self, params: Any) -> dict[str, Any]:
+        """What `load_arrays` takes for the parameters that are evaluated and exported, given some
+        abstract parameters: `evaluation_params`, in float32 at least, where the checkpoint has them
+        beside `params`, which are trained."""
+        if not any(name.startswith("evaluation_params/") for name in self.types):
+            return {"params": params}
+        return {"evaluation_params": jax.tree.map(_in_float32, params)}
 
     def run_config(self) -> TrainConfig:
         """The configuration of the run, to continue it.
@@ -287,6 +296,13 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
     return state
 
 
+def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
+    """The parameters that are evaluated and exported, or some of them, in the types of `abstract`;
+    see `load_arrays`."""
+    (found,) = load_arrays(checkpoint, checkpoint.evaluated_like(abstract)).values()
+    return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), found, abstract)
+
+
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     """The keys that lead to each array in the nested dicts on the disk, by its path: a key may have
     a slash in it.
@@ -462,6 +478,11 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         journal=meta.get("journal"),
         format_version=version,
     )
+
+
+def _in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _code_of(environment: dict[str, Any]) -> str:

@@ -121,6 +121,7 @@ def continued_config(
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:
+        state = dataclasses.replace(state, evaluation_params=None)
         kept = dataclasses.replace(state, opt_state=None, prev_params=None)
         _check_changes(saved, rows, kept if new_optimizer_state else state, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
@@ -214,7 +215,8 @@ def _check_changes(
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     misfit = None
     is_new = state.opt_state is None
-    there = {n: t for n, t in saved.types.items() if not (is_new and n.startswith(_OF_OPTIMIZER))}
+    others = ("evaluation_params/", *(_OF_OPTIMIZER if is_new else ()))  # which are made anew
+    there = {name: t for name, t in saved.types.items() if not name.startswith(others)}
     if "optimizer" in names and not is_new:
         misfit = "that is another optimizer"  # even if its arrays have the same shapes
     elif any(name.partition(".")[0] in ("model", "optimizer") for name in names):

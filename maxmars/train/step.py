@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,15 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from maxmars.config import GPT2Config, GuardConfig, MarsConfig, SophiaConfig, TrainConfig
+from maxmars.checkpoint import Checkpoint
+from maxmars.config import (
+    GPT2Config,
+    GuardConfig,
+    MarsConfig,
+    OptaxConfig,
+    SophiaConfig,
+    TrainConfig,
+)
 from maxmars.config.mesh import check_mesh
 from maxmars.data.batches import batch_types
 from maxmars.data.windows import Types
@@ -34,6 +43,7 @@ from maxmars.train.optimizer import (
     make_optimizer,
     make_schedule,
     opt_state_shardings,
+    own_evaluation_params,
 )
 
 Metrics = dict[str, jax.Array]
@@ -87,6 +97,10 @@ class TrainState:
     hyperparams: Any
     """`learning_rate` [], an array, so that another rate does not recompile the step."""
     guard: Guard
+    evaluation_params: Any = None
+    """The parameters that are evaluated and exported, where these are not `params`: their average
+    with `ema_decay`, and in a checkpoint those that a user's own optimizer names. They have the
+    parameters' shardings, and are in float32 at least."""
 
 
 # --- making a state ------------------------------------------------------------------------------
@@ -147,16 +161,18 @@ def init_train_state(
 
 
 def abstract_saved_state(
-    train_step: TrainStep, saved: TrainConfig, *, new_optimizer_state: bool = False
+    train_step: TrainStep, saved: Checkpoint, *, new_optimizer_state: bool = False
 ) -> TrainState:
-    """The state of the step as a run with the config `saved` stored it, for `continued_state`.
+    """The state of the step as the checkpoint `saved` has it, for `continued_state`.
 
     With `new_optimizer_state` it has none of the optimizer.
     """
-    state = train_step.abstract_state
-    if saved.guard != train_step.config.guard:
-        config = dataclasses.replace(train_step.config, guard=saved.guard)
+    state, guard = train_step.abstract_state, saved.run_config().guard
+    if guard != train_step.config.guard:
+        config = dataclasses.replace(train_step.config, guard=guard)
         state = abstract_train_state(config, train_step.parameters)
+    named = saved.evaluated_like(state.params).get("evaluation_params")
+    state = dataclasses.replace(state, evaluation_params=named)
     if new_optimizer_state:
         state = dataclasses.replace(state, opt_state=None, prev_params=None)
     return state
@@ -164,13 +180,18 @@ def abstract_saved_state(
 
 def continued_state(train_step: TrainStep, state: TrainState) -> TrainState:
     """A state from a checkpoint as the step goes on with it: at the config's learning rate, with a
-    guard that watches what the config asks for, and a new state of the optimizer if it has none."""
+    guard that watches what the config asks for, a new state of the optimizer if it has none, and
+    with `ema_decay` an average, which begins with the present parameters if it has none."""
     config, parameters = train_step.config, train_step.parameters
     fields = vars(state) | {"hyperparams": make_hyperparams(config, parameters)}
     if state.opt_state is None:
         del fields["opt_state"], fields["prev_params"]
     if _watches_norms(config) != (state.guard.norms is not None):
         del fields["guard"]
+    if config.ema_decay is None:
+        fields["evaluation_params"] = None
+    elif state.evaluation_params is None:
+        del fields["evaluation_params"]
     if len(fields) == len(vars(state)):
         return TrainState(**fields)
     new = init_train_state(config, parameters, fields)
@@ -221,6 +242,7 @@ def _initial_state(
             loss_variance=zero_loss,
             norms=Running(zero, zero_loss, zero_loss) if _watches_norms(config) else None,
         ),
+        evaluation_params=None if config.ema_decay is None else jax.tree.map(_widened, params),
     )
 
 
@@ -263,6 +285,18 @@ class TrainStep:
     """`jax.jit` function of (TrainState, batch)."""
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    evaluation_params: Any
+    """`jax.jit` function from the optimizer's state and the parameters to
+    `TrainState.evaluation_params`, where a user's own optimizer names them; else None."""
+
+    @property
+    def evaluated(self) -> str | None:
+        """The parameters that are evaluated, in words; None if they are those that are trained."""
+        if self.config.ema_decay is not None:
+            return f"the average of the parameters (ema_decay={self.config.ema_decay})"
+        if isinstance(self.config.optimizer, OptaxConfig) and self.evaluation_params is not None:
+            return f"the parameters that {self.config.optimizer.make} names"
+        return None
 
     @property
     def mesh(self) -> Mesh:
@@ -346,7 +380,32 @@ def make_train_step(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(config, parameters, jitted, abstract_state, batch)
+    named = own_evaluation_params(config.optimizer, parameters)
+    if named is not None:
+        function = named
+        named = jax.jit(
+            lambda opt_state, params: jax.tree.map(_widened, function(opt_state, params)),
+            out_shardings=parameters.shardings,
+        )
+    return TrainStep(config, parameters, jitted, abstract_state, batch, named)
+
+
+def saved_state(train_step: TrainStep, state: TrainState) -> TrainState:
+    """The state as a checkpoint has it: also with the parameters that a user's own optimizer names
+    to be evaluated, so that who reads them need not run the optimizer's code."""
+    if train_step.evaluation_params is None:
+        return state
+    with jax.set_mesh(train_step.mesh):
+        named = train_step.evaluation_params(state.opt_state, state.params)
+    return dataclasses.replace(state, evaluation_params=named)
+
+
+def evaluated_params(train_step: TrainStep, state: TrainState) -> Any:
+    """The parameters that are evaluated, in the types and shardings of `state.params`."""
+    named = saved_state(train_step, state).evaluation_params
+    if named is None:
+        return state.params
+    return jax.tree.map(lambda x, param: x.astype(param.dtype), named, state.params)
 
 
 class _Written(NamedTuple):
@@ -355,6 +414,7 @@ class _Written(NamedTuple):
     params: Any
     opt_state: Any
     prev_params: Any
+    evaluation_params: Any
 
 
 def _step(
@@ -403,15 +463,17 @@ def _step(
         updates, opt_state = tx.update(
             clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
         )
+        params = optax.apply_updates(state.params, updates)
         written = _Written(
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             opt_state=opt_state,
             prev_params=state.params if _is_exact(config) else None,
+            evaluation_params=_averaged(config, state, params),
         )
         return written, squared_norms(parts, updates)
 
     def skip() -> tuple[_Written, Metrics]:
-        old = _Written(state.params, state.opt_state, state.prev_params)
+        old = _Written(*(getattr(state, name) for name in _Written._fields))
         return old, jax.tree.map(jnp.zeros_like, of_gradients)
 
     with jax.named_scope("optimizer"):
@@ -442,6 +504,21 @@ def _step(
         metrics["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
     return new_state, metrics
+
+
+def _averaged(config: TrainConfig, state: TrainState, params: Any) -> Any:
+    """The average of the parameters of all updates up to these ones, the t-th.
+
+    It is the exponential moving average from zero over 1 - decay^t (Adam's correction of the bias),
+    written as a step from the average before: the first one takes it to the parameters.
+    """
+    decay, average = config.ema_decay, state.evaluation_params
+    if decay is None:
+        return None
+    t = state.step - state.guard.num_skipped + 1
+    weight = (1 - decay) / -jnp.expm1(t * math.log(decay))
+    moved = optax.incremental_update(params, average, weight)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, average)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -655,6 +732,16 @@ def _seen(
 def global_norm(tree: Any) -> Float[Array, ""]:
     """The root of the sum of all squares, in float32 at least: 1e-4 squared is 0 in float16."""
     return optax.tree.norm(jax.tree.map(_widened, tree))
+
+
+def relative_distance(tree: Any, params: Any) -> float:
+    """The norm of the difference from the parameters, over the norm of the parameters."""
+    return float(_relative_distance(tree, params))
+
+
+@jax.jit
+def _relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+    return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
 
 
 def _widened(x: jax.Array) -> jax.Array:
