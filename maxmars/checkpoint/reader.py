@@ -96,13 +96,10 @@ class Checkpoint:
     def model(self) -> ModelConfig:
         return self.config.model if isinstance(self.config, TrainConfig) else self.config
 
-    def evaluated_like(self, params: Any) -> dict[str, Any]:
-        """What `load_arrays` takes for the parameters that are evaluated and exported, given some
-        abstract parameters: `evaluation_params`, in float32 at least, where the checkpoint has them
-        beside `params`, which are trained."""
-        if not any(name.startswith("evaluation_params/") for name in self.types):
-            return {"params": params}
-        return {"evaluation_params": jax.tree.map(_in_float32, params)}
+    @property
+    def has_evaluation_params(self) -> bool:
+        """Whether others than `params`, which are trained, are evaluated and exported."""
+        return any(name.startswith("evaluation_params/") for name in self.types)
 
     def run_config(self) -> TrainConfig:
         """The configuration of the run, to continue it.
@@ -299,8 +296,21 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
 def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
     """The parameters that are evaluated and exported, or some of them, in the types of `abstract`;
     see `load_arrays`."""
-    (found,) = load_arrays(checkpoint, checkpoint.evaluated_like(abstract)).values()
+    if not checkpoint.has_evaluation_params:
+        return load_arrays(checkpoint, {"params": abstract})["params"]
+    wanted = {"evaluation_params": in_float32(abstract)}
+    found = load_arrays(checkpoint, wanted)["evaluation_params"]
     return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), found, abstract)
+
+
+def in_float32(params: Any) -> Any:
+    """Abstract parameters in the types of `evaluation_params`: float32 at least."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding
+        ),
+        params,
+    )
 
 
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -478,11 +488,6 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         journal=meta.get("journal"),
         format_version=version,
     )
-
-
-def _in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _code_of(environment: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ from maxmars.config import (
 )
 from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source, load_function
 from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import PARTS, Parameters
 from maxmars.optim import (
@@ -172,6 +172,14 @@ def own_evaluation_params(
     if not isinstance(optimizer, OptaxConfig):
         return None
     return _own_optimizer(optimizer, parameters, optimizer.learning_rate)[1]
+
+
+def evaluated_in_words(config: TrainConfig) -> str:
+    """The parameters that are evaluated, where these are not the ones that are trained."""
+    if config.ema_decay is not None:
+        return f"the average of the parameters (ema_decay={config.ema_decay})"
+    assert isinstance(config.optimizer, OptaxConfig)  # no other names any
+    return f"the parameters that {Source.of(config.optimizer.make).written} names"
 
 
 def _own_optimizer(

@@ -22,11 +22,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from maxmars.checkpoint import Checkpoint
+from maxmars.checkpoint.reader import in_float32
 from maxmars.config import (
     GPT2Config,
     GuardConfig,
     MarsConfig,
-    OptaxConfig,
     SophiaConfig,
     TrainConfig,
 )
@@ -39,6 +39,7 @@ from maxmars.model.parameters import PARTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import checked_compiler_options
 from maxmars.train.optimizer import (
+    evaluated_in_words,
     follows_rate,
     make_optimizer,
     make_schedule,
@@ -171,7 +172,7 @@ def abstract_saved_state(
     if guard != train_step.config.guard:
         config = dataclasses.replace(train_step.config, guard=guard)
         state = abstract_train_state(config, train_step.parameters)
-    named = saved.evaluated_like(state.params).get("evaluation_params")
+    named = in_float32(state.params) if saved.has_evaluation_params else None
     state = dataclasses.replace(state, evaluation_params=named)
     if new_optimizer_state:
         state = dataclasses.replace(state, opt_state=None, prev_params=None)
@@ -292,11 +293,9 @@ class TrainStep:
     @property
     def evaluated(self) -> str | None:
         """The parameters that are evaluated, in words; None if they are those that are trained."""
-        if self.config.ema_decay is not None:
-            return f"the average of the parameters (ema_decay={self.config.ema_decay})"
-        if isinstance(self.config.optimizer, OptaxConfig) and self.evaluation_params is not None:
-            return f"the parameters that {self.config.optimizer.make} names"
-        return None
+        if self.config.ema_decay is None and self.evaluation_params is None:
+            return None
+        return evaluated_in_words(self.config)
 
     @property
     def mesh(self) -> Mesh:
