@@ -18,7 +18,7 @@ from tiny import MODEL, batch_of, first_difference, short_config, tiny_config, v
 
 from maxmars.checkpoint import load as load_checkpoint
 from maxmars.checkpoint import read
-from maxmars.config import AdamWConfig, MeshConfig, OptaxConfig
+from maxmars.config import AdamWConfig, MeshConfig, ModuleConfig, OptaxConfig
 from maxmars.data.batches import open_data
 from maxmars.distributed import sharding
 from maxmars.eval import load
@@ -38,7 +38,20 @@ from maxmars.train.step import (
 DECAY = 0.9
 OWN = """
 import os
-import jax, optax, optax.contrib
+import jax, jax.numpy as jnp, optax, optax.contrib
+from flax import nnx
+
+class Bigrams(nnx.Module):
+    def __init__(self, size, dtype, rngs):
+        values = jax.random.normal(rngs.params(), (size, 16)).astype(dtype)
+        self.table = nnx.Param(values, out_sharding=("vocab", "embed"))
+        self.output_embedding = nnx.Param(values[::-1], out_sharding=("vocab", "embed"))
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return self.table[...][tokens]
+
+def bigrams(*, rngs, vocab_size, max_seq_len, dtype="float32"):
+    return Bigrams(vocab_size, dtype, rngs)
 
 def free(learning_rate):
     return optax.contrib.schedule_free_adamw(learning_rate), optax.contrib.schedule_free_eval_params
@@ -55,7 +68,7 @@ def lying(learning_rate):
     return optax.sgd(learning_rate), lambda _, params: jax.tree.map(lambda x: factor * x, params)
 
 def partial(learning_rate):
-    return optax.sgd(learning_rate), lambda state, params: params["wte"]
+    return optax.sgd(learning_rate), lambda state, params: params["table"]
 
 def number(learning_rate):
     return optax.sgd(learning_rate), 1
@@ -63,10 +76,19 @@ def number(learning_rate):
 
 
 @pytest.fixture
-def own(tmp_path):
+def file(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    return lambda name, rate=1e-2: OptaxConfig(
-        make=f"{tmp_path / 'own.py'}:{name}", learning_rate=rate
+    return tmp_path / "own.py"
+
+
+def own(file, name):
+    return OptaxConfig(make=f"{file}:{name}", learning_rate=1e-2)
+
+
+def small(file, dtype="float32"):
+    """A model that compiles in no time."""
+    return ModuleConfig(
+        make=f"{file}:bigrams", options={"dtype": dtype}, vocab_size=257, max_seq_len=16
     )
 
 
@@ -201,8 +223,8 @@ def test_another_run_starts_from_it_and_with_the_optimizers_state_from_the_param
         assert first["eval/loss"] == pytest.approx(loss_of(expected, config), abs=1e-6)
 
 
-def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(averaged, tmp_path):
-    plain = config_of(averaged, num_steps=2)
+def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_path):
+    plain = config_of(tmp_path, model=small(file), num_steps=2)
     train(plain, tmp_path / "run")
     assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
     assert not any("eval/params_distance" in row for row in read_metrics(tmp_path / "run"))
@@ -217,6 +239,17 @@ def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(averaged, tm
     assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
     found = audit(tmp_path / "run", replay=2, log=lambda text: None)
     assert found.problems == []
+
+
+def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
+    config = config_of(tmp_path, model=small(file, "bfloat16"), ema_decay=DECAY, num_steps=2)
+    train(dataclasses.replace(config, num_steps=1, schedule=fixed(2)), tmp_path / "run")
+    train(dataclasses.replace(config, schedule=fixed(2)), tmp_path / "run")
+    assert audit(tmp_path / "run", replay=2, log=lambda text: None).problems == []
+    average = saved_arrays(tmp_path / "run", config).state.evaluation_params
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), average)
+    assert differs(average, rounded)
+    assert_same(load(tmp_path / "run").params, rounded)
 
 
 def test_a_changed_average_is_found(averaged, tmp_path):
@@ -251,8 +284,9 @@ def test_it_averages_under_every_optimizer(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["free", pytest.param("chained", marks=pytest.mark.slow)])
-def test_schedule_free_is_evaluated_where_it_says(own, tmp_path, name):
-    config, run = config_of(tmp_path, optimizer=own(name), schedule=fixed(4)), tmp_path / "run"
+def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
+    config = config_of(tmp_path, optimizer=own(file, name), schedule=fixed(4), model=small(file))
+    run = tmp_path / "run"
     train(dataclasses.replace(config, num_steps=2), run)
     train(config, run)
     train(config, tmp_path / "undisturbed")
@@ -271,19 +305,19 @@ def test_schedule_free_is_evaluated_where_it_says(own, tmp_path, name):
     assert_same(loaded, state.evaluation_params)
 
 
-def test_an_optimizer_that_begins_to_name_them_continues(own, tmp_path):
-    config = config_of(tmp_path, optimizer=own("alone"), num_steps=2)
+def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
+    config = config_of(tmp_path, optimizer=own(file, "alone"), num_steps=2, model=small(file))
     train(config, tmp_path / "run")
     for name, steps, has in (("free", 3, True), ("alone", 4, False)):
-        config = dataclasses.replace(config, optimizer=own(name), num_steps=steps)
+        config = dataclasses.replace(config, optimizer=own(file, name), num_steps=steps)
         train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
         types = read(tmp_path / "run" / "checkpoints").types
         assert any(n.startswith("evaluation_params/") for n in types) == has
     assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
 
 
-def test_a_lie_about_what_is_named_is_found(own, tmp_path, monkeypatch):
-    config = config_of(tmp_path, optimizer=own("lying", 1e-3), num_steps=2)
+def test_a_lie_about_what_is_named_is_found(file, tmp_path, monkeypatch):
+    config = config_of(tmp_path, optimizer=own(file, "lying"), num_steps=2, model=small(file))
     monkeypatch.setenv("FACTOR", "2")
     train(config, tmp_path / "run")
     assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
@@ -300,8 +334,8 @@ def test_a_lie_about_what_is_named_is_found(own, tmp_path, monkeypatch):
         ("free", 0.5, ["own.py:free", "ema_decay=0.5"]),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(own, tmp_path, name, ema_decay, named):
-    config = config_of(tmp_path, optimizer=own(name), ema_decay=ema_decay)
+def test_what_cannot_be_evaluated_is_refused(file, tmp_path, name, ema_decay, named):
+    config = config_of(tmp_path, optimizer=own(file, name), ema_decay=ema_decay, model=small(file))
     with refused(ValueError, *named):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
