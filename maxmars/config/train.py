@@ -235,10 +235,10 @@ class TrainConfig(CheckedConfig):
     gradient_clip_norm: Positive[float] | None = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
     ema_decay: Annotated[float, Rule(lambda d: 0 < d < 1, "must lie in (0, 1)")] | None = None
-    """Average the parameters over the updates, each of the past weighing this much less than the
-    next one (0.999, for example), without a share of the initial weights (Adam's correction of the
-    bias). The average, in float32, is what is evaluated, kept as the best, exported, and started
-    from by --init-from. None: the parameters themselves."""
+    """Decay of an exponential moving average of the parameters over the updates, such as 0.999,
+    with Adam's correction of the bias, so that the initial weights have no share in it. The
+    average is evaluated, kept as the best, exported, and what --init-from starts another run from.
+    None keeps no average: these take the parameters that are trained."""
     gradient_multiplier: Positive[float] = 1.0
     """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
     where others average; a multiplier equal to its number of microbatches reproduces that."""
