@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import flatten_dict
@@ -94,6 +95,11 @@ class Checkpoint:
     @property
     def model(self) -> ModelConfig:
         return self.config.model if isinstance(self.config, TrainConfig) else self.config
+
+    @property
+    def has_evaluation_params(self) -> bool:
+        """Whether others than `params`, which are trained, are evaluated and exported."""
+        return any(name.startswith("evaluation_params/") for name in self.types)
 
     def run_config(self) -> TrainConfig:
         """The configuration of the run, to continue it.
@@ -285,6 +291,26 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
     digests = digest(state)
     _together(path, compare_digests)
     return state
+
+
+def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
+    """The parameters that are evaluated and exported, or some of them, in the types of `abstract`;
+    see `load_arrays`."""
+    if not checkpoint.has_evaluation_params:
+        return load_arrays(checkpoint, {"params": abstract})["params"]
+    wanted = {"evaluation_params": in_float32(abstract)}
+    found = load_arrays(checkpoint, wanted)["evaluation_params"]
+    return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), found, abstract)
+
+
+def in_float32(params: Any) -> Any:
+    """Abstract parameters in the types of `evaluation_params`: float32 at least."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding
+        ),
+        params,
+    )
 
 
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:

@@ -260,7 +260,7 @@ def find_start(config: TrainConfig) -> Digests:
 
 def _check_optimizer(config: TrainConfig) -> None:
     mesh = sharding.training_mesh(config)
-    check_optimizer(config.optimizer, Parameters(config.model, mesh))
+    check_optimizer(config.optimizer, Parameters(config.model, mesh), config.ema_decay)
 
 
 def _refusal(cell: Cell, contender: Contender) -> str | None:

@@ -234,6 +234,11 @@ class TrainConfig(CheckedConfig):
     divide over the mesh and fit in memory by an estimate."""
     gradient_clip_norm: Positive[float] | None = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
+    ema_decay: Annotated[float, Rule(lambda d: 0 < d < 1, "must lie in (0, 1)")] | None = None
+    """Decay of an exponential moving average of the parameters over the updates, such as 0.999,
+    with Adam's correction of the bias, so that the initial weights have no share in it. The
+    average is evaluated, kept as the best, exported, and what --init-from starts another run from.
+    None keeps no average: these take the parameters that are trained."""
     gradient_multiplier: Positive[float] = 1.0
     """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
     where others average; a multiplier equal to its number of microbatches reproduces that."""

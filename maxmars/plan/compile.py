@@ -255,7 +255,8 @@ class ChipMemory:
 
     parameters_bytes: int
     optimizer_state_bytes: dict[str, int]
-    """By field of the optimizer's states, such as `mu` and `nu`, largest first."""
+    """By field of the optimizer's states, such as `mu` and `nu`, largest first; and the average of
+    the parameters with `ema_decay`."""
     previous_parameters_bytes: int
     """Exact MARS's parameters of the step before."""
     other_arguments_bytes: int
@@ -304,6 +305,8 @@ def chip_memory(step: CompiledTrainStep, tokens_bytes: int, chip: Chip | None) -
     state, arguments = step.state, step.memory.argument_bytes
     parameters = bytes_on_chip(state.params)
     optimizer = optimizer_state_bytes(state.opt_state)
+    if state.evaluation_params is not None:
+        optimizer["average of the parameters"] = bytes_on_chip(state.evaluation_params)
     previous = bytes_on_chip(state.prev_params)
     other = bytes_on_chip((state.step, state.hyperparams, state.guard)) + tokens_bytes
     gradients = min(parameters, max(0, step.peak_bytes - arguments))
