@@ -214,8 +214,6 @@ class TextFiles(Corpus):
         return self._is_one_text(file) and not self._kinds[file][1]
 
     def has_parts(self, file: int) -> bool:
-        if self._is_one_text(file):
-            return self.is_text(file)
         kind, compression = self._kinds[file]
         if kind in TEXT:  # where the next separator is must not depend on where one looks from
             mark = self._separator
@@ -237,9 +235,8 @@ class TextFiles(Corpus):
                 field=self._text_field,
                 separator=self._separator,
             )
-            count = None
             if run.is_of_whole:
-                found = rows(run.of if run.parts > 1 else None)
+                count, found = None, rows(run.of if run.parts > 1 else None)
             else:
                 count = sum(1 for _ in rows(None))  # which reads no text
                 found = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))

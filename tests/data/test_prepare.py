@@ -257,10 +257,12 @@ def test_long_documents_are_tokenised_in_pieces(tmp_path, line):
     """Their length is bounded, and they end after line breaks if there are any."""
     text, tokenizer = line * (4_000_000 // len(line)), Watched()
     run([("a", text)], tmp_path / "out", tokenizer=tokenizer, validation_fraction=0.0)
-    assert tokenizer.decode(read(tmp_path / "out", "train")[:-1]) == text
-    assert len(tokenizer.texts) >= 4
-    assert max(map(len, tokenizer.texts)) < 1_200_000
-    assert all(text.endswith(line[-1]) for text in tokenizer.texts)
+    found = read(tmp_path / "out", "train")[:-1]
+    assert np.array_equal(found, np.frombuffer(text.encode(), np.uint8))
+    pieces_of_text = [text for text in tokenizer.texts if len(text) > 1]
+    assert len(pieces_of_text) >= 4
+    assert max(map(len, pieces_of_text)) < 1_200_000
+    assert all(piece.endswith(line[-1]) for piece in pieces_of_text)
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
