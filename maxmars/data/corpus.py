@@ -240,6 +240,8 @@ class TextFiles(Corpus):
             else:
                 count = sum(1 for _ in rows(None))  # which reads no text
                 found = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))
+                if count == 1 and (run.share[0], run.part) != (0.0, 0):
+                    on_bad = _leave_out  # the run that begins the file has told of its only row
             for place, text in texts_of(found, path, on_bad):
                 document = f"{name}:{place}"
                 yield _part_of(document, text, run) if count == 1 else Document(document, (text,))
@@ -387,6 +389,10 @@ def _reporting(path: str) -> Generator[None]:
     except Exception:
         with reporting(path):
             raise
+
+
+def _leave_out(error: ValueError) -> None:
+    """Leaves out a bad row, and tells nobody."""
 
 
 def _ends(run: Run) -> tuple[bool, bool]:

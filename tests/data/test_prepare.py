@@ -122,6 +122,15 @@ def test_of_many_files_a_hash_decides_for_each_row(tmp_path):
         assert pieces(read(tmp_path / "out", split)) == expected
 
 
+def test_the_only_row_of_a_file_is_bad_once(tmp_path):
+    for i in range(3):
+        field = "body" if i == 1 else "text"
+        (tmp_path / f"{i}.json").write_text(json.dumps({field: f"{i} " * 20}))
+    corpus = TextFiles([str(tmp_path / "*.json")])
+    assert run(corpus, tmp_path / "out", skip_bad=1).skipped.count == 1
+    assert pieces(read(tmp_path / "out", "val")) == ["0 0 ", "2 2 "]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt.gz"])
 @pytest.mark.parametrize("task_bytes", [None, 100])
 def test_a_file_of_one_document_gives_its_end(tmp_path, name, task_bytes):
