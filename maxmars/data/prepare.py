@@ -310,9 +310,9 @@ class Preparation:
                 check=self._check_plan,
                 report=report,
             )
-            for split, found in record["splits"].items():
-                starts = found.pop("starts")
-                found["num_starts"] = len(starts)
+            for split, described in record["splits"].items():
+                starts = described.pop("starts")
+                described["num_starts"] = len(starts)
                 if len(starts):
                     write_bytes(self._starts(number, split), starts.tobytes())
             record["plan"] = self._plan_digest
@@ -346,7 +346,7 @@ class Preparation:
         skipped.refuse_over(self.skip_bad)
         with self._on_full_disk():
             splits = {split: self._join(split, records) for split in SPLITS}
-            splits = {split: found for split, found in splits.items() if found.num_tokens}
+            splits = {name: split for name, split in splits.items() if split.num_tokens}
             self._check_splits(splits)
             losses = [Loss(**record["loss"]) for record in records.values()]
             loss = functools.reduce(operator.add, losses)
@@ -475,19 +475,19 @@ class Preparation:
 
     def _join(self, split: str, records: Records) -> Split:
         """The shards of all tasks as one split, and where its documents start."""
-        found = [records[number]["splits"][split] for number in range(len(self.tasks))]
-        shards = [Shard(**shard) for part in found for shard in part["shards"]]
-        num_tokens = np.cumsum([0, *(part["num_tokens"] for part in found)]).astype("<u8")
+        of_tasks = [records[number]["splits"][split] for number in range(len(self.tasks))]
+        shards = [Shard(**shard) for of_task in of_tasks for shard in of_task["shards"]]
+        num_tokens = np.cumsum([0, *(of_task["num_tokens"] for of_task in of_tasks)]).astype("<u8")
 
         def read(number: int) -> np.ndarray:
-            if not found[number]["num_starts"]:
+            if not of_tasks[number]["num_starts"]:
                 return np.empty(0, "<u8")
             with reporting(self.out):
                 starts = np.frombuffer(self._starts(number, split).read_bytes(), "<u8")
             return starts + num_tokens[number]
 
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            starts = np.concatenate([np.empty(0, "<u8"), *pool.map(read, range(len(found)))])
+            starts = np.concatenate([np.empty(0, "<u8"), *pool.map(read, range(len(of_tasks)))])
         documents, file = None, f"{split}_documents.bin"
         if len(starts):
             data = starts.astype("<u8").tobytes()
@@ -496,7 +496,7 @@ class Preparation:
             documents = DocumentStarts(file=file, count=len(starts), sha256=sha256)
         return Split(
             num_tokens=int(num_tokens[-1]),
-            num_documents=sum(part["num_documents"] for part in found),
+            num_documents=sum(of_task["num_documents"] for of_task in of_tasks),
             shards=tuple(_with_generations(self.out, shards)),
             documents=documents,
         )
@@ -573,8 +573,8 @@ def _with_generations(directory: Workdir, shards: list[Shard]) -> list[Shard]:
     """Shards with which write of each a bucket holds."""
     if not is_remote(directory):
         return shards
-    found = list_objects(directory)
-    return [replace(s, generation=found.get(s.file, {}).get("generation")) for s in shards]
+    objects = list_objects(directory)
+    return [replace(s, generation=objects.get(s.file, {}).get("generation")) for s in shards]
 
 
 def _existing(path: Workdir) -> Path:

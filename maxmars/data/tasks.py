@@ -149,7 +149,7 @@ def write_task(
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; without tokens, it is left out."""
         nonlocal touched, loss, unchecked
-        found, is_start = not document.first, document.first
+        has_begun, is_start = not document.first, document.first
         for text in _pieces(document.blocks):
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
             is_start = False
@@ -158,8 +158,8 @@ def write_task(
                 unchecked -= len(text)
                 if loss.characters >= _CHECKED_CHARACTERS:
                     refuse_loss()
-            if len(tokens) and not found:
-                found = True
+            if len(tokens) and not has_begun:
+                has_begun = True
                 writer.starts.append(writer.num_tokens)
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
@@ -167,7 +167,7 @@ def write_task(
                 touched = time.monotonic()
                 for each in writers.values():
                     each.touch()
-        if document.last and found:
+        if document.last and has_begun:
             writer.append(np.array([tokenizer.eot], token_dtype(tokenizer)))
             writer.num_documents += 1
 
