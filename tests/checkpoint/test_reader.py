@@ -249,24 +249,6 @@ def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy, commit
         read(copy)
 
 
-def test_of_an_older_format_the_parameters_can_be_read_but_no_run_continued(saved, copy):
-    def older(meta):
-        meta["format_version"] = 2
-        meta["environment"] |= {"maxmars": "0.1.0", "git_commit": "1" * 40}
-        meta["config"]["guard"]["max_skipped_in_a_row"] = 0  # a name of that version
-
-    for step in (1, 2):
-        change_meta(copy / str(step), older)
-    named = ("0.1.0", "format 2", f"--init-from {copy / '2'}", "git checkout " + "1" * 40)
-    with refused(ValueError, *named):
-        restore(copy, saved[1][2])
-    with refused(ValueError, *named):
-        read(copy).run_config()
-    assert read(copy).model == config().model
-    params = saved[1][2]["params"]
-    assert_same(load(copy, {"params": abstract(params)}).state["params"], params)
-
-
 def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch):
     for name in ("4.damaged", "5.orbax-checkpoint-tmp", ".lock.d", "x"):
         (copy / name).mkdir()
