@@ -80,15 +80,6 @@ def test_what_a_checkpoint_says(saved):
     assert (meta["rng"]["seed"], meta["rng"]["step"]) == (config().seed, 2)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
-def test_any_mesh(saved, sizes):
-    mesh = mesh_of(*sizes)
-    want = abstract(saved[1][2], mesh)
-    got = load(saved[0], want).state
-    assert_same(got, saved[1][2])
-    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
-
-
 def test_parts_and_single_arrays(saved, copy):
     params = saved[1][2]["params"]
     got = load(copy, {"params": abstract(params)})
