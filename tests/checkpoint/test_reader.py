@@ -80,15 +80,6 @@ def test_what_a_checkpoint_says(saved):
     assert (meta["rng"]["seed"], meta["rng"]["step"]) == (config().seed, 2)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
-def test_any_mesh(saved, sizes):
-    mesh = mesh_of(*sizes)
-    want = abstract(saved[1][2], mesh)
-    got = load(saved[0], want).state
-    assert_same(got, saved[1][2])
-    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
-
-
 def test_parts_and_single_arrays(saved, copy):
     params = saved[1][2]["params"]
     got = load(copy, {"params": abstract(params)})
@@ -247,24 +238,6 @@ def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy, commit
     change_meta(copy / "2", newer)
     with refused(ValueError, copy / "2", "format 99", *named):
         read(copy)
-
-
-def test_of_an_older_format_the_parameters_can_be_read_but_no_run_continued(saved, copy):
-    def older(meta):
-        meta["format_version"] = 2
-        meta["environment"] |= {"maxmars": "0.1.0", "git_commit": "1" * 40}
-        meta["config"]["guard"]["max_skipped_in_a_row"] = 0  # a name of that version
-
-    for step in (1, 2):
-        change_meta(copy / str(step), older)
-    named = ("0.1.0", "format 2", f"--init-from {copy / '2'}", "git checkout " + "1" * 40)
-    with refused(ValueError, *named):
-        restore(copy, saved[1][2])
-    with refused(ValueError, *named):
-        read(copy).run_config()
-    assert read(copy).model == config().model
-    params = saved[1][2]["params"]
-    assert_same(load(copy, {"params": abstract(params)}).state["params"], params)
 
 
 def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch):

@@ -47,12 +47,14 @@ def test_round_trip_onto_any_other_mesh_is_bit_exact(one, other, tx):
             checkpointer.save(1, place(state, mesh, cuts), data_position=80)
             assert checkpointer.latest_step() == 1
         with Checkpointer(folder, config(), mesh=other_mesh) as checkpointer:
-            got = checkpointer.restore(abstract(state, other_mesh, other_cuts))
+            want = abstract(state, other_mesh, other_cuts)
+            got = checkpointer.restore(want)
             checkpointer.save(2, got.state, data_position=160)
         first, second = (read(folder, step) for step in (1, 2))
         assert_same(load(folder, abstract(state), 2).state, state)
     assert (got.checkpoint.step, got.checkpoint.data_position, got.skipped) == (1, 80, ())
     assert_same(got.state, state)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, got.state, want))
     assert first.digest == second.digest
 
 

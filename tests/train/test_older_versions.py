@@ -1,9 +1,9 @@
 """Runs and tokens of older versions, as their code wrote them.
 
-`older/format_3.tar.xz` is of commit 6a4dfdb, the first that wrote checkpoints of format 3, and had
-no journal; `format_2` is of the commit before it, whose checkpoints no run continues. Each holds a
-run of four steps of MARS on a GPT-2 of 1,300 parameters, and the byte tokens of one text. What is
-expected of their weights is what their own code computed.
+In `older_versions.tar.xz`, `format_3` is of commit 6a4dfdb, the first that wrote checkpoints of
+format 3, and had no journal; `format_2` is of the commit before it, whose checkpoints no run
+continues. Each holds a run of four steps of MARS on a GPT-2 of 1,300 parameters, and the byte
+tokens of one text. What is expected of their weights is what their own code computed.
 """
 
 import json
@@ -18,7 +18,7 @@ from maxmars.cli import main
 from maxmars.eval import load
 from maxmars.train.metrics import read_metrics
 
-OLDER = Path(__file__).parent / "older"
+OLDER = Path(__file__).with_name("older_versions.tar.xz")
 SAVED_LOSS = 5.468883991241455
 # Steps 5 to 8, which the code of format 3 computed from its own checkpoint.
 CONTINUED = {
@@ -50,8 +50,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def take(older):
-    with tarfile.open(OLDER / f"{older}.tar.xz") as archive:
+    with tarfile.open(OLDER) as archive:
         archive.extractall(filter="data")
+    for name in ("run", "tokens"):
+        Path(older, name).rename(name)
 
 
 def train(*arguments):
