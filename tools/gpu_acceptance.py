@@ -216,7 +216,7 @@ def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
         words = [config_name(args, "small", optimizer), "--steps", steps, "--data.path"]
         words += [args.tokens and args.tokens.resolve(), *options]
         command = maxmars("verify-resume", *words, "--out", "{output}")
-        expected = 100 if args.rehearse else 60 * args.real_minutes + 100
+        expected = 150 if args.rehearse else 60 * args.real_minutes + 100
         yield Unit(f"real-{optimizer}", command, expected, flags, missing)
 
 
