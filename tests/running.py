@@ -35,10 +35,15 @@ def start(folder, name, *arguments, devices=2):
     return start_python(folder, *command, *arguments, devices=devices)
 
 
+def start_together(folder, name, count, *arguments, devices=1):
+    """So many processes of one run, with so many devices each."""
+    shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", count, "--process-id"]
+    return [start(folder, name, *arguments, *shared, i, devices=devices) for i in range(count)]
+
+
 def start_two(folder, name, *arguments):
     """Two processes of one run, with a device each."""
-    shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
-    return [start(folder, name, *arguments, *shared, str(i), devices=1) for i in range(2)]
+    return start_together(folder, name, 2, *arguments)
 
 
 def finish(process, timeout_s=240):
@@ -48,6 +53,14 @@ def finish(process, timeout_s=240):
     finally:
         process.kill()
     return process.returncode, output
+
+
+def finish_well(processes):
+    """Outputs of processes that must end with 0."""
+    results = [finish(process) for process in processes]
+    for code, output in results:
+        assert code == 0, output
+    return [output for _, output in results]
 
 
 def records(workdir):

@@ -1,5 +1,6 @@
 """What parts of maxmars cost on this machine, beside the programs that others would use.
 
+    python tools/bench.py device                           the ceilings of steps on an accelerator
     python tools/bench.py data [--prepare 'texts/*.txt']   reading tokens; text to tokens
     python tools/bench.py checkpoint [--size small]        a save, a restore, host memory
     python tools/bench.py eval QUESTIONS [--model DIR]     HellaSwag beside lm-evaluation-harness
@@ -26,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,67 @@ def seconds(run: Callable[[], Any]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
+
+
+# --- device ---------------------------------------------------------------------------------------
+
+REPEATS = 10  # runs that are timed together, so that the host's part is small
+
+
+def bench_device(args: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of a bfloat16 matrix product, and GB/s of a copy, on the first device.
+
+    The product is of random numbers (zeros run faster), the copy reads and writes a gigabyte at the
+    size of 8192.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from maxmars.checkpoint.environment import environment
+    from maxmars.config import MeshConfig
+    from maxmars.config.chips import peak_flops
+    from maxmars.distributed.sharding import make_mesh
+
+    device, count = jax.devices()[0], 2**28 * args.size // 8192
+    x, y = (
+        jax.random.normal(jax.random.key(seed), (args.size, args.size), jnp.bfloat16)
+        for seed in range(2)
+    )
+    array = jax.random.normal(jax.random.key(2), (count,))
+    multiply, negate = jax.jit(jnp.matmul), jax.jit(jnp.negative)
+
+    def repeated(run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready([run() for _ in range(REPEATS)])
+
+    product, copy = repeated(lambda: multiply(x, y)), repeated(lambda: negate(array))
+    rates = alternate(
+        {
+            "matmul_flops": lambda: REPEATS * 2 * args.size**3 / seconds(product),
+            "copy_bytes_per_sec": lambda: REPEATS * 8 * count / seconds(copy),
+        },
+        args.rounds,
+    )
+    for name, unit, scale in (
+        ("matmul_flops", "TFLOP/s", 1e12),
+        ("copy_bytes_per_sec", "GB/s", 1e9),
+    ):
+        print_rates({name: [rate / scale for rate in rates[name]]}, unit, ",.1f")
+    try:
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,power.limit",
+            "--format=csv,noheader",
+        ]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = None
+    return rates | {
+        "date": time.strftime("%Y-%m-%d"),
+        "device_kind": device.device_kind,
+        "driver": driver,
+        "peak_flops": peak_flops(device.device_kind),
+        "environment": environment(make_mesh(MeshConfig(), [device])),
+    }
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -267,24 +331,14 @@ def bench_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     digests checked, through the operating system's cache. Memory is the process's peak (Linux)
     beyond what it held before it made the state, over the state: on a CPU a save holds it twice.
     """
-    if args.measure:
-        print(json.dumps(measure_checkpoint(args)))
-        sys.exit()
     numbers: Rates = {}
     found: dict[str, Any] = {}
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-") as scratch:
-            saved, restored = (
-                json.loads(
-                    subprocess.run(
-                        [sys.executable, *sys.argv, "--directory", scratch, "--measure", action],
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        check=True,
-                    ).stdout.splitlines()[-1]
+            with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
+                saved, restored = fresh.map(
+                    functools.partial(measure_checkpoint, args, scratch), ("save", "restore")
                 )
-                for action in ("save", "restore")
-            )
             on_disk = sum(p.stat().st_size for p in Path(scratch).rglob("*") if p.is_file())
         found = {key: saved[key] for key in ("state_bytes", "device")} | {"bytes_on_disk": on_disk}
         peaks = {"save peak": saved["peak"], "restore peak": restored["peak"]}
@@ -299,7 +353,7 @@ def bench_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     return found | numbers
 
 
-def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+def measure_checkpoint(args: argparse.Namespace, scratch: str, action: str) -> dict[str, Any]:
     """Save or restore in this process."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -325,8 +379,8 @@ def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     before, device = memory_bytes("VmRSS"), jax.devices()[0].device_kind
     result: dict[str, Any] = {"state_bytes": size, "device": device}
-    with Checkpointer(args.directory, config, mesh=mesh) as checkpointer:
-        if args.measure == "save":
+    with Checkpointer(scratch, config, mesh=mesh) as checkpointer:
+        if action == "save":
             result["seconds"] = save(checkpointer, abstract)
         else:
             restore = seconds(lambda: jax.block_until_ready(checkpointer.restore(abstract).state))
@@ -475,9 +529,9 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s over all rows, greedy, after prompts of 64 random tokens, on one device.
 
     At once, streaming as `maxmars generate` does, and streaming one token at a time. Without a
-    cache each token takes a forward pass over what is there, rounded up to a multiple of 64, or
-    over the whole context; these are timed at every sixteenth token, once. Compiling does not
-    count. The model is GPT-2 small with random weights, or `--target`.
+    cache each token takes a forward pass over the text so far, rounded up to a multiple of 64
+    tokens; every sixteenth is timed, once. Compiling does not count. The model is GPT-2 small with
+    random weights, or `--target`.
     """
     import jax
     import numpy as np
@@ -520,16 +574,15 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
         count = rows * args.new_tokens
         sides = {name: lambda way=way, n=count: n / seconds(way) for name, way in ways.items()}
         rates = alternate(sides, args.rounds)
-        rates["growing"] = [uncached_rate(model, prompts, args.new_tokens, PROMPT)]
-        rates["whole"] = [uncached_rate(model, prompts, args.new_tokens, model.config.max_seq_len)]
+        rates["uncached"] = [uncached_rate(model, prompts, args.new_tokens)]
         print_rates({f"{rows} rows, {name}": r for name, r in rates.items()}, "tokens/s", ",.1f")
         medians = {name: statistics.median(values) for name, values in rates.items()}
         found.append({"batch": rows, **medians})
     return {"compute_dtype": model.config.compute_dtype, "tokens_per_sec": found}
 
 
-def uncached_rate(model: Any, prompts: Any, new_tokens: int, multiple: int) -> float:
-    """Tokens/s by forward passes over a multiple of so many tokens."""
+def uncached_rate(model: Any, prompts: Any, new_tokens: int) -> float:
+    """Tokens/s by forward passes over a multiple of `PROMPT` tokens."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -544,14 +597,12 @@ def uncached_rate(model: Any, prompts: Any, new_tokens: int, multiple: int) -> f
 
     found, longest = [], model.config.max_seq_len
     for count in range(PROMPT + min(EVERY // 2, new_tokens - 1), PROMPT + new_tokens, EVERY):
-        length = min(-(-count // multiple) * multiple, longest)
+        length = min(-(-count // PROMPT) * PROMPT, longest)
         tokens = np.zeros((len(prompts), length), np.int32)
         tokens[:, :PROMPT] = prompts
         run = functools.partial(next_tokens, model.params, tokens, np.int32(count))
         np.asarray(run())
         found.append(seconds(lambda run=run: np.asarray(run())))
-        if length == longest and len(found) == 2:
-            break  # they are all alike
     return len(prompts) / statistics.mean(found)
 
 
@@ -559,7 +610,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="data|checkpoint|eval|generate")
+    commands = parser.add_subparsers(required=True, metavar="device|data|checkpoint|eval|generate")
 
     def command(run: Callable[[argparse.Namespace], dict[str, Any]], rounds: int) -> Any:
         found = commands.add_parser(
@@ -572,6 +623,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found.add_argument("--output", type=Path, metavar="F.json")
         return found
 
+    device = command(bench_device, 10)
+    device.add_argument("--size", type=int, default=8192, help="rows and columns of the matrices")
     data = command(bench_data, 9)
     data.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
     data.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
@@ -584,7 +637,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint.add_argument("--size", default="small", choices=("small", "medium", "large", "xl"))
     checkpoint.add_argument("--layers", type=int, help="fewer for a quick look")
     checkpoint.add_argument("--moments", type=int, default=2, help="AdamW has 2, MARS 3")
-    checkpoint.add_argument("--measure", choices=("save", "restore"), help=argparse.SUPPRESS)
     evaluate = command(bench_eval, 3)
     evaluate.add_argument("questions", type=Path, help="a file in HellaSwag's own format")
     evaluate.add_argument("--model", type=Path, help="a Hugging Face GPT-2 (random weights)")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -39,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments  # noqa: E402
-from maxmars.config import TrainConfig, to_dict  # noqa: E402
+from maxmars.config import TokenShardsConfig, TrainConfig, to_dict  # noqa: E402
 from maxmars.config.checks import UsageError  # noqa: E402
 
 TOKENS_A_SPLIT = 2**20
@@ -129,20 +128,12 @@ def result(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
     return found
 
 
-def cell(value: float | None, scale: float, form: str) -> str:
-    """A number, or nothing."""
+def cell(value: dict[str, float] | float | None, scale: float, form: str) -> str:
+    """A number, or the median with the range in brackets, or nothing."""
+    if isinstance(value, dict):
+        middle, low, high = (format(scale * value[key], form) for key in ("median", "min", "max"))
+        return f"{middle} ({low} to {high})"
     return "" if value is None else format(scale * value, form)
-
-
-def range_of(values: dict[str, float], scale: float, form: str) -> str:
-    """Median, and the range in brackets."""
-    low, high = (format(scale * values[key], form) for key in ("min", "max"))
-    return f"{scale * values['median']:{form}} ({low} to {high})"
-
-
-def memory_of(found: dict[str, Any]) -> float | None:
-    """Peak bytes on the device; on a CPU those of the process."""
-    return found.get("peak_bytes") or found["resident_bytes"]
 
 
 def table(results: list[dict[str, Any]]) -> Table:
@@ -150,59 +141,45 @@ def table(results: list[dict[str, Any]]) -> Table:
     first = results[0]
     title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens_a_step']:,} tokens a step"
     table = Table("", *(Column(r["name"], justify="right") for r in results), title=title)
-    phases = first["phases"]
-    rows = [
-        ("tokens/s", lambda r: range_of(r["tokens_per_sec"], 1, ",.0f")),
-        (f"ratio to {first['name']}", lambda r: range_of(r["ratio_to_first"], 1, ".3f")),
-        ("MFU, %", lambda r: cell(r.get("mfu"), 100, ".1f")),
-        ("step, ms", lambda r: range_of(r["step_time"], 1e3, ".2f")),
-        *(
-            (f"  {phase}, %", lambda r, p=phase: cell(r.get("phases", {}).get(p), 100, ".1f"))
-            for phase in phases
-        ),
-        ("  data wait, ms", lambda r: cell(r["data_wait"], 1e3, ".3f")),
-        ("  host, ms", lambda r: cell(r["host_time"], 1e3, ".3f")),
-        ("recompiles", lambda r: cell(r.get("recompiles"), 1, "d")),
-        ("compile, s", lambda r: cell(r["compile_time"], 1, ".1f")),
-        ("first step, s", lambda r: cell(r["first_step_time"], 1, ".1f")),
-        ("time to first step, s", lambda r: cell(r["time_to_first_step"], 1, ".1f")),
-        ("peak memory, GB", lambda r: cell(memory_of(r), 1e-9, ".2f")),
-        ("  of the program, GB", lambda r: cell(r.get("program_bytes"), 1e-9, ".2f")),
+    rows = [  # name, key, scale and format; memory of a device, or else of the process
+        ("tokens/s", "tokens_per_sec", 1, ",.0f"),
+        (f"ratio to {first['name']}", "ratio_to_first", 1, ".3f"),
+        ("MFU, %", "mfu", 100, ".1f"),
+        ("step, ms", "step_time", 1e3, ".2f"),
+        *((f"  {phase}, %", phase, 100, ".1f") for phase in first["phases"]),
+        ("  data wait, ms", "data_wait", 1e3, ".3f"),
+        ("  host, ms", "host_time", 1e3, ".3f"),
+        ("recompiles", "recompiles", 1, "d"),
+        ("compile, s", "compile_time", 1, ".1f"),
+        ("first step, s", "first_step_time", 1, ".1f"),
+        ("time to first step, s", "time_to_first_step", 1, ".1f"),
+        ("peak memory, GB", "peak_memory", 1e-9, ".2f"),
+        ("  of the program, GB", "program_bytes", 1e-9, ".2f"),
     ]
-    for name, show in rows:
-        cells = [show(r) for r in results]
+    values = [
+        r | r.get("phases", {}) | {"peak_memory": r.get("peak_bytes") or r["resident_bytes"]}
+        for r in results
+    ]
+    for name, key, scale, form in rows:
+        cells = [cell(of_one.get(key), scale, form) for of_one in values]
         if any(cells):
             table.add_row(name, *cells)
     return table
 
 
 def random_tokens(config: TrainConfig, directory: Path) -> TrainConfig:
-    """The config on random tokens, which are written into `directory`."""
+    """The config on random tokens, which are written into `directory` as nanoGPT does."""
     import numpy as np
 
-    from maxmars.config import TokenShardsConfig
-    from maxmars.data.sources import Metadata, Shard, Split, write_metadata
-
-    vocabulary = config.model.vocab_size
-    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    size = config.model.vocab_size
+    dtype = "uint16" if size <= 2**16 else "uint32"
     count = max(TOKENS_A_SPLIT, 2 * config.tokens_per_step)
     directory.mkdir()
-    splits = {}
     for seed, name in enumerate(("train", "val")):
-        data = np.random.default_rng(seed).integers(vocabulary, size=count, dtype=dtype).tobytes()
-        (directory / f"{name}.bin").write_bytes(data)
-        shard = Shard(file=f"{name}.bin", num_tokens=count, sha256=hashlib.sha256(data).hexdigest())
-        splits[name] = Split(num_tokens=count, num_documents=1, shards=(shard,))
-    metadata = Metadata(
-        tokenizer="random",
-        tokenizer_digest="none",
-        vocab_size=vocabulary,
-        dtype=dtype,
-        splits=splits,
-        source="bench_train.py",
-    )
-    write_metadata(directory, metadata)
-    return dataclasses.replace(config, data=TokenShardsConfig(path=str(directory)))
+        tokens = np.random.default_rng(seed).integers(size, size=count, dtype=dtype)
+        tokens.tofile(directory / f"{name}.bin")
+    data = TokenShardsConfig(path=str(directory), tokenizer="unknown", vocab_size=size, dtype=dtype)
+    return dataclasses.replace(config, data=data)
 
 
 def contestants_of(args: argparse.Namespace, overrides: list[str]) -> list[tuple[str, str, Any]]:

@@ -9,6 +9,7 @@ for N steps, `describe` for what stays. The first line of its output tells of th
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -126,7 +127,7 @@ class MaxmarsSteps:
             {
                 "name": op.name,
                 "phase": op.phase,
-                "source": op.source,
+                "source": op.jax_name,
                 "ms": 1e3 * op.seconds / TRACED_STEPS,
                 "share": op.seconds / total,
             }
@@ -153,15 +154,6 @@ class MaxmarsSteps:
             return {"error": str(error)}
         keys = ("chip", "num_parameters", "memory", "flops", "estimate")
         return {key: found[key] for key in keys}
-
-
-def resident_peak_bytes() -> int | None:
-    """This process's peak of resident memory, on Linux."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
@@ -199,7 +191,7 @@ def main() -> None:
         print(json.dumps(found | first | {"compile": compile_seconds}), flush=True)
         for line in sys.stdin:
             if line.strip() == "describe":
-                peak = resident_peak_bytes()
+                peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
                 print(json.dumps({"resident_bytes": peak} | steps.describe()), flush=True)
             else:
                 print(json.dumps(steps.run(int(line))), flush=True)

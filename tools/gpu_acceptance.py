@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from maxmars.compare.tables import markdown_table  # noqa: E402
 from maxmars.config.chips import CHIPS, chip_name  # noqa: E402
 from maxmars.distributed.files import write_json  # noqa: E402
 from maxmars.plan.roofline import Calibration  # noqa: E402
+from maxmars.train.metrics import read_metrics  # noqa: E402
 
 SIZES = ("small", "medium", "large", "xl")
-PIECES = ("machine", "tests", "steps", "peer", "real", "checkpoint", "generate", "eval", "plan")
 OPTIMIZERS = ("adamw", "mars", "mars_shampoo", "muon")
 AGAIN = 75
 
@@ -112,31 +113,15 @@ def tool(name: str, *words: object) -> list[str]:
     return [sys.executable, f"tools/{name}.py", *map(str, words), "--output", "{output}"]
 
 
-def units_of(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
-    """All units of the chosen pieces and sizes, in the order in which they run.
-
-    Some commands need what another unit has found; the lacking are then made without.
-    """
-    makers: dict[str, Callable[[argparse.Namespace, Results], Iterator[Unit]]] = {
-        "machine": machine_units,
-        "tests": test_units,
-        "steps": step_units,
-        "peer": peer_units,
-        "real": real_units,
-        "checkpoint": checkpoint_units,
-        "generate": generate_units,
-        "eval": eval_units,
-        "plan": plan_units,
-    }
-    for piece in PIECES:
-        if piece in args.pieces:
-            yield from makers[piece](args, results)
+def maxmars(*words: object) -> list[str]:
+    """A command of this checkout."""
+    return [sys.executable, "-m", "maxmars", *map(str, words)]
 
 
 def machine_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     """The card's ceilings."""
     small = ("--size", 128, "--rounds", 2) if args.rehearse else ()
-    yield Unit("machine", tool("bench_device", *small), 30)
+    yield Unit("machine", tool("bench", "device", *small), 30)
 
 
 def test_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
@@ -218,22 +203,20 @@ def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
     rows = 8 if args.rehearse else 64
     steps = 20
     if not args.rehearse:
-        # Known once steps-small is there; else 50 % of an H100.
-        found = adamw_of(results, "small")
+        # Known once steps-small is there; else 50 % of an H100. All steps are computed twice.
+        found = steps_of(results, "small").get("adamw")
         rate = 550_000 if found is None else found["tokens_per_sec"]["median"]
-        steps = max(20, int(args.real_minutes * 60 * rate / (rows * 1024)) // 10 * 10)
-    every = max(1, steps // 4)
-    options = ["--schedule.warmup-steps", steps // 10, "--eval.every", every]
-    options += ["--eval.num-windows", rows, "--global-batch-size", rows]
+        steps = max(20, int(args.real_minutes * 60 * rate / (rows * 1024)) // 20 * 10)
+    options = ["--schedule.warmup-steps", steps // 10, "--global-batch-size", rows]
     options += TINY if args.rehearse else ["--num-microbatches", 4, "--model.remat", "None"]
     missing = None if args.tokens else "no --tokens"
     flag = "--xla_gpu_exclude_nondeterministic_ops=true"
     flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}
     for optimizer in ("adamw", "mars"):
         words = [config_name(args, "small", optimizer), "--steps", steps, "--data.path"]
-        words += [str(args.tokens and args.tokens.resolve()), "--workdir", "{scratch}/run"]
-        command = tool("faults", "once", *words, *options)
-        expected = 100 if args.rehearse else 60 * args.real_minutes + 70
+        words += [args.tokens and args.tokens.resolve(), *options]
+        command = maxmars("verify-resume", *words, "--out", "{output}")
+        expected = 100 if args.rehearse else 60 * args.real_minutes + 100
         yield Unit(f"real-{optimizer}", command, expected, flags, missing)
 
 
@@ -272,8 +255,23 @@ def plan_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
         shape = SHAPES[size]
         words = [config_name(args, size, "adamw"), "--topology", topology]
         words += shape_options(args, shape, shape.microbatch)
-        command = [sys.executable, "-m", "maxmars", "plan", *words, "--output", "{output}"]
+        command = maxmars("plan", *words, "--output", "{output}")
         yield Unit(f"plan-{size}", command, 90, missing=missing)
+
+
+MAKERS: dict[str, Callable[[argparse.Namespace, Results], Iterator[Unit]]] = {
+    "machine": machine_units,
+    "tests": test_units,
+    "steps": step_units,
+    "peer": peer_units,
+    "real": real_units,
+    "checkpoint": checkpoint_units,
+    "generate": generate_units,
+    "eval": eval_units,
+    "plan": plan_units,
+}
+"""Of each piece its units, in the order in which they run. Some commands need the results of
+another unit; they are made without, where these are lacking."""
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -325,8 +323,7 @@ def run(args: argparse.Namespace, unit: Unit, limit_s: float) -> dict[str, Any]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        text = output.read_text() if output.exists() else ""
-    data = read_findings(text)
+        data = read_findings(output)
     if code is not None and (code or not data or data.get("skipped")):
         status = "failed"
     return found | {
@@ -337,22 +334,23 @@ def run(args: argparse.Namespace, unit: Unit, limit_s: float) -> dict[str, Any]:
     }
 
 
-def read_findings(text: str) -> dict[str, Any]:
-    """The JSON of a benchmark, or the counts in a JUnit file."""
+def read_findings(output: Path) -> dict[str, Any]:
+    """The JSON of a benchmark, the receipt and the losses of a run, or the counts of JUnit."""
+    if output.is_dir():
+        receipt = output / "receipt.json"
+        rows = [row for row in read_metrics(output / "run") if "train/loss" in row]
+        losses = [[row["step"], row["train/loss"]] for row in rows]
+        return json.loads(receipt.read_text()) | {"losses": losses} if receipt.exists() else {}
+    text = output.read_text() if output.exists() else "{}"
     if not text.startswith("<"):
-        return json.loads(text or "{}")
-    suite = ElementTree.fromstring(text).find("testsuite")
-    assert suite is not None
-    cases = suite.findall("testcase")
+        return json.loads(text)
+    cases = list(ElementTree.fromstring(text).iter("testcase"))
 
     def names(*kinds: str) -> list[str | None]:
         return [c.get("name") for c in cases if any(c.find(kind) is not None for kind in kinds)]
 
-    return {
-        "tests": len(cases),
-        "failed": names("failure", "error"),
-        "skipped": names("skipped"),
-    }
+    failed, skipped = names("failure", "error"), names("skipped")
+    return {"tests": len(cases), "failed": failed, "skipped": skipped}
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -403,7 +401,8 @@ def open_units(args: argparse.Namespace) -> list[Unit]:
             )
     found = {name: result["found"] for name, result in done.items()}
     closed = {name for name, result in done.items() if result["status"] != "left out"}
-    return [unit for unit in units_of(args, found) if unit.name not in closed]
+    units = (unit for piece in args.pieces for unit in MAKERS[piece](args, found))
+    return [unit for unit in units if unit.name not in closed]
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -423,11 +422,6 @@ def steps_of(results: Results, size: str) -> dict[str, dict[str, Any]]:
                 optimizer = next(o for o in reversed(OPTIMIZERS) if row["name"].endswith(o))
                 found[optimizer] = row | {"in_turns": len(data["results"]) > 1}
     return found
-
-
-def adamw_of(results: Results, size: str) -> dict[str, Any] | None:
-    """The measured steps of AdamW at a size."""
-    return steps_of(results, size).get("adamw")
 
 
 def step_ratio(rows: dict[str, dict[str, Any]], optimizer: str) -> float | None:
@@ -534,7 +528,7 @@ def verdicts(results: Results) -> list[tuple[str, str, str, str]]:
         rows.append((goal, form.format(wanted), form.format(found), verdict))
 
     for size, wanted in zip(SIZES, (0.50, 0.55, 0.55, 0.55), strict=True):
-        row = adamw_of(results, size)
+        row = steps_of(results, size).get("adamw")
         mfu = None if row is None else row.get("mfu")
         judge(f"MFU of {size}, AdamW, at least", mfu, wanted, "{:.1%}", True)
     for size in SIZES:
@@ -552,24 +546,11 @@ def verdicts(results: Results) -> list[tuple[str, str, str, str]]:
     worst = max(map(abs, errors)) if errors else None
     judge("plan's peak of memory off by at most", worst, 0.03, "{:.1%}", False)
     for optimizer in ("adamw", "mars"):
-        goal, run = (
-            f"{optimizer} on real text, killed and resumed",
-            results.get(f"real-{optimizer}"),
-        )
-        if not run:
-            rows.append((goal, "one trajectory", "", "not measured"))
-            continue
-        wrong, verdict = len(run["different_steps"]), run["audit"]
-        met = verdict == "one trajectory" and run["compared_steps"] and not wrong
-        text = f"{verdict}; of {run['compared_steps']} steps computed twice {wrong} differ"
-        rows.append((goal, "one trajectory", text, "met" if met else "missed"))
+        verdict = results.get(f"real-{optimizer}", {}).get("verdict")
+        met = "not measured" if verdict is None else "met" if verdict == "identical" else "missed"
+        goal = f"{optimizer} on real text, killed and resumed"
+        rows.append((goal, "identical", verdict or "", met))
     return rows
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """A table whose first row is its head."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, f"|{'---|' * len(rows[0])}", *body])
 
 
 def step_rows(results: Results) -> Iterator[list[str]]:
@@ -606,11 +587,10 @@ def other_rows(results: Results) -> Iterator[list[str]]:
             wrong = [*found["failed"], *found["skipped"]]
             text = f"{found['tests']} tests, failed or skipped: {', '.join(wrong) or 'none'}"
         elif piece == "real":
-            losses = ", ".join(
-                f"{p['step'] * found['tokens_a_step'] / 1e6:.0f}M: {p['train_loss']:.3f}"
-                for p in found["losses"]
-            )
-            text = f"first loss {found['first_loss']:.4f}, training loss by tokens: {losses}"
+            tokens = found["config"]["global_batch_size"] * found["config"]["model"]["max_seq_len"]
+            shown = found["losses"][:: max(1, len(found["losses"]) // 4)]
+            text = "training loss by tokens: "
+            text += ", ".join(f"{step * tokens / 1e6:.1f}M: {loss:.3f}" for step, loss in shown)
         elif piece == "checkpoint":
             text = ", ".join(
                 f"{key} {statistics.median(found[key]):.1f} s"
@@ -652,19 +632,19 @@ def print_table(done: dict[str, dict[str, Any]]) -> None:
         print(f"These are of different devices: {', '.join(sorted(kinds))}.\n")
     head = ["size", "optimizer", "tokens/s (range)", "MFU", "step, ms", "over AdamW"]
     head += ["optimizer's share", "peak, GB", "compile, s"]
-    print(markdown([head, *step_rows(results)]), "\n")
-    print(markdown([["unit", "found"], *other_rows(results)]), "\n")
-    goals = [list(row) for row in verdicts(results)]
-    print(markdown([["goal", "wanted", "found", "verdict"], *goals]), "\n")
+    print(markdown_table(head, list(step_rows(results))), "\n")
+    print(markdown_table(["unit", "found"], list(other_rows(results))), "\n")
+    print(markdown_table(["goal", "wanted", "found", "verdict"], verdicts(results)), "\n")
     for size in SIZES:
-        row = adamw_of(results, size)
+        row = steps_of(results, size).get("adamw")
         if row and row.get("longest"):
             print(f"The ten longest operations of {size} under AdamW, ms a step:\n")
             lines = [
                 [op["name"], op["phase"], op["source"], f"{op['ms']:.2f}", f"{op['share']:.1%}"]
                 for op in row["longest"]
             ]
-            print(markdown([["operation", "phase", "made from", "ms", "share"], *lines]), "\n")
+            columns = ["operation", "phase", "made from", "ms", "share"]
+            print(markdown_table(columns, lines), "\n")
     if (fit := calibrate(results)) is not None:
         chip = CHIPS[chip_name(machine["device_kind"]) or ""].name if machine else "?"
         print(f"For CALIBRATIONS in maxmars/plan/roofline.py:\n\n    {chip!r}: {fit!r},\n")
@@ -678,7 +658,7 @@ def main(words: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def choice(known: Iterable[str]) -> Callable[[str], list[str]]:
         def parse(text: str) -> list[str]:
             names = text.split(",")
             if wrong := [name for name in names if name not in known]:
@@ -689,7 +669,7 @@ def main(words: list[str]) -> None:
 
     shared = Path(os.environ.get("MAXMARS_REFERENCE_DIR", ROOT.parent / "shared"))
     parser.add_argument("--out", type=Path, required=True, help="where the JSON files are")
-    parser.add_argument("--pieces", type=choice(PIECES), default=list(PIECES), help="see above")
+    parser.add_argument("--pieces", type=choice(MAKERS), default=list(MAKERS), help="see above")
     parser.add_argument("--sizes", type=choice(SIZES), default=list(SIZES), help=",".join(SIZES))
     parser.add_argument("--minutes", type=float, default=8.0, help="time for this command (8)")
     parser.add_argument(

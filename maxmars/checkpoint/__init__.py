@@ -9,6 +9,7 @@ from maxmars.checkpoint.reader import (
     list_steps,
     load,
     load_arrays,
+    load_params,
     read,
 )
 from maxmars.checkpoint.writer import Checkpointer, save_params
@@ -23,6 +24,7 @@ __all__ = [
     "list_steps",
     "load",
     "load_arrays",
+    "load_params",
     "read",
     "save_params",
 ]

@@ -55,7 +55,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def to_plain(tree: Any) -> Any:
-    """The tree as nested dicts, whose keys are the parts of the leaves' paths."""
+    """The tree as nested dicts, whose keys are the names in the leaves' paths."""
     return unflatten_dict(dict(_leaves_with_keys(tree)))
 
 

@@ -89,10 +89,10 @@ def _is_rewritten(store: Any, name: str) -> bool:
     seen, deadline = set(), time.monotonic() + _SIGN_OF_LIFE_S
     while len(seen) < 2 and time.monotonic() < deadline:
         with reporting(name):
-            found = store.read(_LEASE_KEY).result()
-        if found.state == "missing":
+            lease = store.read(_LEASE_KEY).result()
+        if lease.state == "missing":
             return False
-        seen.add(found.stamp.generation)
+        seen.add(lease.stamp.generation)
         time.sleep(0.5)
     return len(seen) == 2
 
@@ -197,9 +197,9 @@ class Lease:
         """Write the object when there is none, or when its owner is dead; its generation."""
         watched, since = None, 0.0
         while True:
-            found = self._read()
-            generation = found.stamp.generation
-            if found.state == "missing" or (
+            lease = self._read()
+            generation = lease.stamp.generation
+            if lease.state == "missing" or (
                 generation == watched and time.monotonic() - since > self._duration_s
             ):
                 taken = self._write(generation)
@@ -209,10 +209,10 @@ class Lease:
                 watched, since = generation, time.monotonic()
                 _LOGGER.warning(
                     "%s: waiting up to %.0f s to see whether its owner, %s, is alive",
-                    *(self._name, self._duration_s, _describe_owner(found.value)),
+                    *(self._name, self._duration_s, _describe_owner(lease.value)),
                 )
             elif generation != watched:
-                raise _in_use(self._name, found.value)
+                raise _in_use(self._name, lease.value)
             time.sleep(self._duration_s / 20)
 
     def _write(self, generation: bytes) -> bytes:
@@ -234,12 +234,12 @@ class Lease:
             try:
                 written = self._write(self._generation)
                 if not written:  # perhaps our own write came first, whose answer was lost
-                    found = self._read()
-                    if _fields(found.value).get("token") != self._token:
+                    lease = self._read()
+                    if _fields(lease.value).get("token") != self._token:
                         self._lost = True
                         _LOGGER.error("another run took over %s", self._name)
                         return
-                    written = found.stamp.generation
+                    written = lease.stamp.generation
                 self._generation = written
             except Exception as error:  # the store may be back in time
                 _LOGGER.warning("the lease of %s could not be renewed: %s", self._name, error)

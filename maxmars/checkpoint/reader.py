@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import flatten_dict
@@ -94,6 +95,11 @@ class Checkpoint:
     @property
     def model(self) -> ModelConfig:
         return self.config.model if isinstance(self.config, TrainConfig) else self.config
+
+    @property
+    def has_evaluation_params(self) -> bool:
+        """Whether others than `params`, which are trained, are evaluated and exported."""
+        return any(name.startswith("evaluation_params/") for name in self.types)
 
     def run_config(self) -> TrainConfig:
         """The configuration of the run, to continue it.
@@ -249,7 +255,7 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
             f"--init-from {checkpoint.path} and another --workdir."
         )
 
-    def read_own_part() -> Any:
+    def read_own_shards() -> Any:
         plain = to_plain(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(plain)
         # `load` of Orbax's v1 waits for the other processes, which may have failed, and reads in an
@@ -273,18 +279,38 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         return from_plain(plain, abstract)
 
     def compare_digests() -> None:
-        wrong = [name for name, value in found.items() if value != checkpoint.digests[name]]
+        wrong = [name for name, value in digests.items() if value != checkpoint.digests[name]]
         if wrong:
             raise DamagedError(
-                f"{len(wrong)} of {len(found)} arrays differ from their digest, first {wrong[0]}"
+                f"{len(wrong)} of {len(digests)} arrays differ from their digest, first {wrong[0]}"
             )
 
-    # A digest is a sum over the devices of all processes: each process must have its part before.
+    # A digest is a sum over the devices of all processes: each process must have its shards before.
     path = checkpoint.path / "state"
-    state = _together(path, read_own_part)
-    found = digest(state)
+    state = _together(path, read_own_shards)
+    digests = digest(state)
     _together(path, compare_digests)
     return state
+
+
+def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
+    """The parameters that are evaluated and exported, or some of them, in the types of `abstract`;
+    see `load_arrays`."""
+    if not checkpoint.has_evaluation_params:
+        return load_arrays(checkpoint, {"params": abstract})["params"]
+    wanted = {"evaluation_params": in_float32(abstract)}
+    found = load_arrays(checkpoint, wanted)["evaluation_params"]
+    return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), found, abstract)
+
+
+def in_float32(params: Any) -> Any:
+    """Abstract parameters in the types of `evaluation_params`: float32 at least."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding
+        ),
+        params,
+    )
 
 
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -475,20 +501,20 @@ def _code_of(environment: dict[str, Any]) -> str:
     return f"{wrote}, git commit {plain}{changes}): `git checkout {plain}` in its repository"
 
 
-def _together(part: Any, read_own: Callable[[], Any]) -> Any:
+def _together(path: Any, read_own: Callable[[], Any]) -> Any:
     """What `read_own` returns; DamagedError in every process if it fails in one of them."""
-    result, damage = _attempt(part, read_own)
+    result, damage = _attempt(path, read_own)
     if damage is not None:
         processes.all_processes(False)
         gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
         raise damage
     if not processes.all_processes(True):
-        raise DamagedError("another process could not read its part of it")
+        raise DamagedError("another process could not read its shards of it")
     return result
 
 
-def _attempt(part: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
-    """What `read` returns, or the damage that it finds in the part at a path.
+def _attempt(path: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
+    """What `read` returns, or the damage that it finds at a path.
 
     An error that may be none of the checkpoint is raised as it is.
 
@@ -503,12 +529,12 @@ def _attempt(part: Any, read: Callable[[], Result]) -> tuple[Result | None, Dama
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
-        if files.may_pass(_innermost(error), part):
+        if files.may_pass(_innermost(error), path):
             raise OSError(
-                f"{part} could not be read ({cause}); the checkpoint stays as it is: start again "
+                f"{path} could not be read ({cause}); the checkpoint stays as it is: start again "
                 "when the network and the store answer."
             ) from error
-        return None, DamagedError(f"{part.name} cannot be read ({cause})")
+        return None, DamagedError(f"{path.name} cannot be read ({cause})")
 
 
 class _TidyLoop(asyncio.SelectorEventLoop):

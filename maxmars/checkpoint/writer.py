@@ -211,14 +211,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._finish()
         for candidate in candidates(self._directory, step):
-            with candidate as found:
-                found.run_config()  # refuses older formats
-                state = load_arrays(found, abstract_state, whole=whole)
+            with candidate as checkpoint:
+                checkpoint.run_config()  # refuses older formats
+                state = load_arrays(checkpoint, abstract_state, whole=whole)
                 why = "damaged" if step is None else "rewound"
-                newer = [s for s in steps_of_run(self._directory) if s > found.step]
+                newer = [s for s in steps_of_run(self._directory) if s > checkpoint.step]
                 self._set_aside(newer, why)
-                self._on_disk = {found.step: found.digest}
-                return Loaded(state=state, checkpoint=found, skipped=candidate.skipped)
+                self._on_disk = {checkpoint.step: checkpoint.digest}
+                return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
         raise AssertionError("unreachable")
 
     def close(self) -> None:
@@ -323,8 +323,8 @@ def _reason(error: Exception) -> str:
     cause = error
     while isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
-    found = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(cause))
-    return f"{found[1]}: {os.strerror(int(found[2]))}" if found else root_cause(error)
+    match = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(cause))
+    return f"{match[1]}: {os.strerror(int(match[2]))}" if match else root_cause(error)
 
 
 def _orbax_context(state: Any) -> v1.Context:

@@ -50,11 +50,11 @@ def run(argv: list[str]) -> int:
     with Progress(stderr=True, quiet=True) as progress, progress.waiting("auditing"):
         from maxmars.train.audit import audit  # loads JAX
 
-        found = audit(
+        result = audit(
             arguments.run, replay=arguments.replay, trust_code=arguments.trust_code, log=log
         )
     if arguments.output is not None:
-        fields = {"verdict": found.verdict, **dataclasses.asdict(found)}
+        fields = {"verdict": result.verdict, **dataclasses.asdict(result)}
         write_json(arguments.output, fields)
-    print(found.text)
-    return 1 if found.problems else 0
+    print(result.text)
+    return 1 if result.problems else 0

@@ -132,22 +132,24 @@ def run(argv: list[str]) -> int:
     planned = [_plan(specs, options, name) for name in _names(options, "--sizes") or [""]]
     arguments = planned[0][0]
     comparisons, workdir = [comparison for _, comparison in planned], _workdir(arguments)
-    # Imported late: they load JAX.
-    from maxmars.compare.estimate import estimate, print_estimate
-    from maxmars.compare.report import print_report, report_json
-    from maxmars.compare.run import Part, compare
-    from maxmars.compare.summary import summarize
-    from maxmars.distributed.exits import EXIT_CODE
+    from maxmars.distributed.progress import loading_jax
 
-    part = Part(*_part(arguments.cells))
+    with loading_jax():
+        from maxmars.compare.estimate import estimate, print_estimate
+        from maxmars.compare.report import print_report, report_json
+        from maxmars.compare.run import Share, compare
+        from maxmars.compare.summary import summarize
+        from maxmars.distributed.exits import EXIT_CODE
+
+    share = Share(*_share(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         if arguments.dry_run:
             for comparison in comparisons:
                 if comparison.size:
                     print(f"size {comparison.size}", flush=True)
-                print_estimate(estimate(comparison, workdir), comparison, part.count)
+                print_estimate(estimate(comparison, workdir), comparison, share.count)
             return 0
-        if not compare(comparisons, workdir, part):
+        if not compare(comparisons, workdir, share):
             return EXIT_CODE
         summaries = summarize(workdir)
         print_report(summaries, workdir)
@@ -160,6 +162,14 @@ def _plan(
     specs: Sequence[str], options: Sequence[str], size: str
 ) -> tuple[CompareArguments, Comparison]:
     """The comparison that a command line asks for at a size; "" is that of the config."""
+    # Three ways to say who takes part:
+    #
+    #   compare_tiny.py                                    a file's get_comparison()
+    #   gpt2.py --optimizers adamw mars my_opt.py:make     one CONFIG, with each choice `optimizer`
+    #   gpt2.py:optimizer=mars own.py                      several CONFIGs
+    #
+    # The options after them, such as --num-steps 500, are parsed once for each contender, on top of
+    # its own config.
     words = _names(options, "--optimizers")
     choices = {"size": size} if size else {}
     in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
@@ -291,11 +301,13 @@ class VerifyArguments(CheckedConfig):
 
 
 def _verify(arguments: VerifyArguments) -> int:
-    # Imported late: they load JAX.
-    from maxmars.compare.verify import verify
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.verify import verify
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
-        found = verify(
+        verdict = verify(
             Path(arguments.directory).expanduser().absolute(),
             Path(arguments.workdir or scratch).expanduser().absolute(),
             size=arguments.size,
@@ -305,17 +317,17 @@ def _verify(arguments: VerifyArguments) -> int:
             data_path=arguments.data,
             log=lambda text: print(text, flush=True),
         )
-    print(found.text)
-    return 1 if found.problem else 0
+    print(verdict.text)
+    return 1 if verdict.problem else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments(CheckedConfig):
     """Draw losses, rates and norms of runs, as figures and one Markdown page.
 
-    A RUN is a working directory of `maxmars train`, or of `maxmars compare`, of which each
-    contender is drawn at its best rate. Comparisons alone get their whole report again, also before
-    they are complete; that of several has a column for them, as for sizes.
+    A RUN is a working directory of `maxmars train`, also in a bucket, or of `maxmars compare`, of
+    which each contender is drawn at its best rate. Comparisons alone get their whole report again,
+    also before they are complete; that of several has a column for them, as for sizes.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -327,7 +339,7 @@ class ReportArguments(CheckedConfig):
     """What to draw, such as runs/quickstart."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
-    itself. Only an earlier report of the same runs is written anew there."""
+    itself, on a disk. Only an earlier report of the same runs is written anew there."""
     format: Literal["png", "pdf", "svg"] = "png"
     """Of the figures."""
 
@@ -335,39 +347,46 @@ class ReportArguments(CheckedConfig):
 def run_report(argv: list[str]) -> int:
     """Run `maxmars report`."""
     arguments = parse_options(ReportArguments, argv, prog="maxmars report")
-    from maxmars.compare.cells import COMPARISON
-    from maxmars.compare.curves import read_run
-    from maxmars.compare.report import (
-        best_lines,
-        check_out,
-        is_report_of,
-        print_lines,
-        print_report,
-        write_report,
-        write_run_report,
-    )
-    from maxmars.compare.summary import Summary, by_size, summarize
+    from maxmars.distributed.progress import loading_jax
 
-    runs = {text: Path(text).expanduser().absolute() for text in arguments.runs}
+    with loading_jax():
+        from maxmars.compare.cells import COMPARISON
+        from maxmars.compare.curves import read_run
+        from maxmars.compare.report import (
+            best_lines,
+            check_out,
+            is_report_of,
+            print_lines,
+            print_report,
+            write_report,
+            write_run_report,
+        )
+        from maxmars.compare.summary import Summary, by_size, summarize
+        from maxmars.distributed.files import is_remote, resolve
+
+    runs = {text: resolve(text) for text in arguments.runs}
     if len(set(runs.values())) < len(arguments.runs):
         raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
-    if arguments.out is None and len(runs) > 1:
-        raise UsageError("maxmars report of several runs needs --out DIR, where the report goes.")
+    first = next(iter(runs.values()))
+    if arguments.out is None and (len(runs) > 1 or is_remote(first)):
+        raise UsageError(
+            "maxmars report of several runs, or of one in a bucket, needs --out DIR, where the "
+            "report goes."
+        )
     if len({path.name for path in runs.values()}) == len(runs):
         runs = {path.name: path for path in runs.values()}
-    out = None if arguments.out is None else Path(arguments.out).expanduser().absolute()
-    first = next(iter(runs.values()))
+    out = Path(arguments.out or first).expanduser().absolute()
     compared: dict[str, dict[str, Summary]] = {}
     for name, path in runs.items():
-        if (path / COMPARISON).is_file():
-            found, own = summarize(path), name if len(runs) > 1 else ""
-            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in found.items()}
+        if isinstance(path, Path) and (path / COMPARISON).is_file():
+            of_run, own = summarize(path), name if len(runs) > 1 else ""
+            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in of_run.items()}
     if len(compared) == len(runs):
-        summaries = by_size({size: s for found in compared.values() for size, s in found.items()})
-        if out is not None:
+        summaries = by_size({size: s for of_run in compared.values() for size, s in of_run.items()})
+        if arguments.out is not None:
             check_out(out, lambda earlier: is_report_of(summaries, earlier))
-        write_report(summaries, out or first, arguments.format)
-        print_report(summaries, out or first)
+        write_report(summaries, out, arguments.format)
+        print_report(summaries, out)
         return 0
     lines, workdirs = [], {}
     for name, path in runs.items():
@@ -382,7 +401,8 @@ def run_report(argv: list[str]) -> int:
                 own = f"{size}: {line.name}"
                 lines.append(dataclasses.replace(line, name=own))
                 workdirs[own] = path
-    out = out or first / "report"
+    if arguments.out is None:
+        out = out / "report"
     write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
     print(f"report: {out / 'report.md'}")
@@ -392,11 +412,11 @@ def run_report(argv: list[str]) -> int:
 def _names(options: Sequence[str], flag: str) -> list[str]:
     """The words of an option that says which configs to load, before the options of these can be
     read; none where it is not given."""
-    places = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
-    if not places:
+    indices = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
+    if not indices:
         return []
-    _, equals, first = options[places[-1]].partition("=")
-    rest = options[places[-1] + 1 :]
+    _, equals, first = options[indices[-1]].partition("=")
+    rest = options[indices[-1] + 1 :]
     after = itertools.takewhile(lambda word: not word.startswith("-"), rest)
     names = [first] if equals else list(after)
     _check_words(flag, names)
@@ -422,8 +442,11 @@ def _prepare(config: TrainConfig) -> TrainConfig:
 
 def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[Contender, ...]:
     """The contenders with the grids of the fields that they have."""
-    from maxmars.compare.cells import Contender  # loads JAX
-    from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.compare.cells import Contender
+        from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
 
     for name in config.tune:
         if all(value_of(each, name) is None for each in config.contenders.values()):
@@ -434,6 +457,13 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     rates = arguments.learning_rates
     if rates and LEARNING_RATE not in config.tune:
         raise UsageError(f"--learning-rates: name {LEARNING_RATE} in --tune too.")
+    # For `--tune learning_rate weight_decay` and a file with grids={"mars": {"gamma": (0, 0.025)}}:
+    #
+    #   fields   adamw: learning_rate, weight_decay     mars: learning_rate, weight_decay, gamma
+    #   grids    mars: gamma 0, 0.025; all others are made around the config's own value
+    #
+    # A contender without a field of --tune gets no grid of it (None); one without a field for which
+    # the file gives it values is an error.
     own = {name: config.grids.get(name, {}) for name in config.contenders}
     fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
     starts = _starts(arguments.start_from, fields)
@@ -449,8 +479,8 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
             ]
         except ValueError as error:
             raise UsageError(f"{name}: {error}") from error
-        found = tuple(grid for grid in made if grid is not None)
-        contenders.append(Contender(name=name, config=each, grids=found))
+        swept = tuple(grid for grid in made if grid is not None)
+        contenders.append(Contender(name=name, config=each, grids=swept))
     return tuple(contenders)
 
 
@@ -481,7 +511,7 @@ def _starts(
     if summary.num_missing:
         raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
     outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}
-    found = {}
+    starts = {}
     for name, tuned in fields.items():
         outcome = outcomes.get(name)
         if outcome is None or outcome.best is None:
@@ -497,11 +527,11 @@ def _starts(
             )
         best = with_values(own, setting)
         values = {field: value_of(best, field) for field in tried}
-        found[name] = {field: value for field, value in values.items() if value is not None}
-    return found
+        starts[name] = {field: value for field, value in values.items() if value is not None}
+    return starts
 
 
-def _part(text: str) -> tuple[int, int]:
+def _share(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not int(match[1]) < int(match[2]):
         raise UsageError(f"--cells {text} must be I/N with 0 <= I < N, such as 0/2.")

@@ -64,7 +64,7 @@ class ImportArguments(CheckedConfig):
         "maxmars import hf/my_model gs://bucket/runs/my_model",
     )
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
+    hf_model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_MODEL")]
     """hf:OWNER/NAME[@REVISION] on the hub, or a directory with config.json, model.safetensors (or
     several such files and their index), and tokenizer files."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -104,7 +104,10 @@ def run_export(argv: list[str]) -> int:
 
 
 def _check_push(arguments: ExportArguments) -> None:
-    from maxmars.model import hub, huggingface  # loads JAX
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.model import hub, huggingface
 
     repository, out = arguments.push or "", arguments.out
     try:
@@ -130,8 +133,11 @@ def _check_push(arguments: ExportArguments) -> None:
 
 def _export(arguments: ExportArguments, out: str) -> str:
     """Returns the class of `transformers` that loads it."""
-    from maxmars.eval.trained_model import Exported, export_model  # loads JAX
-    from maxmars.train.card import CARD, read_report, write_card
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.trained_model import Exported, export_model
+        from maxmars.train.card import CARD, read_report, write_card
 
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
     card_notes = []
@@ -182,10 +188,13 @@ def _push_command(directory: str, repository: str, *, private: bool) -> str:
 def run_import(argv: list[str]) -> int:
     """Run `maxmars import`."""
     arguments = parse_options(ImportArguments, argv, prog="maxmars import")
-    from maxmars.eval.trained_model import import_model  # loads JAX
-    from maxmars.model.parameters import Parameters
+    from maxmars.distributed.progress import loading_jax
 
-    model = import_model(arguments.source, arguments.out, eot_token=arguments.eot_token)
+    with loading_jax():
+        from maxmars.eval.trained_model import import_model
+        from maxmars.model.parameters import Parameters
+
+    model = import_model(arguments.hf_model, arguments.out, eot_token=arguments.eot_token)
     count = Parameters(model.config).count / 1e6
     print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")

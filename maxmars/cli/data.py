@@ -82,9 +82,9 @@ class PrepareArguments(CheckedConfig):
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Part to hold out for validation; None is 0.1, of the large datasets above less. A hash of its
-    name and its place in its file decides whether a document is held out. Of fewer than 100 text
-    files and nothing else, the end of each is."""
+    """Part to hold out for validation; None is 0.1, of the large datasets above less. Of fewer than
+    100 files that are texts, or below 100 MB together, the end of each is held out; else, a hash of
+    its name and its place in its file decides whether a document is."""
     text_field: str | None = None
     """Where the text is in a line or row: a field, or one within a field as in `document.text`;
     None is `text`, or what the dataset above has."""
@@ -229,14 +229,14 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
 def _inspect(arguments: InspectArguments) -> int:
     path, compare = arguments.path, arguments.compare
     directory, other = resolve(path), None if compare is None else resolve(compare)
-    described = {place: _metadata_of(place) for place in (directory, other) if place}
+    described = {root: _metadata_of(root) for root in (directory, other) if root}
     if arguments.verify:
-        for place, metadata in described.items():
+        for root, metadata in described.items():
             if metadata is None:
-                print(f"{place}: files of another program, without checksums to compare")
+                print(f"{root}: files of another program, without checksums to compare")
             else:
-                _verify(place, metadata)
-                print(f"{place}: every file matches its checksum")
+                _verify(root, metadata)
+                print(f"{root}: every file matches its checksum")
     splits = _splits_of(directory, described[directory])
     _print_summary(directory, described[directory], splits)
     if other is None:
@@ -245,11 +245,11 @@ def _inspect(arguments: InspectArguments) -> int:
             config = ["gpt2:size=small,optimizer=mars", "--data.path", path]
         print(f"next: {shlex.join(['maxmars', 'train', *config])}")
         return 0
-    found = differences(directory, other)
-    if not found:
+    rows = differences(directory, other)
+    if not rows:
         print(f"{path} and {compare} hold the same tokens")
         return 0
-    print(f"{path} and {compare} differ:", *found, sep="\n  ")
+    print(f"{path} and {compare} differ:", *rows, sep="\n  ")
     return 1
 
 
@@ -261,24 +261,24 @@ def differences(one: Workdir, other: Workdir) -> list[str]:
     """
     ours, theirs = _metadata_of(one), _metadata_of(other)
     a, b = _splits_of(one, ours), _splits_of(other, theirs)
-    found = []
+    rows = []
     for name in ("tokenizer", "tokenizer_digest", "vocab_size"):
         values = [getattr(next(iter(splits.values())), name) for splits in (a, b)]
         if values[0] != values[1] and None not in values:  # not every format has the digest
-            found.append(f"{name}: {values[0]!r} and {values[1]!r}")
+            rows.append(f"{name}: {values[0]!r} and {values[1]!r}")
     if a.keys() != b.keys():
-        found.append(f"splits: {', '.join(a)} and {', '.join(b)}")
+        rows.append(f"splits: {', '.join(a)} and {', '.join(b)}")
     for name in a.keys() & b.keys():
         counts = a[name].num_tokens, b[name].num_tokens
         if counts[0] != counts[1]:
-            found.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
+            rows.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
         cuts = [meta and (meta.dtype, meta.splits[name].shards) for meta in (ours, theirs)]
         if cuts[0] is not None and cuts[0] == cuts[1]:
             continue
         where = _first_difference(a[name], b[name], name)
         if where is not None:
-            found.append(f"{name} from token {where:,} on")
-    return sorted(found)
+            rows.append(f"{name} from token {where:,} on")
+    return sorted(rows)
 
 
 def _first_difference(one: TokenStream, other: TokenStream, split: str) -> int | None:

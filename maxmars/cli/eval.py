@@ -130,11 +130,14 @@ def run(argv: list[str]) -> int:
     """Run `maxmars eval`."""
     arguments = parse_options(EvalArguments, argv, prog="maxmars eval")
     tasks = _check_tasks(arguments)
-    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
-    from maxmars.distributed import processes, sharding
+    # Imported late, as --help and wrong arguments need not wait for them.
+    from maxmars.distributed.progress import loading_jax
 
-    place = arguments.coordinator, arguments.num_processes, arguments.process_id
-    open_port = processes.initialize(*place)
+    with loading_jax():
+        from maxmars.distributed import processes, sharding
+
+    cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
+    open_port = processes.initialize(*cluster)
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
@@ -207,7 +210,10 @@ def _data(options: DataArguments) -> TokenShardsConfig | None:
 
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.distributed import processes
-    from maxmars.eval.report import score_models
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.report import score_models
 
     against = () if arguments.against is None else (arguments.against,)
     report = score_models(
@@ -243,7 +249,7 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
 
     model = load(arguments.target, mesh=mesh, trust_code=arguments.trust_code)
     options = arguments.lm_eval
-    found = run_lm_eval(
+    report = run_lm_eval(
         model,
         tasks,
         limit=options.limit,
@@ -253,9 +259,9 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         seed=options.seed,
     )
     if processes.is_primary():
-        rich.print(harness_table(model.name, found))
-        print(f"{found['harness']}; ± is one standard error")
+        rich.print(harness_table(model.name, report))
+        print(f"{report['harness']}; ± is one standard error")
         if arguments.output is not None:
             about = {"target": arguments.target, "name": model.name, "digest": model.digest}
-            fields = about | found
+            fields = about | report
             write_json(arguments.output, fields | {"environment": environment(mesh)})

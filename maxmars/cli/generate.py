@@ -171,10 +171,11 @@ class _Model:
     """The model that the command line names, which continues prompts as the options say."""
 
     def __init__(self, arguments: GenerateArguments, progress: Progress) -> None:
-        from maxmars.distributed import programs, sharding
-        from maxmars.eval import load
-        from maxmars.eval.generate import Sampling
-        from maxmars.eval.trained_model import find_target
+        with progress.waiting("loading JAX"):
+            from maxmars.distributed import programs, sharding
+            from maxmars.eval import load
+            from maxmars.eval.generate import Sampling
+            from maxmars.eval.trained_model import find_target
 
         self._arguments, self._progress = arguments, progress
         self._sampling = Sampling(

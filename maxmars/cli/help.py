@@ -26,7 +26,7 @@ _WORD_WIDTH = 34
 
 
 def groups_of(arguments: Any) -> dict[str, Any]:
-    """The parts of a dataclass or instance whose options are a group, by name."""
+    """The fields of a dataclass or instance whose options are a group, by name."""
     groups: dict[str, Any] = {}
     for name, value in _fields(arguments).items():
         if dataclasses.is_dataclass(value):
@@ -49,8 +49,8 @@ def print_help(arguments: Any, options: str, *, prog: str, about: str, in_full: 
     examples = "\n".join(f"  {example}" for example in getattr(arguments, "EXAMPLES", ()))
     lines = _wrap(usage.strip())
     first = {} if in_full else _first(arguments)
-    places = "\n".join(rows_of(_places(arguments))) if first else ""
-    for text in filter(None, (what, examples, details, about, places)):
+    positionals = "\n".join(rows_of(_positionals(arguments))) if first else ""
+    for text in filter(None, (what, examples, details, about, positionals)):
         lines += ["", *_wrap(text)]
     if first:
         groups = ", ".join(groups_of(arguments))
@@ -80,7 +80,7 @@ def evened(options: str) -> str:
     return re.sub(r"^( {8,})\S.*(?:\n\1\S.*)+", even, options, flags=re.MULTILINE)
 
 
-def _places(arguments: Any) -> dict[str, str]:
+def _positionals(arguments: Any) -> dict[str, str]:
     """The positional arguments of a command, and what they are."""
     kind = arguments if isinstance(arguments, type) else type(arguments)
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -90,26 +90,26 @@ def _places(arguments: Any) -> dict[str, str]:
 
 def _first(arguments: Any) -> dict[str, str]:
     """The options in `FIRST` that a command has, with their values, and what they are for."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for name in getattr(arguments, "FIRST", ()):
         *groups, leaf = name.replace("-", "_").split(".")
-        part = arguments
-        if (groups or [leaf])[0] not in _fields(part):
-            part = part.config
+        holder = arguments
+        if (groups or [leaf])[0] not in _fields(holder):
+            holder = holder.config
         for group in groups:
-            part = _fields(part).get(group)
-        if dataclasses.is_dataclass(part) and leaf in _fields(part):
-            text, value = _told(part, leaf)
+            holder = _fields(holder).get(group)
+        if dataclasses.is_dataclass(holder) and leaf in _fields(holder):
+            text, value = _told(holder, leaf)
             if value == "True|False" and isinstance(arguments, type):  # a switch without a value
-                found[f"--{name}"] = text.removesuffix(" (default: False)")
+                entries[f"--{name}"] = text.removesuffix(" (default: False)")
             else:
-                found[f"--{name} {value}"] = text
-    return found
+                entries[f"--{name} {value}"] = text
+    return entries
 
 
-def _told(part: Any, name: str) -> tuple[str, str]:
+def _told(holder: Any, name: str) -> tuple[str, str]:
     """What a field is for, in one sentence with its default; and what values it takes."""
-    kind = part if isinstance(part, type) else type(part)
+    kind = holder if isinstance(holder, type) else type(holder)
     hint = typing.get_type_hints(kind, include_extras=True)[name]
     with VALUES:
         spec = VALUES.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
@@ -118,7 +118,7 @@ def _told(part: Any, name: str) -> tuple[str, str]:
     doc = next(
         (each.description or "" for row in docs for each in row if each.arg_name == name), ""
     )
-    default = _fields(part)[name]
+    default = _fields(holder)[name]
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     note = "" if default == "" else f"default: {default}"

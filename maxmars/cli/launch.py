@@ -173,21 +173,21 @@ def _job(
     if chips:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, network_size)
         check_mesh(parsed.config, mesh_shape(mesh, chips, slices))
-    source = pack(
+    checkout = pack(
         options.config,
         sources=sources,
         setup=options.setup,
         prolog=prolog,
         include=options.include,
     )
-    if files := source.untracked:
+    if files := checkout.untracked:
         more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
         names = ", ".join(files[:_MOST_NAMED])
         remark(f"git does not track, and goes along: {names}{more}")
-    check(parsed.config, source)
+    check(parsed.config, checkout)
     return Job(
         name=options.name,
-        source=source,
+        checkout=checkout,
         workdir=workdir,
         train_arguments=train,
         environment=take_environment(options.env),
@@ -199,9 +199,9 @@ def _start_tpu(options: TpuOptions, train: tuple[str, ...]) -> int:
     workdir = check_shared_workdir(options.workdir)
     chips, slices = options.num_chips, options.num_slices
 
-    def check(config: TrainConfig, source: PackedCheckout) -> None:
+    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
         way = "mount or copy it by --setup FILE.sh"
-        check_data_reach(config.data, options, source, mounts=(), way=way)
+        check_data_reach(config.data, options, checkout, mounts=(), way=way)
         check_trackers_reach(config.log, options, has_package=False)
 
     job = _job(
@@ -270,11 +270,11 @@ def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
     slices, shape = options.num_slices, options.slice
     chips, size = slices * shape.num_devices, shape.network_size
 
-    def check(config: TrainConfig, source: PackedCheckout) -> None:
+    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
         mounts = [claim.partition(":")[2] for claim in options.claim]
         way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
         if options.patch is None:  # which may mount anything
-            check_data_reach(config.data, options, source, mounts=mounts, way=way)
+            check_data_reach(config.data, options, checkout, mounts=mounts, way=way)
         if options.install:
             check_trackers_reach(config.log, options, has_package=False)
 
@@ -293,7 +293,7 @@ def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
     size = options.gpus_per_node
     chips, prolog = options.nodes * size, options.prolog
 
-    def check(config: TrainConfig, source: PackedCheckout) -> None:
+    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
         if prolog is None:
             check_trackers_reach(config.log, options, has_package=True)
         for path in token_directories(config.data):

@@ -65,22 +65,22 @@ def parse_arguments(
       UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
       SystemExit: 0 after `--help`.
     """
-    places = _places_of_words(argv)
+    indices = _indices_of_words(argv)
     about = ""
     if asks_for_help(argv):  # also for that of a group, whose name is no CONFIG
         groups = {field.name for field in dataclasses.fields(TrainConfig)}
-        places = [place for place in places if argv[place] not in groups]
-        about = _about_config(argv[places[0]] if places else None, example)
-    elif not places:
+        indices = [index for index in indices if argv[index] not in groups]
+        about = _about_config(argv[indices[0]] if indices else None, example)
+    elif not indices:
         raise UsageError(
             f"{prog} needs a config: `{prog} quickstart`, for example. See `{prog} --help`."
         )
-    spec = argv[places[0]] if places else example
+    spec = argv[indices[0]] if indices else example
     return parse_options(
         arguments,
         # The words after CONFIG stay where they are, as values of the option before them.
-        [word for place, word in enumerate(argv) if place not in places[:1]],
-        prog=f"{prog} {shlex.quote(spec) if places else 'CONFIG'}",
+        [word for index, word in enumerate(argv) if index not in indices[:1]],
+        prog=f"{prog} {shlex.quote(spec) if indices else 'CONFIG'}",
         default=arguments(config=load_config(spec, choices)),
         switches=False,
         about=about,
@@ -110,8 +110,8 @@ def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:
     if word.startswith("-") and name in groups and not rest:
         known = [n for n in named_configs() if value in choices_of(n).get(name, ())]
         others = " or ".join(f"`{other}:{name}={value}`" for other in known)
-        found = f"; {value} is a choice of {others}" if known else ""
-        return f" (its options are --{name}.*: `{prog} {spec} --help {name}`{found})"
+        meant = f"; {value} is a choice of {others}" if known else ""
+        return f" (its options are --{name}.*: `{prog} {spec} --help {name}`{meant})"
     return ""
 
 
@@ -179,7 +179,7 @@ def parse_options(
     box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
-            found, unknown = _call_tyro(argv, arguments, default, prog, markers)
+            parsed, unknown = _call_tyro(argv, arguments, default, prog, markers)
     except (SystemExit, ValueError) as error:
         raise UsageError(_why(error, box.getvalue(), prog)) from error
     if unknown:
@@ -193,7 +193,7 @@ def parse_options(
         value = value if equals else next((word for word in after[:1] if word[:1] != "-"), None)
         hint = meant(name, value) or _option_meant(name, options_of(arguments, default))
         raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
-    return found
+    return parsed
 
 
 def options_of(arguments: type[Any], default: Any = None) -> list[str]:
@@ -248,14 +248,14 @@ def _why(error: BaseException, box: str, prog: str) -> str:
         if needed:
             return f"`{prog}` needs {', '.join(needed)}; see `{prog} --help`."
         return " ".join(message.split())
-    found = re.search(r"Error parsing (\S+):", message)
-    place = found[1] if found else ""
+    match = re.search(r"Error parsing (\S+):", message)
+    named = match[1] if match else ""
     if isinstance(cause, RuleError):
-        group = re.sub(r"^config\.?|^[A-Z]\w*$", "", place)  # the class or its config is no group
+        group = re.sub(r"^config\.?|^[A-Z]\w*$", "", named)  # the class or its config is no group
         flag = ".".join(filter(None, (group, cause.field))).replace("_", "-")
         return f"--{flag} {cause.value} {cause.words}."
-    is_option = place.startswith("-") or place.isupper()  # else a group, by its dataclass
-    return f"{place} {cause}" if is_option else str(cause)
+    is_option = named.startswith("-") or named.isupper()  # else a group, by its dataclass
+    return f"{named} {cause}" if is_option else str(cause)
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -265,18 +265,18 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line, in which every option takes a value, into its words and its options."""
-    places = _places_of_words(argv)
-    options = [word for place, word in enumerate(argv) if place not in places]
-    return [argv[place] for place in places], options
+    indices = _indices_of_words(argv)
+    options = [word for index, word in enumerate(argv) if index not in indices]
+    return [argv[index] for index in indices], options
 
 
-def _places_of_words(argv: Sequence[str]) -> list[int]:
+def _indices_of_words(argv: Sequence[str]) -> list[int]:
     """The indices of the words that are neither an option nor the first value of one."""
-    places: list[int] = []
+    indices: list[int] = []
     is_value = False
-    for place, word in enumerate(argv):
+    for index, word in enumerate(argv):
         is_option = word.startswith("-")
         if not is_value and not is_option:
-            places.append(place)
+            indices.append(index)
         is_value = not is_value and is_option and "=" not in word and word not in HELP
-    return places
+    return indices

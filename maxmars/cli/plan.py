@@ -107,8 +107,8 @@ def run(argv: list[str]) -> int:
     if faster is not None:
         print(f"faster: {faster}")
     if arguments.output is not None:
-        found = None if faster is None else faster.to_json()
-        write_json(arguments.output, plan.to_json() | {"overrides": overrides, "faster": found})
+        others = {"overrides": overrides, "faster": None if faster is None else faster.to_json()}
+        write_json(arguments.output, plan.to_json() | others)
     if arguments.hlo is not None:
         opened = gzip.open if arguments.hlo.suffix == ".gz" else open
         with opened(arguments.hlo, "wt", encoding="utf-8") as file:

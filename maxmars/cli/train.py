@@ -98,10 +98,10 @@ def run(argv: list[str]) -> int:
 
 
 def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
-    # Imported late: they load JAX, which --help and wrong arguments need not wait for.
-    from maxmars.distributed.progress import Progress
+    # Imported late, as --help and wrong arguments need not wait for them.
+    from maxmars.distributed.progress import loading_jax
 
-    with Progress(quiet=True) as progress, progress.waiting("loading JAX"):
+    with loading_jax():
         from maxmars.distributed import processes
         from maxmars.distributed.failures import ExitIfPeerIsLost
         from maxmars.distributed.files import naming, resolve
@@ -206,7 +206,10 @@ class VerifyResumeArguments(ConfigArguments):
 def run_verify_resume(argv: list[str]) -> int:
     """Run `maxmars verify-resume`; 1 if the runs differ, else 0."""
     arguments = parse_arguments(VerifyResumeArguments, argv, prog="maxmars verify-resume")
-    from maxmars.train.verify_resume import verify_resume  # loads JAX
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.train.verify_resume import verify_resume
 
     out = Path(arguments.out or f"runs/{arguments.config.name}-verify-resume")
     checkpoint_step = arguments.checkpoint_step

@@ -186,13 +186,13 @@ class Comparison:
         """Fields in which contenders differ, optimizers and names aside: contender -> value."""
         first, *others = self.contenders
         names = [contender.name for contender in self.contenders]
-        found: dict[str, dict[str, object]] = {}
+        own_values: dict[str, dict[str, object]] = {}
         for other in others:
             rows = _differences(first.config, other.config, ("optimizer", "name"))
             for name, ours, theirs in rows:
-                values = found.setdefault(name, dict.fromkeys(names, ours))
+                values = own_values.setdefault(name, dict.fromkeys(names, ours))
                 values[other.name] = theirs
-        return found
+        return own_values
 
 
 def check_comparable(contenders: Sequence[Contender]) -> None:
@@ -283,7 +283,7 @@ def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfi
     """
     code = stored_code(workdir, cell.size).get(cell.contender, {})
 
-    def place(source: Source) -> Source:
+    def kept_copy(source: Source) -> Source:
         path = Path(source.file)
         digest = code.get(str(path), "")
         for candidate in (path, _kept(path, digest, workdir)):
@@ -294,7 +294,7 @@ def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfi
             f"and {workdir / _SOURCES} holds no copy of that."
         )
 
-    return with_sources(config, place)
+    return with_sources(config, kept_copy)
 
 
 def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:
@@ -420,7 +420,7 @@ def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult
     """The results of the finished cells with the size, contenders and seeds of a comparison,
     whatever their settings."""
     names = [contender.name for contender in comparison.contenders]
-    found: dict[Cell, CellResult] = {}
+    results: dict[Cell, CellResult] = {}
     for fields in read_json_lines(workdir / _ROWS):
         # A row that cannot be read is no result: the cell is run again, and its later row counts.
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -431,8 +431,8 @@ def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult
                 and cell.contender in names
                 and cell.seed in comparison.seeds
             ):
-                found[cell] = result
-    return dict(sorted(found.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
+                results[cell] = result
+    return dict(sorted(results.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
 
 
 def _result(fields: Any) -> CellResult:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
-from maxmars.distributed.files import read_json
+from maxmars.distributed.files import Workdir, read_json
 from maxmars.distributed.workdir import CHECKPOINTS, CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
@@ -78,18 +77,18 @@ class Line:
         Steps times this are the time axis of a figure: compiling, evaluations and interruptions
         are left out, so that other work of the machine does not bend the curve.
         """
-        found = [curve.step_time_s for curve in self.curves if curve.step_time_s]
-        return float(np.median(found)) if found else None
+        times = [curve.step_time_s for curve in self.curves if curve.step_time_s]
+        return float(np.median(times)) if times else None
 
 
 def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
     """Tokens of a step, where they are the same in all steps of all runs; else None."""
     curves = [curve for line in lines for curve in line.curves]
-    found = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
-    return found.pop() if len(found) == 1 else None
+    per_step = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
+    return per_step.pop() if len(per_step) == 1 else None
 
 
-def read_run(workdir: Path, name: str) -> Line:
+def read_run(workdir: Workdir, name: str) -> Line:
     """The run in a working directory of `maxmars train`, by this name.
 
     Where its `config.json` is missing, the newest checkpoint tells the config.
@@ -107,14 +106,14 @@ def read_run(workdir: Path, name: str) -> Line:
         except FileNotFoundError:
             raise ValueError(
                 f"{workdir} holds no run: there is no config.json in it, or a damaged one, and no "
-                "checkpoint. Name working directories of `maxmars train` or `maxmars compare`, on "
-                "a disk."
+                "checkpoint. Name working directories of `maxmars train`, or of `maxmars compare` "
+                "on a disk."
             ) from None
     curve, logged = read_curve(workdir, config), read_logged(workdir, config)
     return Line(name=name, curves=(curve,), logged=(logged,))
 
 
-def read_curve(workdir: Path, config: TrainConfig) -> Curve:
+def read_curve(workdir: Workdir, config: TrainConfig) -> Curve:
     """The curve of a run from its `metrics.jsonl`.
 
     Raises:
@@ -129,20 +128,20 @@ def read_curve(workdir: Path, config: TrainConfig) -> Curve:
 def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
     tokens = _tokens(rows, config)
     for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
-        found = _series(rows, key)
+        losses = _series(rows, key)
         # A run that only evaluated its initial weights is better shown by its training loss.
-        if len(found) > 1 or (found and key == TRAINING_LOSS):
+        if len(losses) > 1 or (losses and key == TRAINING_LOSS):
             return Curve(
                 loss_of=name,
-                steps=tuple(step for step, _ in found),
-                tokens=tuple(tokens[step] for step, _ in found),
-                losses=tuple(loss for _, loss in found),
+                steps=tuple(step for step, _ in losses),
+                tokens=tuple(tokens[step] for step, _ in losses),
+                losses=tuple(loss for _, loss in losses),
                 step_time_s=median_step_time(rows),
             )
     return None
 
 
-def read_logged(workdir: Path, config: TrainConfig) -> Logged:
+def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     """What is drawn beside the curve of a run from its `metrics.jsonl`, if it is there."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
@@ -154,7 +153,7 @@ def read_logged(workdir: Path, config: TrainConfig) -> Logged:
     )
 
 
-def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
+def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
     """The norms by part of the model that lines have: metric -> how a report calls it."""
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
@@ -166,8 +165,8 @@ def norms_by_part(lines: Sequence[Line]) -> dict[str, str]:
 
 def own_evaluations(lines: Sequence[Line]) -> dict[str, str]:
     """The numbers of the user's own functions that lines have: metric -> how a report calls it."""
-    found = {metric: own_metric(metric) for metric in _metrics(lines)}
-    return {metric: ", ".join(names) for metric, names in found.items() if names}
+    own_metrics = {metric: own_metric(metric) for metric in _metrics(lines)}
+    return {metric: ", ".join(names) for metric, names in own_metrics.items() if names}
 
 
 def _metrics(lines: Sequence[Line]) -> list[str]:

@@ -59,12 +59,12 @@ def estimate(comparison: Comparison, workdir: Path) -> list[Estimate]:
     check_comparable(comparison.contenders)
     keep_programs(workdir)  # what is compiled here is not compiled again
     results = read_results(comparison, workdir)
-    found = []
+    estimates = []
     for contender in comparison.contenders:
         own = [r.seconds for cell, r in results.items() if cell.contender == contender.name]
         num_cells = most_cells_left(contender, comparison, results)
         compile_s, step_s = (0.0, None) if own or not num_cells else _timed(contender.config)
-        found.append(
+        estimates.append(
             Estimate(
                 contender=contender,
                 num_cells=num_cells,
@@ -73,7 +73,7 @@ def estimate(comparison: Comparison, workdir: Path) -> list[Estimate]:
                 step_s=step_s,
             )
         )
-    return found
+    return estimates
 
 
 def _timed(config: TrainConfig) -> tuple[float, float]:

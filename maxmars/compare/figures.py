@@ -243,9 +243,9 @@ def draw_tuning(
     """
     others = others or {}
     settings = {name: [*grid.items(), *others.get(name, ())] for name, grid in grids.items()}
-    every = [loss for found in settings.values() for _, losses in found for loss in losses]
+    every = [loss for tried in settings.values() for _, losses in tried for loss in losses]
     finite = [loss for loss in every if math.isfinite(loss)]
-    if not finite or all(len({value for value, _ in found}) < 2 for found in settings.values()):
+    if not finite or all(len({value for value, _ in tried}) < 2 for tried in settings.values()):
         return False
     bottom, middle = min(finite), float(np.median(finite))
     # A run far above the others would flatten their lines.
@@ -283,7 +283,7 @@ def draw_tuning(
             profile = sorted((v, loss) for v, loss in lowest.items() if math.isfinite(loss))
             if profile:
                 axes.plot(*zip(*profile, strict=True), color=color, lw=_THIN, alpha=0.6, zorder=1.5)
-        values = sorted({value for found in settings.values() for value, _ in found})
+        values = sorted({value for tried in settings.values() for value, _ in tried})
         positive = [value for value in values if value > 0]
         if len(positive) < len(values) and positive:
             axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
@@ -329,15 +329,15 @@ def draw_speed_ups(
     Raises:
       ImportError: matplotlib is not installed.
     """
-    numbers, points = _numbers(points), {name: found for name, found in points.items() if found}
+    numbers, points = _numbers(points), {name: gains for name, gains in points.items() if gains}
     if not points:
         return False
     with _figure(path, note=note) as (axes,):
-        for number, (name, found) in enumerate(points.items()):
+        for number, (name, gains) in enumerate(points.items()):
             aside = 1.02 ** (number - (len(points) - 1) / 2)  # not on top of each other
-            sizes = [size * aside for size, _ in found]
-            means = np.array([gain.mean for _, gain in found])
-            ends = [(gain.low or gain.mean, gain.high or gain.mean) for _, gain in found]
+            sizes = [size * aside for size, _ in gains]
+            means = np.array([gain.mean for _, gain in gains])
+            ends = [(gain.low or gain.mean, gain.high or gain.mean) for _, gain in gains]
             reach = np.abs(np.transpose(ends) - means)  # below and above
             axes.errorbar(sizes, means, reach, label=_label(name), **_style(numbers[name]))
         axes.axhline(1.0, color="#7F7F7F", linewidth=1.0)
@@ -347,7 +347,7 @@ def draw_speed_ups(
         axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xscale("log")
-        ticks = sorted({size for found in points.values() for size, _ in found})
+        ticks = sorted({size for gains in points.values() for size, _ in gains})
         axes.set_xticks(ticks, [short(tick) for tick in ticks])
         axes.set_xticks([], minor=True)
         axes.set_xlabel("parameters")
@@ -371,18 +371,18 @@ def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_S
     strands, numbers = [], _numbers([line.name for line in lines])
     for line in lines:
         position = _axis(line, against)
-        found = [logged for logged in line.logged if metric in logged.series]
-        if position is None or not found:
+        with_metric = [logged for logged in line.logged if metric in logged.series]
+        if position is None or not with_metric:
             continue
-        runs, series = [], [dict(logged.series[metric]) for logged in found]
-        for logged, values in zip(found, series, strict=True):
+        runs, series = [], [dict(logged.series[metric]) for logged in with_metric]
+        for logged, values in zip(with_metric, series, strict=True):
             positions = position(list(values), [logged.tokens[step] for step in values])
             runs.append((positions, np.array(list(values.values()))))
         steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
         means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        positions = position(steps, [found[0].tokens[step] for step in steps])
+        positions = position(steps, [with_metric[0].tokens[step] for step in steps])
         mean = positions, means
         strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
     return strands
@@ -578,7 +578,7 @@ def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
     for rows in range(1, len(labels)):
         across = -(-len(labels) // rows)
         columns = [list(column) for column in np.array_split(labels, across)]  # as matplotlib does
-        widths = [max(len(part) for text in c for part in text.split("\n")) for c in columns]
+        widths = [max(len(line) for text in c for line in text.split("\n")) for c in columns]
         if sum(width + _LEGEND_SAMPLE for width in widths) <= room:
             return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
     return 1, sum(text.count("\n") + 1 for text in labels)

@@ -135,7 +135,7 @@ def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) 
     high = values[-1] / values[-2] if len(values) > 1 else factor
     below = [values[0] / low**k for k in range(num_below, 0, -1)]
     above = [values[-1] * high**k for k in range(1, _REACH + 1)]
-    below, above = ([float(f"{value:.3g}") for value in part] for part in (below, above))
+    below, above = ([float(f"{value:.3g}") for value in side] for side in (below, above))
     return [*below, *values, *above]
 
 

@@ -23,7 +23,7 @@ from maxmars.compare.curves import (
     VALIDATION_LOSS,
     Line,
     fixed_tokens_per_step,
-    norms_by_part,
+    norms_by_component,
     own_evaluations,
 )
 from maxmars.compare.figures import (
@@ -56,7 +56,7 @@ from maxmars.compare.tables import (
 )
 from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
-from maxmars.distributed.files import json_number, read_json, write_json, write_text
+from maxmars.distributed.files import Workdir, json_number, read_json, write_json, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
@@ -176,18 +176,18 @@ def _baseline(summaries: Summaries) -> str:
 
 def _speed_ups(summaries: Summaries) -> dict[str, list[tuple[int, Interval]]]:
     """Contender -> parameters of the model and speed-up; empty of a single size."""
-    found: dict[str, list[tuple[int, Interval]]] = {}
+    speed_ups: dict[str, list[tuple[int, Interval]]] = {}
     if len({summary.num_parameters for summary in summaries.values()}) > 1:
         for summary in summaries.values():
             for outcome in summary.outcomes:
-                points = found.setdefault(outcome.contender.name, [])
+                points = speed_ups.setdefault(outcome.contender.name, [])
                 if outcome.best is not None and outcome.best.speed_up is not None:
                     points.append((summary.num_parameters, outcome.best.speed_up))
-    return found
+    return speed_ups
 
 
 def write_run_report(
-    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Path], format: Format = "png"
+    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Workdir], format: Format = "png"
 ) -> None:
     """Write the report of any runs into a directory.
 
@@ -211,7 +211,7 @@ def write_run_report(
 
     check_out(out, is_ours)
     sessions = {name: sessions_of(read_journal(workdir)) for name, workdir in workdirs.items()}
-    seconds = {name: run_seconds(found) for name, found in sessions.items() if found}
+    seconds = {name: run_seconds(of_run) for name, of_run in sessions.items() if of_run}
     data = [
         {
             "name": line.name,
@@ -236,7 +236,7 @@ def write_run_report(
     figures = _Figures(out=out, format=format)
     blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
     path = figures.path("norms_by_part")
-    if draw_rates_and_norms(lines, path, norms_by_part(lines), columns=4):
+    if draw_rates_and_norms(lines, path, norms_by_component(lines), columns=4):
         blocks.append(figures.image("norms_by_part", "Norms by part of the model."))
     path = figures.path("evaluations")
     if draw_rates_and_norms(lines, path, own_evaluations(lines)):
@@ -444,27 +444,27 @@ def _result_rows(summary: Summary) -> Sequence[Sequence[str]]:
     return rows
 
 
-def _factor(found: Interval) -> str:
+def _factor(ratio: Interval) -> str:
     """A mean of factors, whose interval is not symmetric."""
-    if found.low is None or found.high is None:
-        return f"{found.mean:.2f}"
-    return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.mean:.2f}"
+    return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _results_csv(report: Mapping[str, Any]) -> str:
     """The numbers of the table of results in what `report.json` holds; times in seconds."""
     rows: list[dict[str, Any]] = []
     for size in report["sizes"]:
-        for found in size["outcomes"]:
-            setting, test = found["setting"], found["test"] or {}
-            row = {"name": found["name"], "size": size["size"]}
+        for outcome in size["outcomes"]:
+            setting, test = outcome["setting"], outcome["test"] or {}
+            row = {"name": outcome["name"], "size": size["size"]}
             row |= {"num_parameters": size["num_parameters"]}
             row |= {"setting": setting and describe_setting(tuple(setting.items()))}
-            intervals = {"loss": found["loss"], "difference": test.get("difference")}
-            for what, each in (intervals | {"speed_up": found["speed_up"]}).items():
+            intervals = {"loss": outcome["loss"], "difference": test.get("difference")}
+            for what, each in (intervals | {"speed_up": outcome["speed_up"]}).items():
                 row |= {f"{what}{end}": (each or {}).get(key) for key, end in _ENDS.items()}
-            row |= {"p_adjusted": test.get("p_adjusted"), "num_seeds": len(found["losses"] or ())}
-            rows.append(row | {key: found[key] for key in _OF_SEARCH})
+            row |= {"p_adjusted": test.get("p_adjusted"), "num_seeds": len(outcome["losses"] or ())}
+            rows.append(row | {key: outcome[key] for key in _OF_SEARCH})
     return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -476,9 +476,9 @@ def _notes(summary: Summary) -> Iterator[str]:
         )
     yield from _search_notes(summary)
     for name, what in (("code", "of maxmars's code"), ("jax", "of JAX"), ("python", "of Python")):
-        found = {r.environment.get(name) for o in summary.outcomes for r in o.results}
-        if len(found - {None}) > 1:
-            yield f"The cells ran with {len(found - {None})} versions {what}."
+        versions = {r.environment.get(name) for o in summary.outcomes for r in o.results}
+        if len(versions - {None}) > 1:
+            yield f"The cells ran with {len(versions - {None})} versions {what}."
     devices: dict[str, list[str]] = {}
     for outcome in summary.outcomes:
         for kind in sorted({_devices(r.environment) for r in outcome.results if r.environment}):
@@ -492,15 +492,15 @@ def _notes(summary: Summary) -> Iterator[str]:
     for outcome in summary.outcomes:
         if outcome.has_diverged:
             yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
-        found = outcome.basin
-        if found is not None:
-            low = f"{'at most ' if found.open_low else ''}{found.low:.2g}"
-            high = f"{'at least ' if found.open_high else ''}{found.high:.2g}"
-            least = "at least " if found.open_low or found.open_high else ""
+        basin = outcome.basin
+        if basin is not None:
+            low = f"{'at most ' if basin.open_low else ''}{basin.low:.2g}"
+            high = f"{'at least ' if basin.open_high else ''}{basin.high:.2g}"
+            least = "at least " if basin.open_low or basin.open_high else ""
             yield (
                 f"With seed {summary.comparison.seeds[0]}, {outcome.contender.name} is within "
                 f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
-                f"{least}{found.factor:.1f}."
+                f"{least}{basin.factor:.1f}."
             )
     for field, values in summary.comparison.own_fields.items():
         each = ", ".join(
@@ -555,13 +555,13 @@ def _search_notes(summary: Summary) -> Iterator[str]:
         listed = ", ".join(names)
         yield f"Tuned over {fields}: {listed}." if fields else f"Not tuned: {listed}."
     for outcome in summary.outcomes:
-        contender, found = outcome.contender, outcome.search
+        contender, progress = outcome.contender, outcome.search
         name = contender.name
-        if len(outcome.losses) == 1 and not found.missing:
+        if len(outcome.losses) == 1 and not progress.missing:
             yield f"{name} was run at one setting only, so it is not tuned."
-        elif found.untried:
-            settings = "; ".join(map(describe_setting, found.untried[:_NEXT]))
-            more = len(found.untried) - _NEXT
+        elif progress.untried:
+            settings = "; ".join(map(describe_setting, progress.untried[:_NEXT]))
+            more = len(progress.untried) - _NEXT
             settings += f" and {more} more" if more > 0 else ""
             yield (
                 f"The budget of {name} ended before its search: {settings} would be next. The same "
@@ -711,16 +711,16 @@ def _line_figures(lines: Sequence[Line], figures: _Figures, what: str, thin: str
 
 def _unlogged(lines: Sequence[Line]) -> str:
     """Which rates and norms are not drawn of which lines."""
-    found: dict[str, list[str]] = {}
+    undrawn: dict[str, list[str]] = {}
     for metric, label in RATES_AND_NORMS.items():
         lacking = [
             line for line in lines if not any(metric in logged.series for logged in line.logged)
         ]
         if lacking:
-            found.setdefault(_names(lacking), []).append(label)
-    if not found:
+            undrawn.setdefault(_names(lacking), []).append(label)
+    if not undrawn:
         return ""
-    listed = "; ".join(f"{', '.join(labels)} of {names}" for names, labels in found.items())
+    listed = "; ".join(f"{', '.join(labels)} of {names}" for names, labels in undrawn.items())
     return f" Not drawn, as no metrics.jsonl is there with them: {listed}."
 
 
@@ -753,25 +753,25 @@ def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
 
 def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     """Shares of wall-clock time, a column a run."""
-    found = {name: shares(spent) for name, spent in seconds.items()}
+    shares_of = {name: shares(spent) for name, spent in seconds.items()}
     rows = [("time", *(duration(sum(spent.values())) for spent in seconds.values()))]
     rows += [
-        (text, *(f"{of[activity]:.1%}" for of in found.values()))
+        (text, *(f"{of[activity]:.1%}" for of in shares_of.values()))
         for activity, text in ACTIVITIES.items()
-        if any(of[activity] for of in found.values())
+        if any(of[activity] for of in shares_of.values())
     ]
-    return markdown_table(("share of the time", *found), rows)
+    return markdown_table(("share of the time", *shares_of), rows)
 
 
 def report_json(summaries: Summaries) -> dict[str, Any]:
     """What `report.json` holds."""
-    return {"sizes": [_summary_json(size, found) for size, found in summaries.items()]}
+    return {"sizes": [_summary_json(size, summary) for size, summary in summaries.items()]}
 
 
 def is_report_of(summaries: Summaries, earlier: Any) -> bool:
     """Whether what a `report.json` holds is of these sizes."""
-    found = earlier.get("sizes") if isinstance(earlier, dict) else None
-    return isinstance(found, list) and [each.get("size") for each in found] == [*summaries]
+    sizes = earlier.get("sizes") if isinstance(earlier, dict) else None
+    return isinstance(sizes, list) and [each.get("size") for each in sizes] == [*summaries]
 
 
 def _summary_json(size: str, summary: Summary) -> dict[str, Any]:

@@ -70,7 +70,7 @@ Digests = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Share:
     """One of several processes that share the cells of a comparison."""
 
     index: int = 0
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def lock(self) -> str:
-        """Name of a directory that the process of this part owns."""
+        """Name of a directory that the process of this share owns."""
         return "." if self.count == 1 else f".part-{self.index}-of-{self.count}"
 
     def order(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -89,14 +89,14 @@ class Part:
         return [*own, *(cell for cell in cells if cell not in own)]
 
 
-def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part()) -> bool:
+def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Share()) -> bool:
     """Run the cells that a comparison lacks, on all devices, and write `report.*` and `figures/`.
 
     Args:
       comparisons: what is compared, one for each size, whose cells run in this order; every config
         evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
-      part: which of the processes that share the comparison this one is. A cell is run by
+      share: which of the processes that share the comparison this one is. A cell is run by
         whoever owns its directory first; where all are taken, this waits for the others.
 
     Returns:
@@ -116,8 +116,11 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part(
             _check_optimizer(contender.config)
     keep_programs(workdir)
     with contextlib.ExitStack() as stack:
-        own = acquire(workdir / "cells" / part.lock)
-        assert own is not None, "each part of a comparison is one process"
+        # Two locks: that of the share keeps a second process of the same share out, and that of a
+        # cell's directory, in `_take`, decides who runs the cell. No process tells another
+        # anything: all read the finished results anew before they choose.
+        own = acquire(workdir / "cells" / share.lock)
+        assert own is not None, "each share of a comparison is one process"
         stack.callback(own.release)
         comparisons = [_with_precision(comparison) for comparison in comparisons]
         open_comparison(comparisons, workdir)
@@ -131,7 +134,8 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part(
         while pending := _pending(of_sizes):
             if stops.due():
                 break
-            taken = _take(part.order(pending), workdir)
+            # Each turn: what is missing by the results on the disk, one cell of it, its result.
+            taken = _take(share.order(pending), workdir)
             if taken is None:
                 of_sizes = _wait_for_others(comparisons, workdir, stops)
                 continue
@@ -164,7 +168,7 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, part: Part = Part(
             finally:
                 lock.release()
             of_sizes = _read(comparisons, workdir)  # others may have finished some as well
-            print(_progress(result, *of_sizes[cell.size], part.count), flush=True)
+            print(_progress(result, *of_sizes[cell.size], share.count), flush=True)
         if pending:
             print(
                 f"stopped with {_num_finished(of_sizes)} finished cells; the same command continues"
@@ -180,7 +184,7 @@ def _read(comparisons: Sequence[Comparison], workdir: Path) -> _OfSizes:
 
 def _pending(of_sizes: _OfSizes) -> list[Cell]:
     """The cells to run next, those of the first size first."""
-    return [cell for found in of_sizes.values() for cell in next_cells(*found)]
+    return [cell for state in of_sizes.values() for cell in next_cells(*state)]
 
 
 def _num_finished(of_sizes: _OfSizes) -> int:
@@ -256,7 +260,7 @@ def find_start(config: TrainConfig) -> Digests:
 
 def _check_optimizer(config: TrainConfig) -> None:
     mesh = sharding.training_mesh(config)
-    check_optimizer(config.optimizer, Parameters(config.model, mesh))
+    check_optimizer(config.optimizer, Parameters(config.model, mesh), config.ema_decay)
 
 
 def _refusal(cell: Cell, contender: Contender) -> str | None:

@@ -64,24 +64,31 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
     # In turns, so that changes of the machine's speed over the hours affect all alike.
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
     searches = [search(contender, comparison, results) for contender in contenders]
-    rows = itertools.zip_longest(*(found.missing or found.finals for found in searches))
+    rows = itertools.zip_longest(*(state.missing or state.finals for state in searches))
     return [cell for row in rows for cell in row if cell is not None]
 
 
 def most_cells_left(contender: Contender, comparison: Comparison, results: Results) -> int:
     """How many cells of a contender are missing at most; fewer if its search ends early, and more
     only if seeds decide for a setting at which it did not end."""
-    found = search(contender, comparison, results)
-    if not found.missing:
-        return len(found.finals)
+    state = search(contender, comparison, results)
+    if not state.missing:
+        return len(state.finals)
     of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
-    return len(found.missing) + found.budget_left + of_seeds
+    return len(state.missing) + state.budget_left + of_seeds
 
 
 def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
     """Replay the search of a contender on the results so far."""
     seeds = comparison.seeds[: comparison.confirm]
     losses = _Losses(contender, seeds, _by_try(contender, results))
+    # The search has no state. It starts anew on all results, and each list of tries that it yields
+    # is looked up:
+    #
+    #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have results: go on
+    #   _descend yields [lr 2e-3, wd 0.1]        no result: this is `missing`, the cells to run next
+    #
+    # With these results the next replay comes one step further. `asked` counts against the budget.
     asked: list[_Try] = []
     missing, left = _ask(_descend(contender, losses), asked, comparison.budget, losses)
     while True:
@@ -91,6 +98,8 @@ def search(contender: Contender, comparison: Comparison, results: Results) -> Se
         ]
         finals = [one for one in all_tries if one not in losses.of_try and not missing]
         best = _best(_settings(asked), contender, comparison, results)
+        # Another setting may still become the best one, or the budget is used up: no round of the
+        # neighbours yet.
         if missing or left or finals or best is None:
             break
         num_asked = len(asked)
@@ -181,13 +190,13 @@ def _finalists(
 ) -> list[Setting]:
     """The best settings of those that diverged with no seed so far, by the search's seeds."""
     by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
-    found = {
+    complete = {
         setting: losses_at(contender, setting, by_search, results)
         for setting in _with_others(tried, contender, results)
         if np.isfinite(losses_at(contender, setting, comparison, results)).all()
     }
-    most = max(map(len, found.values()), default=0)  # a mean over fewer would not compare
-    means = {s: np.mean(losses) for s, losses in found.items() if 0 < len(losses) == most}
+    most = max(map(len, complete.values()), default=0)  # a mean over fewer would not compare
+    means = {s: np.mean(losses) for s, losses in complete.items() if 0 < len(losses) == most}
     return sorted(means, key=lambda setting: means[setting])[: comparison.finalists]
 
 
@@ -196,14 +205,14 @@ def _best(
 ) -> Setting | None:
     """The lowest mean of the finalists and of all settings that ran with all seeds."""
     finalists = _finalists(tried, contender, comparison, results)
-    found = {s: losses_at(contender, s, comparison, results) for s in finalists}
+    losses_of = {s: losses_at(contender, s, comparison, results) for s in finalists}
     # Such a setting may be no finalist any more: one that is luckier with the first seed came in.
     for setting in _with_others(tried, contender, results):
         losses = losses_at(contender, setting, comparison, results)
         if len(losses) == len(comparison.seeds) and np.isfinite(losses).all():
-            found.setdefault(setting, losses)
-    most = max(map(len, found.values()), default=0)
-    means = {setting: np.mean(losses) for setting, losses in found.items() if len(losses) == most}
+            losses_of.setdefault(setting, losses)
+    most = max(map(len, losses_of.values()), default=0)
+    means = {s: np.mean(losses) for s, losses in losses_of.items() if len(losses) == most}
     return min(means, key=lambda setting: means[setting], default=None)
 
 
@@ -252,6 +261,8 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
     def moved(best: _Values, candidates: list[_Values]) -> Generator[list[_Try], None, _Values]:
         """A candidate that is better than the best values so far, or these."""
         yield losses.first(candidates)
+        # From the best with the first seed on: the first that the mean over the seeds confirms
+        # wins, and those behind the limit need no further seed.
         for closest in sorted(candidates, key=losses.order):
             if losses.order(closest) >= losses.to_beat(best):
                 break
@@ -264,12 +275,15 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
     scans = [grid for grid in contender.grids if len(grid.scanned) > 1]
     candidates = [start | {grid.field: v} for grid in scans for v in grid.scanned] or [start]
     yield losses.first(candidates)
+    # Stage 1 a: the scans, each from the config's own values. The winner runs with all seeds of
+    # `confirm`, and whoever could have beaten it gets the same chance.
     best = min(candidates, key=losses.order)
     yield losses.all([best])
     while (better := (yield from moved(best, candidates))) != best:
         best = better
     while True:
         before = best
+        # Stage 1 b: one field after the other, moved by one place until it no longer helps.
         for grid in contender.grids:
             while (better := (yield from moved(best, _neighbours(best, grid)))) != best:
                 best = better

@@ -167,13 +167,13 @@ def basin(rates: Sequence[float], losses: Sequence[float], tolerance: float) -> 
     Returns:
       The basin; None where no loss is finite.
     """
-    found = np.where(np.isfinite(losses), losses, np.inf)
-    if not np.isfinite(found).any():
+    capped = np.where(np.isfinite(losses), losses, np.inf)
+    if not np.isfinite(capped).any():
         return None
-    best = int(np.argmin(found))
-    limit = found[best] + tolerance
-    low, open_low = _edge(rates[best::-1], found[best::-1].tolist(), limit)
-    high, open_high = _edge(rates[best:], found[best:].tolist(), limit)
+    best = int(np.argmin(capped))
+    limit = capped[best] + tolerance
+    low, open_low = _edge(rates[best::-1], capped[best::-1].tolist(), limit)
+    high, open_high = _edge(rates[best:], capped[best:].tolist(), limit)
     return Basin(low=low, high=high, open_low=open_low, open_high=open_high)
 
 

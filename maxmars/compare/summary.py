@@ -118,20 +118,20 @@ class Outcome:
 
     def along(self, field: str) -> dict[Number, list[float]]:
         """Value of a field -> losses by seed of the settings that else are the best one."""
-        found = {
+        by_value = {
             value: losses
             for setting, losses in self.losses.items()
             if losses and (value := self._along(field, setting)) is not None
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(by_value.items()))
 
     def beside(self, field: str) -> list[tuple[Number, list[float]]]:
         """Value of a field and losses by seed of each other setting that has a finished cell."""
-        found: dict[Setting, list[float]] = {}
+        losses_of: dict[Setting, list[float]] = {}
         for result in self.results:
-            found.setdefault(result.cell.setting, []).append(result.loss)
+            losses_of.setdefault(result.cell.setting, []).append(result.loss)
         rows = []
-        for setting, losses in found.items():
+        for setting, losses in losses_of.items():
             value = dict(setting).get(field, value_of(self.contender.config, field))
             is_along = setting in self.losses and self._along(field, setting) is not None
             if value is not None and not is_along:
@@ -185,9 +185,9 @@ class Summary:
     def mark(self, *names: str) -> str:
         """What stands after a p value of these contenders: `MARK` where it says less than it
         seems, as `MARK_MEANS` says."""
-        found = [o for o in self.outcomes if o.contender.name in names]
-        few = any(o.best is None or len(o.best.losses) < FEWEST_SEEDS for o in found)
-        return MARK if few or not all(o.search.is_at_its_end for o in found) else ""
+        named = [o for o in self.outcomes if o.contender.name in names]
+        few = any(o.best is None or len(o.best.losses) < FEWEST_SEEDS for o in named)
+        return MARK if few or not all(o.search.is_at_its_end for o in named) else ""
 
 
 def summarize(workdir: Path) -> dict[str, Summary]:
@@ -199,13 +199,13 @@ def summarize(workdir: Path) -> dict[str, Summary]:
     Raises:
       ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
     """
-    found = {
+    summaries = {
         comparison.size: _summarize(comparison, read_results(comparison, workdir), workdir)
         for comparison in read_comparisons(workdir)
     }
-    if not any(o.num_cells for summary in found.values() for o in summary.outcomes):
+    if not any(o.num_cells for summary in summaries.values() for o in summary.outcomes):
         raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
-    return by_size(found)
+    return by_size(summaries)
 
 
 def by_size(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
@@ -222,11 +222,11 @@ def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summa
         own = [result for cell, result in results.items() if cell.contender == contender.name]
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
-        found = search(contender, comparison, results)
+        state = search(contender, comparison, results)
         settings = settings_of(contender, comparison, results)
         outcome = Outcome(
             contender=contender,
-            search=found,
+            search=state,
             losses={s: losses_at(contender, s, comparison, results) for s in settings},
             best=_best(contender, comparison, results, baselines, step_time_s, workdir),
             basin=None,
@@ -251,8 +251,8 @@ def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summa
 
 
 def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
-    found = {o.contender.name: o.best for o in outcomes if o.best is not None}
-    ranked = sorted(found.items(), key=lambda item: item[1].loss.mean)
+    best = {o.contender.name: o.best for o in outcomes if o.best is not None}
+    ranked = sorted(best.items(), key=lambda item: item[1].loss.mean)
     tested: dict[tuple[str, str], PairedTest] = {}
     for (first, ours), (second, theirs) in itertools.combinations(ranked, 2):
         seeds = [seed for seed in ours.losses if seed in theirs.losses]
@@ -342,15 +342,15 @@ def _speed_up(ours: Sequence[CellResult], baselines: Sequence[CellResult]) -> In
         logs.append((1 if is_better else -1) * math.log(better.tokens[-1] / crossing))
     if not logs:
         return None
-    found = mean_interval(logs)
-    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-    return Interval(mean=math.exp(found.mean), low=low, high=high)
+    log_mean = mean_interval(logs)
+    low, high = (None if end is None else math.exp(end) for end in (log_mean.low, log_mean.high))
+    return Interval(mean=math.exp(log_mean.mean), low=low, high=high)
 
 
 def _logged(result: CellResult, contender: Contender, workdir: Path) -> Logged:
     """What a cell logged: its training losses, and the rest where its metrics are still there."""
-    found = read_logged(result.cell.directory(workdir), contender.config)
+    read = read_logged(result.cell.directory(workdir), contender.config)
     losses = {TRAINING_LOSS: result.train_losses} if result.train_losses else {}
     # All steps of a cell have the tokens that its config says.
     tokens = {step: step * contender.config.tokens_per_step for step, _ in result.train_losses}
-    return Logged(tokens={**tokens, **found.tokens}, series={**found.series, **losses})
+    return Logged(tokens={**tokens, **read.tokens}, series={**read.series, **losses})

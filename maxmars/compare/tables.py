@@ -26,7 +26,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 def escape_markdown(text: str) -> str:
     """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
     line = "".join(c if c.isprintable() else " " for c in text)
-    return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda found: f"&#{ord(found[0])};", line)
+    return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda match: f"&#{ord(match[0])};", line)
 
 
 def latex_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -71,9 +71,9 @@ def fold(text: str) -> str:
     )
 
 
-def interval(found: Interval, form: str, digits: int = 4) -> str:
+def interval(value: Interval, form: str, digits: int = 4) -> str:
     """The mean, and half the width of its interval if there is one."""
-    mean = form.format(found.mean)
-    if found.low is None or found.high is None:
+    mean = form.format(value.mean)
+    if value.low is None or value.high is None:
         return mean
-    return f"{mean} ± {(found.high - found.low) / 2:.{digits}f}"
+    return f"{mean} ± {(value.high - value.low) / 2:.{digits}f}"

@@ -129,8 +129,8 @@ def _find(
     summary: Summary, contender: str | None, seed: int | None
 ) -> tuple[CellResult, TrainConfig]:
     """The row of a contender at its best setting, and the config of its run."""
-    found = [(o.best.loss.mean, o) for o in summary.outcomes if o.best is not None]
-    outcomes = {o.contender.name: o for _, o in sorted(found, key=lambda pair: pair[0])}
+    ranked = [(o.best.loss.mean, o) for o in summary.outcomes if o.best is not None]
+    outcomes = {o.contender.name: o for _, o in sorted(ranked, key=lambda pair: pair[0])}
     name = next(iter(outcomes), None) if contender is None else contender
     if name not in outcomes:
         raise ValueError(f"--contender {name} is none of those with a finished run: {[*outcomes]}.")

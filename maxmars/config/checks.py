@@ -90,20 +90,20 @@ def _rules(config_class: type) -> list[tuple[str, Rule]]:
 def _rules_in(hint: Any) -> list[Rule]:
     """The rules of `Positive[int]`, of `Positive[int] | None`, and of those with annotations."""
     own = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Rule)]
-    return own + [rule for part in typing.get_args(hint) for rule in _rules_in(part)]
+    return own + [rule for argument in typing.get_args(hint) for rule in _rules_in(argument)]
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type: an integer is a number too, but True is neither."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return fits(value, parts[0])
+        return fits(value, arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in parts)
+        return any(fits(value, argument) for argument in arguments)
     if origin is Literal:
-        return any(type(value) is type(word) and value == word for word in parts)
-    if origin is tuple and parts[1:] == (Ellipsis,):
-        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
+        return any(type(value) is type(word) and value == word for word in arguments)
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in value)
     if hint in (int, float):
         kinds = (int, float) if hint is float else int
         return isinstance(value, kinds) and not isinstance(value, bool)
@@ -116,7 +116,7 @@ def kinds_of(hint: Any) -> list[Any]:
     if typing.get_origin(hint) is Annotated:
         return kinds_of(hint.__origin__)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(hint) for kind in kinds_of(part)]
+        return [kind for argument in typing.get_args(hint) for kind in kinds_of(argument)]
     return [hint]
 
 
@@ -128,13 +128,13 @@ def read_as(kind: Any, value: Any) -> Any:
     Raises:
       ValueError: it is not of that type; notes name the fields around it.
     """
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):  # `X | None`
-        return None if value is None else read_as(parts[0], value)
+        return None if value is None else read_as(arguments[0], value)
     if origin is Annotated:
-        return read_as(parts[0], value)
+        return read_as(arguments[0], value)
     if origin is tuple and isinstance(value, list):
-        return tuple(read_as(parts[0], item) for item in value)
+        return tuple(read_as(arguments[0], item) for item in value)
     is_record = dataclasses.is_dataclass(kind)
     if origin is tuple or ((is_record or origin is dict) and not isinstance(value, dict)):
         wanted = "a list" if origin is tuple else "an object"
@@ -144,31 +144,31 @@ def read_as(kind: Any, value: Any) -> Any:
             raise ValueError(f"{json.dumps(value)[:60]} must be {expected(kind)}")
         is_float = kind is float and isinstance(value, int)  # JSON may write 1 for 1.0
         return float(value) if is_float else value
-    kinds = _hints(kind) if is_record else dict.fromkeys(value, parts[1])
+    kinds = _hints(kind) if is_record else dict.fromkeys(value, arguments[1])
     if is_record:
         fields = dataclasses.fields(kind)
         required = {f.name for f in fields if f.default is f.default_factory is MISSING}
         if wrong := (value.keys() - kinds.keys()) or (required - value.keys()):
             verb = "has the unknown field" if wrong <= value.keys() else "lacks the field"
             raise ValueError(f"it {verb} {', '.join(sorted(wrong))}")
-    found = {}
+    values = {}
     for name, item in value.items():
         with about(name):
-            found[name] = read_as(kinds[name], item)
-    return kind(**found) if is_record else found
+            values[name] = read_as(kinds[name], item)
+    return kind(**values) if is_record else values
 
 
 def expected(hint: Any) -> str:
     """What values of a type are, for an error."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return expected(parts[0])
+        return expected(arguments[0])
     if origin is Literal:
-        return " or ".join(map(str, parts))
+        return " or ".join(map(str, arguments))
     if origin is dict:
         return "a dict"
-    if parts:
-        return " or ".join(expected(part) for part in parts if part is not Ellipsis)
+    if arguments:
+        return " or ".join(expected(argument) for argument in arguments if argument is not Ellipsis)
     words = {
         bool: "True or False",
         int: "an integer",

@@ -186,8 +186,8 @@ def slice_sizes(kind: str) -> list[tuple[int, ...]]:
     assert chip.most_chips is not None
     if chip.topology_axes == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
-    parts = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
-    return [*parts, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
+    small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    return [*small, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
 
 
 @functools.cache
@@ -205,14 +205,14 @@ def _slice_of_type(kind: str, size: int) -> Shape | None:
 def _parse_type(text: str, option: str) -> Shape:
     """The chips of a type of TPU VMs such as v5p-128."""
     kind, _, size = text.partition("-")
-    found = _slice_of_type(kind, int(size))
-    if found is None:
+    tpu_slice = _slice_of_type(kind, int(size))
+    if tpu_slice is None:
         chip, cores = TPU_TYPES[kind]
         known = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
         near = sorted(known, key=lambda known: abs(math.log(known / int(size))))[:3]
         names = ", ".join(f"{kind}-{known}" for known in near)
         raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
-    return found
+    return tpu_slice
 
 
 def parse_shape(text: str, option: str = "--topology") -> Shape:

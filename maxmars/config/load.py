@@ -92,21 +92,21 @@ def load_comparison(
     if get_comparison is None:
         return None
     arguments = _chosen(path, text, choices, get_comparison)
-    found = _called(path, get_comparison, arguments, ComparisonConfig)
-    configs = found.contenders.items()
+    comparison = _called(path, get_comparison, arguments, ComparisonConfig)
+    configs = comparison.contenders.items()
     contenders = {name: with_sources(config, Source.as_it_is) for name, config in configs}
-    return dataclasses.replace(found, contenders=contenders)
+    return dataclasses.replace(comparison, contenders=contenders)
 
 
 def _called(path: Path, function: Callable[..., Any], arguments: dict[str, Any], kind: type) -> Any:
     with _in_config_file(path):
-        found = function(**arguments)
-    if not isinstance(found, kind):
+        config = function(**arguments)
+    if not isinstance(config, kind):
         raise UsageError(
-            f"{function.__name__} of {path} returned a {type(found).__name__}; it must return a "
+            f"{function.__name__} of {path} returned a {type(config).__name__}; it must return a "
             f"{kind.__name__}."
         )
-    return found
+    return config
 
 
 def _function(path: Path, name: str) -> Callable[..., Any] | None:
@@ -192,6 +192,7 @@ def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, _Choice]:
     for name in inspect.signature(get_config).parameters:
         kinds = kinds_of(hints.get(name))
         words = [w for kind in kinds for w in typing.get_args(kind)]
+        # Either any text (`str`), or Literals, a function of the user's own, or both.
         if hints.get(name) is not str and not (
             words and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
         ):
@@ -208,6 +209,8 @@ def _chosen(
 ) -> dict[str, Any]:
     """The arguments of `get_config` that the text of the choices says, and those in `more`."""
     choices = _choices(path, get_config)
+    # size=small,optimizer=mars        two choices
+    # data=runs/a,b=c/tokens,size=xl   `b` is no choice, so data is "runs/a,b=c/tokens"
     given: list[tuple[str, str]] = []
     for item in filter(None, re.split(r",(?=\w+=)", text)):  # other commas belong to a text
         name, _, word = item.partition("=")

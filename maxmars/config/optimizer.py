@@ -402,7 +402,9 @@ class OptaxConfig(CheckedConfig):
     """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
     `make(learning_rate, **options)` and returns an optax transformation. `learning_rate` is the
     rate of the present step, a traced number. A function with such parameters also gets
-    `matrix_specs`, which say what axes of a parameter form a matrix, and `mesh`, the devices."""
+    `matrix_specs`, which say what axes of a parameter form a matrix, and `mesh`, the devices. It
+    may also return a pair: the transformation, and `evaluation_params(opt_state, params)`, which
+    names the parameters that are evaluated, kept as the best and exported."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values."""
     learning_rate: Positive[float]

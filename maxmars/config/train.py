@@ -1,4 +1,4 @@
-"""`TrainConfig` and its parts, except model, data and optimizers: frozen dataclasses with checks.
+"""`TrainConfig` and its groups, except model, data and optimizers: frozen dataclasses with checks.
 
 A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. Derived
 values are properties, `None` switches an option off, `Literal` lists the values of an option.
@@ -234,6 +234,11 @@ class TrainConfig(CheckedConfig):
     divide over the mesh and fit in memory by an estimate."""
     gradient_clip_norm: Positive[float] | None = 1.0
     """Scale the gradient down to this global norm; None does not clip."""
+    ema_decay: Annotated[float, Rule(lambda d: 0 < d < 1, "must lie in (0, 1)")] | None = None
+    """Decay of an exponential moving average of the parameters over the updates, such as 0.999,
+    with Adam's correction of the bias, so that the initial weights have no share in it. The
+    average is evaluated, kept as the best, exported, and what --init-from starts another run from.
+    None keeps no average: these take the parameters that are trained."""
     gradient_multiplier: Positive[float] = 1.0
     """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
     where others average; a multiplier equal to its number of microbatches reproduces that."""
@@ -383,9 +388,9 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
 def _classes_of(annotation: Any) -> list[type]:
     if not dataclasses.is_dataclass(annotation):
-        return [c for part in typing.get_args(annotation) for c in _classes_of(part)]
+        return [c for kind in typing.get_args(annotation) for c in _classes_of(kind)]
     inside = typing.get_type_hints(annotation).values()
-    return [annotation, *(c for part in inside for c in _classes_of(part))]
+    return [annotation, *(c for kind in inside for c in _classes_of(kind))]
 
 
 _CONFIG_CLASSES: dict[str, type] = {cls.__name__: cls for cls in _classes_of(TrainConfig)}

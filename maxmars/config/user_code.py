@@ -53,8 +53,8 @@ class Source:
         that file (`relative_to`), elsewhere to the working directory."""
         if not isinstance(source, str):
             return source
-        found = cls.parse(source, field=field, example=example)
-        return dataclasses.replace(found, file=str(_FOLDER.get() / found.file)).as_it_is()
+        parsed = cls.parse(source, field=field, example=example)
+        return dataclasses.replace(parsed, file=str(_FOLDER.get() / parsed.file)).as_it_is()
 
     def as_it_is(self) -> Source:
         """The same function with the digest of the text that the file has now."""
@@ -100,10 +100,10 @@ class Source:
 @functools.cache
 def _read(path: Path, sha256: str) -> bytes:
     text = path.read_bytes()
-    found = hashlib.sha256(text).hexdigest()
-    if found != sha256:
+    digest = hashlib.sha256(text).hexdigest()
+    if digest != sha256:
         raise ValueError(
-            f"{path} has changed since the config was made: its SHA-256 is {found[:16]}, and was "
+            f"{path} has changed since the config was made: its SHA-256 is {digest[:16]}, and was "
             f"{sha256[:16]}. Undo the change, or start again."
         )
     return text
@@ -123,20 +123,20 @@ def relative_to(folder: Path) -> Generator[None]:
 
 
 def sources_in(config: Any) -> list[Source]:
-    """The functions of the user's own that a config or a part of one names."""
+    """The functions of the user's own that a config, or a value in one, names."""
     if isinstance(config, Source):
         return [config]
     if dataclasses.is_dataclass(config):
         config = tuple(getattr(config, field.name) for field in dataclasses.fields(config))
-    return [s for part in config for s in sources_in(part)] if isinstance(config, tuple) else []
+    return [s for item in config for s in sources_in(item)] if isinstance(config, tuple) else []
 
 
 def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
-    """A config or a part of one with `change(source)` for each of `sources_in`."""
+    """A config, or a value in one, with `change(source)` for each of `sources_in`."""
     if isinstance(config, Source):
         return change(config)
     if isinstance(config, tuple):
-        return tuple(with_sources(part, change) for part in config)
+        return tuple(with_sources(item, change) for item in config)
     if not sources_in(config):
         return config
     names = [field.name for field in dataclasses.fields(config)]
@@ -175,7 +175,7 @@ def import_file(path: Path) -> types.ModuleType:
 
 
 @functools.cache
-def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
+def _run(path: Path, shown: str, text: bytes) -> types.ModuleType:
     # A name of its own, so that a config called gpt2.py hides no module; registered because
     # dataclasses of the file look their module up.
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
@@ -184,7 +184,7 @@ def _run(path: Path, shown: str, source: bytes) -> types.ModuleType:
     sys.modules[module.__name__] = module
     # Compiled here rather than by importlib, which would trust a .pyc of the same second.
     try:
-        code = compile(source, shown, "exec")
+        code = compile(text, shown, "exec")
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise ValueError(f"{shown}:{error.lineno}: {error.msg}: {line}") from error

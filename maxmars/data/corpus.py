@@ -1,8 +1,8 @@
 """Text to prepare, in files on a disk or in a bucket, in memory, or the sources of Python.
 
 A corpus is a list of files with documents in them. A `Run` of documents, which is a file or one of
-several equal parts of a large one, can be read without what comes before it, so that runs can be
-prepared in any order and on any machine. Where a run begins depends on the file alone.
+several equal parts of a large one, can be read by itself, so that runs can be prepared in any order
+and on any machine. Where a run begins depends on the file alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import io
 import itertools
 import os
 import platform
-import re
 import sysconfig
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -31,7 +31,6 @@ from maxmars.data.rows import (
     TEXT,
     OnBad,
     decompressed,
-    first_after,
     kind_of,
     reading,
     refuse,
@@ -45,7 +44,7 @@ _COMPRESSION = 3
 _END_OF_TEXT = b"<|endoftext|>"
 _FILES_LOOKED_INTO = 8
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_LINE_BREAK = re.compile(rb"\n")
+_SMALL_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,31 @@ class Run:
     parts: int = 1
     """The run is part number `part`, from 0, of so many equal parts."""
     share: tuple[float, float] = (0.0, 1.0)
-    """Of what the parts are: (0.9, 1) is the last tenth of a text, from a line break on."""
-    cut_after: re.Pattern[str] | None = None
-    """Where a text can be cut into parts; see `Tokenizer.cut_after`."""
+    """Of what the parts are: (0.9, 1.0) is the last tenth of a file."""
+
+    @property
+    def is_of_whole(self) -> bool:
+        """Whether the parts are of the whole file."""
+        return self.share == (0.0, 1.0)
+
+    def share_of(self, count: int) -> tuple[int, int]:
+        """The first of `count` things that belongs to the share, and the first after it.
+
+        Of two things or more, each share has one at least.
+        """
+        low, high = (
+            count * int(share)
+            if share in (0.0, 1.0)
+            else max(min(int(count * share), count - 1), 1)
+            for share in self.share
+        )
+        return low, high
 
     def of(self, count: int) -> tuple[int, int]:
         """The first of `count` things that belongs to the run, and the first after it."""
-        return count * self.part // self.parts, count * (self.part + 1) // self.parts
+        low, high = self.share_of(count)
+        first, last = (low + (high - low) * i // self.parts for i in (self.part, self.part + 1))
+        return first, last
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +109,27 @@ class Corpus(abc.ABC):
     """Changes when the documents do, as far as can be told without reading them."""
 
     def is_text(self, file: int) -> bool:
-        """Whether a file is one document, which `Run.share` and `Run.cut_after` can cut."""
+        """Whether a file is one document, of which any part can be read by itself."""
         del file
         return False
 
     def has_parts(self, file: int) -> bool:
-        """Whether a part of the documents of a file can be read by itself."""
-        del file
-        return False
+        """Whether a part of a file, or of the documents in it, can be read by itself."""
+        return self.is_text(file)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether each file may be read twice, so that any `Run.share` of its documents can be
+        read."""
+        sizes = [size for size in self.num_bytes if size is not None]
+        return len(sizes) == len(self.num_bytes) and sum(sizes) < _SMALL_BYTES
 
     @abc.abstractmethod
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run.
 
         Args:
-          run: which.
+          run: which; a share of a file needs `is_text` or `is_small`.
           on_bad: is told of each bad line or row, and raises or leaves it out.
 
         Raises:
@@ -119,20 +142,19 @@ class Corpus(abc.ABC):
 
 
 class Texts(Corpus):
-    """Texts in memory, as one file: pairs (name, text)."""
+    """Texts in memory, each as a file: pairs (name, text)."""
 
     def __init__(self, documents: Iterable[tuple[str, str]]) -> None:
         self._documents = list(documents)
-        self.files = [""]
-        self.num_bytes = [sum(len(text) for _, text in self._documents)]
+        self.files = [name for name, _ in self._documents]
+        self.num_bytes = [len(text.encode("utf-8", "replace")) for _, text in self._documents]
         self.fingerprint = _digest(f"{name}\0{text}" for name, text in self._documents)
 
-    def has_parts(self, file: int) -> bool:
+    def is_text(self, file: int) -> bool:
         return True
 
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
-        documents = self._documents[slice(*run.of(len(self._documents)))]
-        return (Document(name, (text,)) for name, text in documents)
+        yield _part_of(*self._documents[run.file], run)
 
 
 class TextFiles(Corpus):
@@ -192,36 +214,50 @@ class TextFiles(Corpus):
         return self._is_one_text(file) and not self._kinds[file][1]
 
     def has_parts(self, file: int) -> bool:
+        if self._is_one_text(file):
+            return self.is_text(file)
         kind, compression = self._kinds[file]
         if kind in TEXT:  # where the next separator is must not depend on where one looks from
             mark = self._separator
             overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
-            return bool(mark) and not compression and not overlaps
+            return not compression and not overlaps
         return kind == ".parquet" or (kind in LINES and not compression)
 
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a run; see `Corpus.read`."""
         path, name = self._paths[run.file], self.files[run.file]
-        _, compression = self._kinds[run.file]
         with _reporting(path):
             if self._is_one_text(run.file):
-                with reading(path), _open(path) as raw:
-                    file, end = decompressed(raw, compression), None
-                    if self.is_text(run.file):
-                        start, end = _bounds_in_text(raw, self._sizes[run.file], run)
-                        raw.seek(start)
-                    blocks = _decoded(file, path, end)
-                    yield Document(name, blocks, run.part == 0, run.part == run.parts - 1)
+                yield from self._read_text(path, name, run)
                 return
-            rows = rows_of(
+            rows = partial(
+                rows_of,
                 lambda: _open(path),
                 path,
-                run.of if run.parts > 1 else None,
                 field=self._text_field,
                 separator=self._separator,
             )
-            for place, text in texts_of(rows, path, on_bad):
-                yield Document(f"{name}:{place}", (text,))
+            count = None
+            if run.is_of_whole:
+                found = rows(run.of if run.parts > 1 else None)
+            else:
+                count = sum(1 for _ in rows(None))  # which reads no text
+                found = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))
+            for place, text in texts_of(found, path, on_bad):
+                document = f"{name}:{place}"
+                yield _part_of(document, text, run) if count == 1 else Document(document, (text,))
+
+    def _read_text(self, path: str, name: str, run: Run) -> Iterator[Document]:
+        """The text of a file that is one document."""
+        with reading(path), _open(path) as raw:
+            file, end = decompressed(raw, self._kinds[run.file][1]), None
+            if self.is_text(run.file):
+                start, end = _bounds_in_text(raw, self._sizes[run.file], run)
+                raw.seek(start)
+            elif not run.is_of_whole:  # it is compressed, and small
+                yield _part_of(name, "".join(_decoded(file, path, None)), run)
+                return
+            yield Document(name, _decoded(file, path, end), *_ends(run))
 
     def hint(self) -> str | None:
         """That a text spells the end of a document, which is ordinary text to a tokenizer."""
@@ -257,11 +293,14 @@ class PythonSources(Corpus):
         listing = [f"{name} {size}" for name, size in zip(self.files, sizes, strict=True)]
         self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
+    def is_text(self, file: int) -> bool:
+        return True
+
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The text of a file, if it is UTF-8."""
         name = self.files[run.file]
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            yield Document(name, ((self._root / name).read_bytes().decode(),))
+            yield _part_of(name, (self._root / name).read_bytes().decode(), run)
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
@@ -353,31 +392,42 @@ def _reporting(path: str) -> Generator[None]:
             raise
 
 
-def _bounds_in_text(file: io.BufferedReader, size: int, run: Run) -> tuple[int, int]:
+def _ends(run: Run) -> tuple[bool, bool]:
+    """Whether a run begins its share of a text, which is a document of its own, and ends it."""
+    return run.part == 0, run.part == run.parts - 1
+
+
+def _part_of(name: str, text: str, run: Run) -> Document:
+    """The part of a text that belongs to a run."""
+    if run.is_of_whole and run.parts == 1:
+        return Document(name, (text,))
+    data = text.encode("utf-8", "replace")
+    start, end = _bounds_in_text(io.BytesIO(data), len(data), run)
+    return Document(name, (data[start:end].decode(),), *_ends(run))
+
+
+def _bounds_in_text(file: io.BufferedIOBase, size: int, run: Run) -> tuple[int, int]:
     """The bytes of a text that belong to a run."""
-    low, high = (_border(file, size, share) for share in run.share)
+    low, high = (_cut(file, position, size) for position in run.share_of(size))
 
     def bound(part: int) -> int:
-        if part in (0, run.parts):
-            return high if part else low
-        assert run.cut_after is not None
-        pattern = re.compile(run.cut_after.pattern.encode())
-        return first_after(file, pattern, low + (high - low) * part // run.parts, high)
+        return _cut(file, low + (high - low) * part // run.parts, high) if part else low
 
     return bound(run.part), bound(run.part + 1)
 
 
-def _border(file: io.BufferedReader, size: int, share: float) -> int:
-    """The first line break after a share of a text; where there is none, the next character."""
-    if share in (0.0, 1.0) or size < 2:
-        return int(size * share)
-    position = min(max(int(size * share), 1), size - 1)
-    place = first_after(file, _LINE_BREAK, position - 1, size)
-    if place == size:
-        file.seek(position)
-        start = file.read(4)
-        place = position + next((i for i, byte in enumerate(start) if byte & 0xC0 != 0x80), 4)
-    return min(place, size)
+def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:
+    """Where a text that ends at a byte can be cut, from another byte on: after a line break or,
+    where a megabyte has none, between two characters."""
+    if position == 0 or position >= end:
+        return min(position, end)
+    file.seek(position - 1)
+    line_break = file.read(min(BLOCK_BYTES, end - position)).find(b"\n")  # not that at the end
+    if line_break >= 0:
+        return position + line_break
+    file.seek(position)
+    start = file.read(min(4, end - position))
+    return position + next((i for i, byte in enumerate(start) if byte & 0xC0 != 0x80), len(start))
 
 
 def _decoded(file: io.BufferedReader, path: str, end: int | None) -> Iterator[str]:

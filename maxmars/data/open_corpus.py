@@ -140,12 +140,12 @@ class TfdsCorpus(Corpus):
         self._name, self._split = name, split
         self._text_field = text_field
         self._data_dir = None if data_dir is None else os.path.expanduser(data_dir)
-        builder, source = self._open()
+        builder, records = self._open()
         features = list(builder.info.features or {})
         if text_field.partition(".")[0] not in features and text_field not in features:
             raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
         info = builder.info.splits[split]
-        lengths = list(info.shard_lengths) if "[" not in split else [len(source)]
+        lengths = list(info.shard_lengths) if "[" not in split else [len(records)]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self.files = [f"{builder.info.full_name}/{split}/{i}" for i in range(len(lengths))]
         total = int(info.num_bytes) if "[" not in split else None
@@ -173,12 +173,12 @@ class TfdsCorpus(Corpus):
             ) from error
 
     @cached_property
-    def _source(self) -> Any:
+    def _records(self) -> Any:
         return self._open()[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but open files."""
-        return {name: value for name, value in self.__dict__.items() if name != "_source"}
+        return {name: value for name, value in self.__dict__.items() if name != "_records"}
 
     def has_parts(self, file: int) -> bool:
         return True
@@ -192,7 +192,7 @@ class TfdsCorpus(Corpus):
         def rows() -> Iterator[Row]:
             for begin in range(first, last, _TFDS_ROWS):
                 indices = range(begin, min(begin + _TFDS_ROWS, last))
-                found = self._source.__getitems__(indices)
+                found = self._records.__getitems__(indices)
                 yield from _rows(found, self._text_field, begin - start)
 
         for place, text in texts_of(rows(), name, on_bad):

@@ -106,21 +106,29 @@ def plan_best_fit(
       num_tokens: tokens of the stream.
       length: tokens of a window that are predicted, 2 at least.
     """
+    # Documents of 3, 9 and 2 tokens, in windows of length 4:
+    #
+    #   starts, ends    0 3 12    3 12 14
+    #   counts          1 3 1             pieces of each document; all but its first add 3 tokens
+    #   document        0  1  1  1  2     of each piece
+    #   piece           0  0  1  2  0     its number in the document
+    #   starts          0  3  6  9 12
+    #   lengths         3  4  4  3  2     the pieces [3, 7), [6, 10) and [9, 12) overlap by one
     starts = document_starts.astype(np.int64)
     ends = np.append(starts[1:], num_tokens)
     counts = 1 + np.maximum(0, -((length + starts - ends) // (length - 1)))
     document = np.repeat(np.arange(len(starts)), counts)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = starts[document] + part * (length - 1)
+    piece = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = starts[document] + piece * (length - 1)
     lengths = np.minimum(length, ends[document] - starts).astype(np.int32)
     window, num_windows = best_fit(lengths, length)
     window = np.random.default_rng(0).permutation(num_windows)[window]
-    order = np.argsort(window, kind="stable")
+    order = np.argsort(window, kind="stable")  # of the pieces, window after window
     return Plan(
         length=length,
         windows=np.searchsorted(window[order], np.arange(num_windows + 1)),
         starts=starts[order],
-        lengths=np.where(part > 0, -lengths, lengths)[order],
+        lengths=np.where(piece > 0, -lengths, lengths)[order],
     )
 
 
@@ -139,8 +147,8 @@ def best_fit(
     order = np.argsort(-sizes, kind="stable")
     bin_of = np.empty(len(sizes), np.int64)
     num_bins = 0
-    rooms: list[int] = []  # ascending
-    bins: dict[int, np.ndarray] = {}  # by room
+    rooms: list[int] = []  # what is free in any bin, ascending
+    bins: dict[int, np.ndarray] = {}  # numbers of the bins with so much room
 
     def put(room: int, numbers: np.ndarray) -> None:
         if not room or not len(numbers):
@@ -151,18 +159,20 @@ def best_fit(
             bisect.insort(rooms, room)
         bins[room] = numbers
 
-    borders = np.flatnonzero(np.diff(sizes[order], prepend=0, append=0))
+    borders = np.flatnonzero(np.diff(sizes[order], prepend=0, append=0))  # between unequal sizes
     for first, last in itertools.pairwise(borders):
         items, size = order[first:last], int(sizes[order[first]])
         while len(items):
-            place = bisect.bisect_left(rooms, size)
-            if place < len(rooms):
-                room = rooms.pop(place)
+            tightest = bisect.bisect_left(rooms, size)
+            if tightest < len(rooms):
+                room = rooms.pop(tightest)
                 numbers = bins.pop(room)
-            else:
+            else:  # new bins, for all of these items
                 room, count = capacity, -(-len(items) // (capacity // size))
                 numbers = np.arange(num_bins, num_bins + count)
                 num_bins += count
+            # 5 items of size 3 into 4 bins with room 7: 2 `each`, so 3 are `used`, the last by 1
+            # item; the room of the four is then 1, 1, 4 and 7.
             each = room // size
             now = min(len(items), each * len(numbers))
             used = -(-now // each)
@@ -219,6 +229,7 @@ class PlanFile:
           ValueError: the file is damaged.
           FileNotFoundError, OSError: see `TokenFiles.read_pieces`.
         """
+        # Windows [5, 2] with 3 and 1 pieces: borders [[11, 14], [4, 5]], counts [3, 1].
         at = windows * _BORDER.itemsize
         borders = np.frombuffer(self._read(at, at + 2 * _BORDER.itemsize), _BORDER).reshape(-1, 2)
         first, num_bytes = (self.num_windows + 1) * _BORDER.itemsize, self.file.num_bytes

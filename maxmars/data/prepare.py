@@ -53,17 +53,7 @@ from maxmars.data.sources import (
     read_metadata,
     write_metadata,
 )
-from maxmars.data.tasks import (
-    SPLITS,
-    Placing,
-    Task,
-    by_hash,
-    divide,
-    end_of_each,
-    only,
-    token_dtype,
-    write_task,
-)
+from maxmars.data.tasks import SPLITS, Task, divide, token_dtype, write_task
 from maxmars.data.tokenizer import ByteTokenizer, Loss, Tokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
@@ -104,7 +94,7 @@ def prepare(
     """Tokenise documents into a directory of token shards, or finish what an earlier call began.
 
     Args:
-      documents: a corpus, or pairs (name, text). A name decides the split, and need not be unique.
+      documents: a corpus, or pairs (name, text) as if of text files; a name need not be unique.
       out: the directory to make, on a disk or in a bucket.
       workers: processes that tokenise, started by `spawn`; 0 does so here.
       **options: the other fields of `Preparation`.
@@ -127,10 +117,9 @@ def prepare(
 class Preparation:
     """How to make a directory of tokens. Processes share it by pickle, or make it anew.
 
-    Every document is followed by the end-of-text token; empty ones are left out. A hash of a
-    document's name says whether it is for validation. Of fewer than
-    `tasks.MIN_TEXTS_TO_HASH` text files, the end of each is. Where the hash of every document falls
-    on one side, the document with the smallest is held out, or the end of the only one.
+    Every document is followed by the end-of-text token; empty ones are left out. Of fewer than
+    `tasks.MIN_FILES_TO_HASH` files, which are texts or together small (`Corpus.is_small`), the end
+    of each is for validation; else a hash of its name says whether a document is.
 
     Raises:
       ValueError: an argument lies outside its range.
@@ -142,7 +131,7 @@ class Preparation:
     source: str
     """Where the text is from, in words; recorded."""
     validation_fraction: float = 0.1
-    """Part of the documents, or of each text file, for validation, in [0, 1)."""
+    """Part of the documents, or of each file, for validation, in [0, 1)."""
     shard_tokens: int = SHARD_TOKENS
     """Tokens a file at most."""
     task_bytes: int | None = None
@@ -169,7 +158,6 @@ class Preparation:
             self.corpus,
             task_bytes=self.task_bytes,
             validation_fraction=self.validation_fraction,
-            cut_after=self.tokenizer.cut_after,
         )
 
     @functools.cached_property
@@ -183,7 +171,6 @@ class Preparation:
             "validation_fraction": self.validation_fraction,
             "shard_tokens": self.shard_tokens,
             "task_bytes": self.task_bytes,
-            "record_tokens": None,  # so that it is the plan of an earlier version, which goes on
             "num_tasks": len(self.tasks),
         }
         return json.dumps(fields, indent=2) + "\n"
@@ -224,8 +211,9 @@ class Preparation:
             if begun != self._plan:
                 write_text(self.out / PLAN, self._plan)
             make_directory(self.out / _TASKS)  # after the plan, which says that it is ours
+        with self._unless_finished():
+            self._check_plan()
         self._refuse_if_finished(_names(self.out))  # others may have been faster
-        self._check_plan()
         self._remove_temporary(older_than_s=_ABANDONED_S)
         if num_done:
             print(
@@ -306,37 +294,29 @@ class Preparation:
           See `run`.
         """
         require_access(self.out)
-        if self._read_record(number) is None:
-            self._run_task(number, report)
-
-    def _run_task(
-        self, number: int, report: Callable[[int], None], place: Placing | None = None
-    ) -> None:
-        try:
-            with self._on_full_disk():
-                record = write_task(
-                    self.out,
-                    self.corpus,
-                    self.tokenizer,
-                    number,
-                    self.tasks[number],
-                    shard_tokens=self.shard_tokens,
-                    place=place or by_hash(self.validation_fraction),
-                    allow_lossy=self.allow_lossy,
-                    skip_bad=self.skip_bad,
-                    check=self._check_plan,
-                    report=report,
-                )
-                for split, found in record["splits"].items():
-                    starts = found.pop("starts")
-                    found["num_starts"] = len(starts)
-                    if len(starts):
-                        write_bytes(self._starts(number, split), starts.tobytes())
-                record |= {"plan": self._plan_digest, "again": place is not None}
-                write_text(self._record(number), json.dumps(record) + "\n")
-        except (FileNotFoundError, _FinishedError):
-            if not (self.out / METADATA).exists():  # else somebody has done all tasks
-                raise
+        if self._read_record(number) is not None:
+            return
+        with self._unless_finished(), self._on_full_disk():
+            record = write_task(
+                self.out,
+                self.corpus,
+                self.tokenizer,
+                number,
+                self.tasks[number],
+                shard_tokens=self.shard_tokens,
+                validation_fraction=self.validation_fraction,
+                allow_lossy=self.allow_lossy,
+                skip_bad=self.skip_bad,
+                check=self._check_plan,
+                report=report,
+            )
+            for split, found in record["splits"].items():
+                starts = found.pop("starts")
+                found["num_starts"] = len(starts)
+                if len(starts):
+                    write_bytes(self._starts(number, split), starts.tobytes())
+            record["plan"] = self._plan_digest
+            write_text(self._record(number), json.dumps(record) + "\n")
 
     def finish(self) -> Metadata | None:
         """Describe what the tasks have written, if all are done. Any process may call it.
@@ -348,36 +328,27 @@ class Preparation:
           ValueError: a split has no text, or more was bad than may be skipped.
           OSError: a file cannot be written.
         """
-        metadata = None
-        if METADATA not in _names(self.out):
-            try:
-                metadata = self._finish()
-            except FileNotFoundError:
-                if METADATA not in _names(self.out):
-                    raise
-        names = _names(self.out)
-        if METADATA not in names:
-            return None
-        if metadata is None:  # read before anything goes: it may be somebody else's
-            metadata = read_metadata(self.out)
-        self._clean(names)
+        with self._unless_finished():
+            if METADATA not in _names(self.out) and not self._describe():
+                return None
+        metadata = read_metadata(self.out)
+        self._clean(_names(self.out))
         return metadata
 
-    def _finish(self) -> Metadata | None:
+    def _describe(self) -> bool:
+        """Write `meta.json`, if all tasks are done."""
         records = self._read_records(range(len(self.tasks)))
         if len(records) < len(self.tasks):
-            return None
-        found = (read_as(Skipped, record.get("skipped", {})) for record in records.values())
-        skipped = sum(found, Skipped())
+            return METADATA in _names(self.out)
+        skipped = sum(
+            (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
+        )
         skipped.refuse_over(self.skip_bad)
         with self._on_full_disk():
-            records = self._with_both_splits(records)
-            if len(records) < len(self.tasks):  # another process has finished meanwhile
-                return None
             splits = {split: self._join(split, records) for split in SPLITS}
             splits = {split: found for split, found in splits.items() if found.num_tokens}
             self._check_splits(splits)
-            losses = [Loss(**record.get("loss", {})) for record in records.values()]
+            losses = [Loss(**record["loss"]) for record in records.values()]
             loss = functools.reduce(operator.add, losses)
             save(self.tokenizer, self.out)
             metadata = Metadata(
@@ -391,9 +362,8 @@ class Preparation:
                 loss=loss if loss.share else None,
                 skipped=skipped if skipped.count else None,
             )
-            self._remove_unlisted(metadata)
             write_metadata(self.out, metadata)
-        return metadata
+        return True
 
     # --- Where a preparation stands --------------------------------------------------------------
 
@@ -432,14 +402,23 @@ class Preparation:
         """See that the directory is still that of this preparation.
 
         Raises:
-          _FinishedError: it is complete.
+          FileNotFoundError: it is complete, or gone.
           ValueError: it is that of another preparation.
         """
         plan = read_text(self.out / PLAN)
+        if plan is None:
+            raise FileNotFoundError(f"{self.out / PLAN} is gone; run the same command again.")
         if plan != self._plan:
-            if plan is None and METADATA in _names(self.out):
-                raise _FinishedError
-            raise ValueError(self._other_arguments(plan or "{}"))
+            raise ValueError(self._other_arguments(plan))
+
+    @contextlib.contextmanager
+    def _unless_finished(self) -> Generator[None]:
+        """Go on where a file was gone because other processes have finished the directory."""
+        try:
+            yield
+        except FileNotFoundError:
+            if METADATA not in _names(self.out):
+                raise
 
     def _other_arguments(self, begun: str) -> str:
         try:
@@ -447,6 +426,12 @@ class Preparation:
         except ValueError:
             earlier = {}
         now = json.loads(self._plan)
+        if earlier.get("version") != VERSION:
+            return (
+                f"{self.out} holds an unfinished preparation of another version of maxmars, with "
+                f"plan.json of version {earlier.get('version')} and not {VERSION}; finish it with "
+                "that one, or delete that directory to start anew."
+            )
         differences = ", ".join(
             f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
             for name in now
@@ -488,25 +473,6 @@ class Preparation:
 
     # --- The last step ---------------------------------------------------------------------------
 
-    def _with_both_splits(self, records: Records) -> Records:
-        """The records, after tasks were done again if no document, or each, was held out."""
-        count = sum(r["num_documents"] for r in records.values())
-        tokens = {s: sum(r["splits"][s]["num_tokens"] for r in records.values()) for s in SPLITS}
-        has_begun = any(r["again"] for r in records.values())
-        if not self.validation_fraction or not count or (all(tokens.values()) and not has_begun):
-            return records
-        (_, name), lowest = min((r["lowest"], n) for n, r in records.items() if r["lowest"])
-        place = end_of_each(self.validation_fraction) if count == 1 else only(name)
-        # The other parts of a text that is cut into several tasks go where its first goes.
-        runs = self.tasks[lowest].runs
-        texts = {run.file for run in runs if run.parts > 1 and self.corpus.is_text(run.file)}
-        for number, record in records.items():
-            has_part = any(run.file in texts for run in self.tasks[number].runs)
-            is_affected = number == lowest or has_part or record["splits"]["val"]["num_tokens"]
-            if is_affected and not record["again"]:
-                self._run_task(number, lambda num_bytes: None, place)
-        return self._read_records(range(len(self.tasks)))
-
     def _join(self, split: str, records: Records) -> Split:
         """The shards of all tasks as one split, and where its documents start."""
         found = [records[number]["splits"][split] for number in range(len(self.tasks))]
@@ -541,8 +507,8 @@ class Preparation:
                 self._discard()
                 raise ValueError(
                     f"no text of {self.source} has come into split {split!r} with "
-                    f"validation_fraction={self.validation_fraction}; give more text or another "
-                    "fraction."
+                    f"validation_fraction={self.validation_fraction}; give more documents or "
+                    "another fraction."
                 )
 
     def _discard(self) -> None:
@@ -552,13 +518,6 @@ class Preparation:
         self._clean(_names(self.out))
         with contextlib.suppress(OSError):
             self.out.rmdir()
-
-    def _remove_unlisted(self, metadata: Metadata) -> None:
-        """Remove shards that tasks wrote before they were done again."""
-        listed = {shard.file for split in metadata.splits.values() for shard in split.shards}
-        for name in filter(_SHARD.fullmatch, _names(self.out)):
-            if name not in listed:
-                _delete(self.out / name)
 
     def _clean(self, names: set[str]) -> None:
         """Remove what only an unfinished preparation needs."""
@@ -588,10 +547,6 @@ def _is_plan(text: str | None) -> bool:
     except ValueError:
         return False
     return isinstance(fields, dict) and {"version", "corpus", "num_tasks"} <= fields.keys()
-
-
-class _FinishedError(Exception):
-    """Other processes have finished the directory."""
 
 
 def _names(directory: Workdir) -> set[str]:
@@ -648,7 +603,7 @@ def prepare_python_sources() -> Path:
     digest = corpus.fingerprint[:8]
     path = cache_directory() / f"python-{platform.python_version()}-byte-v{VERSION}-{digest}"
     if not (path / METADATA).exists():
-        with contextlib.suppress(FileExistsError, _FinishedError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # another process was faster
             prepare(
                 corpus,
                 path,

@@ -16,7 +16,6 @@ import itertools
 import json
 import lzma
 import os
-import re
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -165,8 +164,7 @@ def rows_of(
             start, end = bounds(size)
             if start:
                 mark = separator if kind in TEXT else b"\n"
-                pattern, length = re.compile(re.escape(mark)), len(mark)
-                start = first_after(raw, pattern, start - length, size, length)
+                start = _first_after(raw, mark, start - len(mark), size)
             raw.seek(start)
         with decompressed(raw, compression) as file:
             if kind in DELIMITED:
@@ -242,22 +240,18 @@ def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
 # --- Stretches of bytes --------------------------------------------------------------------------
 
 
-def first_after(
-    file: io.BufferedReader, pattern: re.Pattern[bytes], position: int, end: int, longest: int = 2
-) -> int:
-    """The end of the first match from `position` on; `end` if it does not lie before that.
-
-    A match and what it looks ahead at have `longest` bytes together, at most.
-    """
+def _first_after(file: io.BufferedReader, mark: bytes, position: int, end: int) -> int:
+    """The end of the first mark from `position` on; `end` if it does not lie before that."""
     position = max(position, 0)
     file.seek(position)
     before = b""
     while position < end and (block := file.read(BLOCK_BYTES)):
-        match = pattern.search(before + block)
-        if match is not None:
-            return min(position - len(before) + match.end(), end)
-        position, before = position + len(block), before + block
-        before = before[max(len(before) - longest + 1, 0) :]
+        before += block
+        position += len(block)
+        found = before.find(mark)
+        if found >= 0:
+            return min(position - len(before) + found + len(mark), end)
+        before = before[max(len(before) - len(mark) + 1, 0) :]
     return end
 
 

@@ -24,7 +24,8 @@ from maxmars.distributed.files import Workdir, read_text, reporting, resolve, wr
 
 FORMAT = "maxmars-tokens"
 TFDS_FORMAT = "maxmars-tfds-tokens"
-VERSION = 2
+VERSION = 3
+"""2 is read too; it held out other documents of small corpora, and cut long texts elsewhere."""
 METADATA, PLAN = "meta.json", "plan.json"
 PREPARE = (
     "run `maxmars data prepare SOURCE DIRECTORY` to make one, with `--tokenizer gpt2` for GPT-2"
@@ -151,7 +152,7 @@ def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> 
         fields = read_as(dict[str, Any], json.loads(text))
         found = fields.pop("format", None), fields.pop("version", None)
         formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
-        if found not in [(name, VERSION) for name in formats]:
+        if found not in [(name, version) for name in formats for version in (2, VERSION)]:
             raise ValueError(
                 f"it is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
                 f"{' and '.join(map(repr, formats))} version {VERSION}; {AGAIN}."

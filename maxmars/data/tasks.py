@@ -11,12 +11,11 @@ import contextlib
 import hashlib
 import math
 import os
-import re
 import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +35,8 @@ except ImportError:
     google_crc32c = None
 
 SPLITS = ("train", "val")
-MIN_TEXTS_TO_HASH = 100
-"""With fewer text files, validation takes the end of each rather than whole ones."""
+MIN_FILES_TO_HASH = 100
+"""With fewer files, validation takes the end of each, if they are texts or a small corpus."""
 _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
@@ -45,9 +44,6 @@ _BUFFERED_TOKENS = 1 << 20
 _TOUCH_S = 60.0
 _CHECKED_CHARACTERS, _LEAST_CHECKED = 1 << 17, 256
 _MOST_LOST = 0.01
-
-Placing = Callable[[Document], Iterable[tuple[str, Document]]]
-"""Names the split of a document, or of each of its parts."""
 
 
 @dataclass(frozen=True)
@@ -59,39 +55,33 @@ class Task:
     """Of text, about; None where nobody knows."""
 
 
-def divide(
-    corpus: Corpus,
-    *,
-    task_bytes: int | None,
-    validation_fraction: float,
-    cut_after: re.Pattern[str] | None,
-) -> list[Task]:
+def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float) -> list[Task]:
     """The tasks of a corpus: files, parts of large ones, and runs of small ones.
+
+    Where the end of each file is for validation, it is a run of its own.
 
     Args:
       corpus: the documents; none is read.
       task_bytes: text of a task, about; None chooses by the size of the corpus.
-      validation_fraction: how much of each text is for validation where there are few.
-      cut_after: where a text can be cut; see `Tokenizer.cut_after`.
+      validation_fraction: how much is for validation, in [0, 1).
     """
     if task_bytes is None:
         total = sum(size or 0 for size in corpus.num_bytes)
         task_bytes = min(max(total // _TASKS_WANTED, _TASK_BYTES[0]), _TASK_BYTES[1])
     shares = [(0.0, 1.0)]
-    all_texts = all(map(corpus.is_text, range(len(corpus.files))))
-    if validation_fraction and all_texts and len(corpus.files) < MIN_TEXTS_TO_HASH:
+    has_ends = corpus.is_small or all(map(corpus.is_text, range(len(corpus.files))))
+    if validation_fraction and has_ends and len(corpus.files) < MIN_FILES_TO_HASH:
         shares = [(0.0, 1 - validation_fraction), (1 - validation_fraction, 1.0)]
     tasks, runs, size = [], [], 0
     for file, file_bytes in enumerate(corpus.num_bytes):
-        has_parts = corpus.has_parts(file) or (corpus.is_text(file) and cut_after is not None)
         for share in shares:
             num_bytes = (file_bytes or 0) * (share[1] - share[0])
-            parts = max(math.ceil(num_bytes / task_bytes), 1) if has_parts else 1
+            parts = max(math.ceil(num_bytes / task_bytes), 1) if corpus.has_parts(file) else 1
             for part in range(parts):
                 if runs and (file_bytes is None or size + num_bytes / parts > task_bytes):
                     tasks.append(Task(tuple(runs), int(size)))
                     runs, size = [], 0
-                runs.append(Run(file, part, parts, share, cut_after))
+                runs.append(Run(file, part, parts, share))
                 size += num_bytes / parts
                 if file_bytes is None:
                     tasks.append(Task(tuple(runs), None))
@@ -99,41 +89,13 @@ def divide(
     return [*tasks, Task(tuple(runs), int(size))] if runs else tasks
 
 
-def _hash_of(document: Document) -> int:
-    """64 bits that decide where a document goes."""
+def split_of(document: Document, run: Run, validation_fraction: float) -> str:
+    """The split of a document of a run: that of the run or, where its files are read whole, that
+    of a hash of the document's name."""
+    if not run.is_of_whole:
+        return SPLITS[run.share[0] > 0]
     digest = hashlib.sha256(document.name.encode("utf-8", "backslashreplace")).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-def by_hash(fraction: float) -> Placing:
-    """Holds out a document if its hash lies in that fraction of all hashes."""
-
-    def place(document: Document) -> Iterable[tuple[str, Document]]:
-        return [(SPLITS[_hash_of(document) < fraction * 2**64], document)]
-
-    return place
-
-
-def only(name: str) -> Placing:
-    """Holds out the documents of one name."""
-
-    def place(document: Document) -> Iterable[tuple[str, Document]]:
-        return [(SPLITS[document.name == name], document)]
-
-    return place
-
-
-def end_of_each(fraction: float) -> Placing:
-    """Holds out the end of each document, from a line break on if there is one."""
-
-    def place(document: Document) -> Iterable[tuple[str, Document]]:
-        text = "".join(document.blocks)
-        cut = int(len(text) * (1 - fraction))
-        cut = text.find("\n", max(cut - 1, 0), len(text) - 1) + 1 or cut
-        parts = text[:cut], text[cut:]
-        return [(s, replace(document, blocks=(p,))) for s, p in zip(SPLITS, parts, strict=True)]
-
-    return place
+    return SPLITS[int.from_bytes(digest[:8], "big") < validation_fraction * 2**64]
 
 
 def write_task(
@@ -144,7 +106,7 @@ def write_task(
     task: Task,
     *,
     shard_tokens: int,
-    place: Placing,
+    validation_fraction: float,
     allow_lossy: bool,
     skip_bad: int,
     check: Callable[[], None],
@@ -159,22 +121,21 @@ def write_task(
       number: of the task.
       task: what to do.
       shard_tokens: tokens a file at most.
-      place: decides the split of a document, unless the share of its file does.
+      validation_fraction: see `split_of`.
       allow_lossy: whether a tokenizer may lose more than 1 % of the first texts.
       skip_bad: lines and rows without a text that are left out, at most.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
 
     Returns:
-      `num_documents` with tokens that began in the task, the `lowest` hash of those with the name
-      of its document, the `loss` of the first texts, `skipped`, and for each split `num_tokens`,
-      `num_documents` that end there, `shards`, and the places in its tokens where documents start
-      (`starts`, an array).
+      The `loss` of the first texts, `skipped`, and for each split `num_tokens`, `num_documents`
+      that end there, `shards`, and the places in its tokens where documents start (`starts`, an
+      array).
 
     Raises:
       ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
     """
-    count, lowest, touched = 0, None, time.monotonic()
+    touched = time.monotonic()
     loss, unchecked = Loss(), 0
     skipped = Skipped()
 
@@ -187,20 +148,19 @@ def write_task(
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; without tokens, it is left out."""
-        nonlocal count, lowest, touched, loss, unchecked
-        found = not document.first
-        for text in _pieces(document.blocks, tokenizer.cut_after):
-            tokens = _encoded(text, tokenizer, document.name)
+        nonlocal touched, loss, unchecked
+        found, is_start = not document.first, document.first
+        for text in _pieces(document.blocks):
+            tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
+            is_start = False
             if unchecked > 0:
                 loss += tokenizer.loss(text[:unchecked])
                 unchecked -= len(text)
                 if loss.characters >= _CHECKED_CHARACTERS:
                     refuse_loss()
             if len(tokens) and not found:
-                found, count = True, count + 1
+                found = True
                 writer.starts.append(writer.num_tokens)
-                hashed = _hash_of(document), document.name
-                lowest = min(lowest or hashed, hashed)
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
             if time.monotonic() - touched >= _TOUCH_S:
@@ -235,18 +195,13 @@ def write_task(
         for run in task.runs:
             unchecked = max(_CHECKED_CHARACTERS // len(task.runs), _LEAST_CHECKED)
             for document in corpus.read(run, on_bad):
-                if run.share != (0.0, 1.0):
-                    add(document, writers[SPLITS[run.share[0] > 0]])
-                    continue
-                for split, part in place(document):
-                    add(part, writers[split])
+                add(document, writers[split_of(document, run, validation_fraction)])
         refuse_loss()
         for writer in writers.values():
             writer.complete()
         check()
         splits = {split: writer.name_shards(directory) for split, writer in writers.items()}
-    told = {"loss": asdict(loss), "skipped": asdict(skipped)}
-    return {"num_documents": count, "lowest": lowest, **told, "splits": splits}
+    return {"loss": asdict(loss), "skipped": asdict(skipped), "splits": splits}
 
 
 def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
@@ -254,9 +209,15 @@ def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def _encoded(text: str, tokenizer: Tokenizer, document: str) -> np.ndarray:
+def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) -> np.ndarray:
+    """The tokens of a piece of a document."""
     try:
-        return tokenizer.encode(text)
+        if is_start:
+            return tokenizer.encode(text)
+        # Some tokenizers begin every text with a blank. What comes after a line break has none.
+        line_break, tokens = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
+        begins = np.array_equal(tokens[: len(line_break)], line_break)
+        return tokens[len(line_break) :] if begins else tokenizer.encode(text)
     except Exception as error:  # tiktoken and tokenizers raise plain ones
         raise ValueError(
             f"{document} cannot be tokenised with {tokenizer.name} ({type(error).__name__}: "
@@ -264,20 +225,16 @@ def _encoded(text: str, tokenizer: Tokenizer, document: str) -> np.ndarray:
         ) from error
 
 
-def _pieces(blocks: Iterable[str], cut_after: re.Pattern[str] | None) -> Iterator[str]:
-    """The text in pieces of bounded length, cut where that does not change the tokens."""
-    waiting, searched = "", _PIECE_CHARACTERS
+def _pieces(blocks: Iterable[str]) -> Iterator[str]:
+    """The text in pieces of bounded length, cut after line breaks."""
+    waiting = ""
     for block in blocks:
         waiting += block
-        start = 0
-        while cut_after is not None and len(waiting) > start + searched:
-            match = cut_after.search(waiting, start + searched)
-            if match is None or match.end() == len(waiting):
-                searched = len(waiting) - start - 1  # what cannot be cut is not searched again
-                break
-            yield waiting[start : match.end()]
-            start, searched = match.end(), _PIECE_CHARACTERS
-        waiting = waiting[start:]
+        while len(waiting) > 2 * _PIECE_CHARACTERS:
+            end = waiting.find("\n", _PIECE_CHARACTERS, 2 * _PIECE_CHARACTERS) + 1
+            end = end or _PIECE_CHARACTERS  # a line without an end is cut between two characters
+            yield waiting[:end]
+            waiting = waiting[end:]
     if waiting:
         yield waiting
 

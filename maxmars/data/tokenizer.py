@@ -127,12 +127,6 @@ class Tokenizer(Protocol):
         """The name of `eot`."""
         ...
 
-    @property
-    def cut_after(self) -> re.Pattern[str] | None:
-        """Where a text may be cut without a change of its tokens: after any match of this pattern
-        of ASCII characters, whatever comes before and after. None: nowhere."""
-        ...
-
     def to_json(self) -> bytes:
         """The `tokenizer.json` that means the same; that of GPT-2 takes 2 s."""
         ...
@@ -190,7 +184,6 @@ class ByteTokenizer(_BytesOfTokens):
     eot, eot_token = 256, END_OF_TEXT
     ends: Sequence[int] = (256,)
     digest = _BYTE_DIGEST
-    cut_after = re.compile(r"[\x00-\x7f]")
 
     def to_json(self) -> bytes:
         return _byte_level_json([*(bytes([byte]) for byte in range(256)), END_OF_TEXT.encode()], [])
@@ -221,8 +214,6 @@ class GPT2Tokenizer(_BytesOfTokens):
     eot, eot_token = 50256, END_OF_TEXT
     ends: Sequence[int] = (50256,)
     digest = _GPT2_DIGEST
-    # GPT-2's pattern never joins a character that is no space to a space after it.
-    cut_after = re.compile(r"[!-~](?=[ \n])")
     # What tiktoken takes for white space, which is less than Python does.
     _white_space = re.compile(r"[^\S\x1c-\x1f]+")
 
@@ -295,7 +286,6 @@ class JsonTokenizer:
     """
 
     name = _TOKENIZER
-    cut_after = None  # a tokenizer.json may look at any context
 
     def __init__(self, content: bytes, eot_token: str) -> None:
         self._content, self.eot_token = content, eot_token
@@ -433,7 +423,7 @@ def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
                 "text and to score the model later."
             )
     path = Path(place).expanduser() if isinstance(place, str) else place
-    # A file never as bytes or GPT-2's: where a text may be cut would change, and the preparation.
+    # A file never as bytes or GPT-2's: its name is in the plan of a preparation, which goes on.
     return _open(_read(path), eot_token, built_in=path.suffix != ".json")
 
 

@@ -114,18 +114,18 @@ def collectives(
         return tuple(visit(entry, mesh, set()))
     first, *rest = mesh.axis_names
     shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
-    found = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
+    collectives = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
     return tuple(
         dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
-        for c in found
+        for c in collectives
     )
 
 
 def total_bytes(
-    found: Iterable[Collective], *, op: str | None = None, axes: tuple[str, ...] | None = None
+    collectives: Iterable[Collective], *, op: str | None = None, axes: tuple[str, ...] | None = None
 ) -> int:
     """Bytes of the collectives with this operation and these axes; None stands for any."""
-    return sum(c.bytes for c in found if op in (None, c.op) and axes in (None, c.axes))
+    return sum(c.bytes for c in collectives if op in (None, c.op) and axes in (None, c.axes))
 
 
 def wire_bytes(collective: Collective) -> float:
@@ -166,6 +166,7 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in OPS:
             attributes = instruction.attributes
+            # Each fusion of an asynchronous collective holds a copy of it: the first one counts.
             chain = re.search(r'chain_id="(\w+)"', attributes.get("frontend_attributes", ""))
             link = chain and (chain[1], attributes.get("channel_id", ""))
             if link not in chains:
@@ -175,14 +176,15 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
         elif opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
             yield _collective_between_slices(frame, instruction)
         elif opcode == "while":
-            parts = [
+            body_and_condition = [
                 list(visit(frame.enter(instruction, name), mesh, set()))
                 for name in instruction.called("body", "condition")
             ]
-            if any(parts):  # a loop without collectives may run as long as it likes
+            if any(body_and_condition):  # a loop without collectives may run as long as it likes
                 trips = trip_count(frame, instruction)
-                for part, times in zip(parts, (trips, trips + 1), strict=True):
-                    for c in part:
+                # The condition runs once more than the body: it also says no.
+                for collectives, times in zip(body_and_condition, (trips, trips + 1), strict=True):
+                    for c in collectives:
                         yield dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times)
         elif opcode == "conditional":
             names = instruction.called(
@@ -236,28 +238,30 @@ def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
 
     An instruction without a path was made by the compiler, or has the name of an argument.
     """
-    found = _nearest_scopes(frame, instruction, "users")
-    if not found and not instruction.path and frame.outer is not None:
+    # A collective that the compiler put in, such as the all-gather of a parameter, serves those
+    # who read its result. If it is the root of a fusion or a loop, they stand outside of it.
+    scopes = _nearest_scopes(frame, instruction, "users")
+    if not scopes and not instruction.path and frame.outer is not None:
         return _scopes(*frame.outer)
-    return found
+    return scopes
 
 
 def _nearest_scopes(
     frame: Frame, start: Instruction, towards: Literal["users", "operands"]
 ) -> frozenset[str]:
     """The scopes in the first paths that are met on the ways from an instruction."""
-    computation, found, todo, seen = frame.computation, set(), [start], set()
+    computation, scopes, todo, seen = frame.computation, set(), [start], set()
     while todo:
         current = todo.pop()
         if current.name in seen:
             continue
         seen.add(current.name)
-        found |= scopes_of(current.path)
+        scopes |= scopes_of(current.path)
         if not current.path and towards == "users":
             todo += computation.users[current.name]
         elif not current.path:
             todo += [computation.instructions[name] for name in current.operands]
-    return frozenset(found)
+    return frozenset(scopes)
 
 
 def scopes_of(path: str) -> set[str]:
@@ -265,7 +269,7 @@ def scopes_of(path: str) -> set[str]:
     # A merged instruction has a path `a/(b/c:d/e)`; `jit(clip)` is jnp.clip and not a scope.
     pieces = re.sub(r"jit\([^()]*\)", "", path).split(":")
     words = [[word for word in re.findall(r"\w+", piece) if word in SCOPES] for piece in pieces]
-    return {found[0] for found in words if found}
+    return {in_path[0] for in_path in words if in_path}
 
 
 # Trip counts. libtpu writes none, so a loop is run here, with nothing but the integers that its
@@ -328,6 +332,8 @@ def _advance(frame: Frame, loop: Instruction, state: dict[Any, int]) -> dict[Any
     the known ones depend on."""
     body = frame.enter(loop, loop.called("body")[0], state)
     new: dict[Any, int] = {}
+    # An element may depend on another that nobody asked for yet. `_argument` then adds that one to
+    # `state` while this runs, so it too needs a value for the next iteration.
     while len(new) < len(state):
         for path in state.keys() - new.keys():
             new[path] = _value(body, body.computation.root, path)
@@ -363,6 +369,8 @@ def _value(frame: Frame, instruction: Instruction, path: tuple[int, ...] = ()) -
 def _argument(
     frame: Frame, parent: Frame, caller: Instruction, index: int, path: tuple[int, ...]
 ) -> int:
+    # A parameter of a call is its operand. That of a loop's body is the state: as it is now in a
+    # loop whose trips are being counted, as it always was in one around it.
     if caller.opcode != "while":
         return _value(parent, parent.operand(caller, index), path)
     if frame.state is None:
@@ -415,10 +423,10 @@ def _explicit_groups(text: str) -> list[list[int]]:
 
 
 def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
+    named = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     dims, over = [], []
     for name, size in re.findall(r"'([^']*)'=(\d+)", mesh):
-        spans = [(int(b or 1), int(b or 1) * int(s or size)) for n, b, s in parts if n == name]
+        spans = [(int(b or 1), int(b or 1) * int(s or size)) for n, b, s in named if n == name]
         cuts = sorted({1, int(size)}.union(*spans))
         for low, high in itertools.pairwise(cuts):
             if any(start <= low and high <= end for start, end in spans):
@@ -462,6 +470,6 @@ def _axes_of_groups(groups: _Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ..
 
 def _axes_of_pairs(pairs: list[list[int]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Mesh axes along which a permute moves anything."""
-    places = np.array(np.unravel_index(np.array(pairs), tuple(mesh.shape.values())))
-    differs = (places[..., 0] != places[..., 1]).any(axis=-1)
+    coordinates = np.array(np.unravel_index(np.array(pairs), tuple(mesh.shape.values())))
+    differs = (coordinates[..., 0] != coordinates[..., 1]).any(axis=-1)
     return tuple(name for name, d in zip(mesh.shape, differs, strict=True) if d)

@@ -154,12 +154,12 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
         return None
     module, guessed = parse(program), set[str]()
     walk = _Walk(chip, chip.clock_hz, chip.flops_per_cycle, guessed)
-    found = list(walk.operations(Frame(module, module.computations[module.entry])))
+    operations = list(walk.operations(Frame(module, module.computations[module.entry])))
     alike = defaultdict[tuple[str, str, str], list[Operation]](list)
-    for operation in found:
+    for operation in operations:
         alike[operation.kind, operation.name, operation.shape].append(operation)
     merged = [dataclasses.replace(group[0], **_sums(group)) for group in alike.values()]
-    kinds = {kind: KindClock(**_sums(o for o in found if o.kind == kind)) for kind in KINDS}
+    kinds = {kind: KindClock(**_sums(o for o in operations if o.kind == kind)) for kind in KINDS}
     return StepClock(
         cycles=math.fsum(kind.cycles for kind in kinds.values()),
         low_cycles=math.fsum(kind.low_cycles for kind in kinds.values()),
@@ -171,9 +171,9 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
 
 
 def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
-    found = list(operations)
-    cycles = {key: math.fsum(getattr(o, key) for o in found) for key in _CYCLES}
-    return {"count": sum(o.count for o in found), **cycles}
+    listed = list(operations)
+    cycles = {key: math.fsum(getattr(o, key) for o in listed) for key in _CYCLES}
+    return {"count": sum(o.count for o in listed), **cycles}
 
 
 _CYCLES = ("cycles", "low_cycles", "bound_cycles")
@@ -227,7 +227,7 @@ class _Walk:
         elif i.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
-            yield from max(branches, key=lambda found: sum(o.cycles for o in found))
+            yield from max(branches, key=lambda branch: sum(o.cycles for o in branch))
         elif base in ("copy", "slice") and is_async:
             moved = float(min(map(shape_bytes, tuple_elements(i.shape)[:2])))
             transfers.start(i.name, "memory", now, self._memory(moved))
@@ -245,8 +245,8 @@ class _Walk:
                 yield _operation(COLLECTIVES, i, sent, sent)
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
-            found = [c for part in inside for c in visit(part, None, chains)]
-            sent = self._links(math.fsum(map(wire_bytes, found)))
+            collectives = [c for inner in inside for c in visit(inner, None, chains)]
+            sent = self._links(math.fsum(map(wire_bytes, collectives)))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, sent)
                 return
@@ -407,7 +407,13 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
     assert labels is not None
     lefts, rights, outs = labels.groups()
     window = dict(re.findall(r"(\w+)=([\w\-]+)", i.attributes.get("window", "")))
-    places = 1
+    products = 1
+    # Example: a row of 5 with 1 of padding on each side, a kernel of 3 and a stride of 2. Output o
+    # and kernel entry k meet at input 2 o + k - 1, which for o, k in 0..2 is
+    #
+    #   -1 0 1 | 1 2 3 | 3 4 5
+    #
+    # of which 7 lie in the row: 7 products of 9.
     for axis in range(len(lefts) - 2):  # those that lie in the padding are not computed
         stride, apart, dilation = (
             int(window[key].split("x")[axis]) if key in window else 1
@@ -416,9 +422,9 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
         before = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
         label = str(axis)
         results = np.arange(out[outs.index(label)])[:, None] * stride
-        place = results + np.arange(right[rights.index(label)]) * dilation - before
+        index = results + np.arange(right[rights.index(label)]) * dilation - before
         end = (left[lefts.index(label)] - 1) * apart
-        places *= int(((place >= 0) & (place <= end) & (place % apart == 0)).sum())
+        products *= int(((index >= 0) & (index <= end) & (index % apart == 0)).sum())
     groups = int(i.attributes.get("feature_group_count", 1))
     batch = left[lefts.index("b")] // int(i.attributes.get("batch_group_count", 1))
-    return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * places
+    return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * products

@@ -251,15 +251,17 @@ def why_not_written(path: Path, *, replaced: bool) -> str | None:
         return "is no path on a disk"
     if path.is_dir():
         return "is a directory"
-    place = path.parent
-    while replaced and not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        return f"lies in {place}, which {'is no directory' if place.exists() else 'does not exist'}"
+    folder = path.parent
+    while replaced and not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        return (
+            f"lies in {folder}, which {'is no directory' if folder.exists() else 'does not exist'}"
+        )
     if not replaced and path.exists():
         return None if os.access(path, os.W_OK) else "cannot be written to"
-    is_open = os.access(place, os.W_OK | os.X_OK)
-    return None if is_open else f"lies in {place}, which cannot be written to"
+    is_open = os.access(folder, os.W_OK | os.X_OK)
+    return None if is_open else f"lies in {folder}, which cannot be written to"
 
 
 def write_text(path: Workdir, text: str) -> None:
@@ -297,8 +299,8 @@ def set_aside(path: Workdir, why: str = "damaged") -> Workdir:
     """
     names = [f"{path.name}.{why}", *(f"{path.name}.{why}-{n}" for n in range(2, 1000))]
 
-    def is_taken(place: Workdir) -> bool:
-        return place.exists() or os.path.lexists(place)  # a link to nothing does not exist
+    def is_taken(candidate: Workdir) -> bool:
+        return candidate.exists() or os.path.lexists(candidate)  # a link to nothing does not exist
 
     target = next(p for p in map(path.with_name, names) if not is_taken(p))
     path.rename(target)
@@ -393,18 +395,18 @@ def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
     end was being written when the process was killed, and is skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
-    found, damaged = [], []
+    values, damaged = [], []
     for number, line in enumerate(lines, 1):
         value = None
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
         if isinstance(value, dict) and all(key in value for key in keys):
-            found.append(value)
+            values.append(value)
         elif line.strip():
             damaged.append(number)
     if damaged:
         _warn_of_damaged(os.fspath(path), len(damaged), damaged[0])
-    return found
+    return values
 
 
 @functools.cache  # a comparison reads its rows again and again

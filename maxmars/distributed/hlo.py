@@ -14,6 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# What a module looks like (names and attributes shortened):
+#
+#   HloModule jit_step, is_scheduled=true, num_partitions=4
+#
+#   %add (x: f32[], y: f32[]) -> f32[] {                               _HEADER
+#     %x = f32[] parameter(0)
+#     ROOT %sum = f32[] add(f32[] %x, f32[] %y)                        _INSTRUCTION
+#   }                                                                  _END
+#
+#   ENTRY %main (p: f32[8,16]) -> f32[8,16] {
+#     %p = f32[8,16]{1,0} parameter(0), metadata={op_name="params"}
+#     ROOT %all-reduce.1 = f32[8,16]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}},
+#          to_apply=%add, metadata={op_name="jit(step)/model/psum"}    on one line
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:.* )?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _END = re.compile(r"\}(, execution_thread=.*)?$")
@@ -41,14 +54,14 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for item in _split(self.rest):
             key, _, value = item.partition("=")
             if key == "device_ids":  # the second half of the mesh notation of replica groups
-                found["replica_groups"] += f" {value}"
+                attributes["replica_groups"] += f" {value}"
             else:
-                found[key] = value
-        return found
+                attributes[key] = value
+        return attributes
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -78,11 +91,11 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that use each one."""
-        found = defaultdict(list)
+        users = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in instruction.operands:
-                found[operand].append(instruction)
-        return found
+                users[operand].append(instruction)
+        return users
 
 
 @dataclass(frozen=True)
@@ -167,12 +180,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Parts of a list between its outermost commas, without comments."""
-    parts, depth, start = [], 0, 0
+    """Items of a list between its outermost commas, without comments."""
+    # `f32[2,3] %x, {0,1}, "a,b"` has three items: a comma counts at depth 0 only.
+    items, depth, start = [], 0, 0
     for mark in _MARKS.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
         if depth == 0 and mark[0] == ",":
-            parts.append(text[start : mark.start()])
+            items.append(text[start : mark.start()])
             start = mark.end()
-    parts = [re.sub(r"/\*.*?\*/", "", part).strip() for part in (*parts, text[start:])]
-    return [part for part in parts if part]
+    items = [re.sub(r"/\*.*?\*/", "", item).strip() for item in (*items, text[start:])]
+    return [item for item in items if item]

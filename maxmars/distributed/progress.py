@@ -231,6 +231,13 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return row
 
 
+@contextlib.contextmanager
+def loading_jax() -> Generator[None]:
+    """Say on a terminal that the block imports what loads JAX, which takes seconds."""
+    with Progress(quiet=True) as progress, progress.waiting("loading JAX"):
+        yield
+
+
 class HostLog(contextlib.AbstractContextManager["HostLog"]):
     """Appends lines with the time; an error that leaves the `with` block is written as well."""
 

@@ -211,26 +211,26 @@ _gathered.defvjp(
 def copies(
     table: Float[Array, "V D"], axes: tuple[str | None, str | None] = ("vocab", "embed")
 ) -> Float[Array, "P V D"]:
-    """A table with these logical axes, once for each part of the batch and on the devices of that
-    part, whole over `fsdp`.
+    """A table with these logical axes, once for each shard of the batch and on the devices of that
+    shard, whole over `fsdp`.
 
     The gradients of all its uses add up on each device, and cross between devices once, in the
     table's type.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
-    parts = math.prod(mesh.shape[axis] for axis in split)
-    return table[None] if parts == 1 else _copies(table, parts, axes)
+    num_shards = math.prod(mesh.shape[axis] for axis in split)
+    return table[None] if num_shards == 1 else _copies(table, num_shards, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _copies(table: jax.Array, parts: int, axes: tuple[str | None, str | None]) -> jax.Array:
+def _copies(table: jax.Array, num_shards: int, axes: tuple[str | None, str | None]) -> jax.Array:
     table = constrain(table, axes[0], None)
-    return constrain(jnp.broadcast_to(table, (parts, *table.shape)), "batch", axes[0], None)
+    return constrain(jnp.broadcast_to(table, (num_shards, *table.shape)), "batch", axes[0], None)
 
 
 def _copies_bwd(
-    parts: int, axes: tuple[str | None, str | None], _: None, gradients: jax.Array
+    num_shards: int, axes: tuple[str | None, str | None], _: None, gradients: jax.Array
 ) -> tuple[jax.Array]:
     # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
     # all-reduce, which sends twice as much.
@@ -264,16 +264,16 @@ def look_up(tables: Float[Array, "P V D"], ids: Int[Array, "B T"]) -> Float[Arra
         return jnp.zeros(shape, wide).at[ids].add(slopes).astype(dtype), None
 
     rows.defvjp(lambda table, ids: (rows(table, ids), ids), gradient)
-    return on_parts(lambda tables, ids: rows(tables[0], ids), tables, ids)
+    return on_shards(lambda tables, ids: rows(tables[0], ids), tables, ids)
 
 
-def on_parts(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of each part of the batch: of arrays split over it on their first axis, as rows
+def on_shards(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function` of each shard of the batch: of arrays split over it on their first axis, as rows
     and `copies` are. It computes each row by itself."""
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
-    part = RULES.spec("batch")
-    return on_devices(function, (part,) * len(arrays), part, axes=RULES.batch)(*arrays)
+    by_batch = RULES.spec("batch")
+    return on_devices(function, (by_batch,) * len(arrays), by_batch, axes=RULES.batch)(*arrays)
 
 
 def ambient_platform() -> str | None:
@@ -288,7 +288,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Number of parts into which the rows of a microbatch are split."""
+    """Number of shards into which the rows of a microbatch are split."""
     return int(np.prod([mesh.shape[a] for a in RULES.batch or ()]))
 
 

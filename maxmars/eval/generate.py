@@ -134,7 +134,7 @@ def generate_texts(
     arguments and errors see `generate_tokens`; `sampling` None is `Sampling()`.
     """
     tokenizer = model.tokenizer
-    found = generate_tokens(
+    continuations = generate_tokens(
         model,
         [encode_context(prompt, tokenizer) for prompt in prompts],
         max_new_tokens=max_new_tokens,
@@ -143,7 +143,7 @@ def generate_texts(
         batch_size=batch_size,
         stop=tokenizer.ends,
     )
-    return [tokenizer.decode(tokens) for tokens in found]
+    return [tokenizer.decode(tokens) for tokens in continuations]
 
 
 def generate_tokens(
@@ -163,7 +163,7 @@ def generate_tokens(
     `stream_tokens`.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: list[list[Tokens]] = [[] for _ in prompts]
+    pieces_of: list[list[Tokens]] = [[] for _ in prompts]
     num_done = num_new = 0
     with Progress(stderr=True) as status:
         for pieces in stream_tokens(
@@ -178,7 +178,7 @@ def generate_tokens(
             every_s=float("inf"),
         ):
             for piece in pieces:
-                found[order[piece.index]].append(piece.tokens)
+                pieces_of[order[piece.index]].append(piece.tokens)
                 num_done += piece.end is not None
                 num_new += len(piece.tokens)
             rate = num_new / max(status.elapsed_s, 1e-9)
@@ -186,7 +186,7 @@ def generate_tokens(
                 f"{num_done} of {len(prompts)} prompts done, {num_new:,} tokens, "
                 f"{rate:,.0f} tokens/s"
             )
-    return [np.concatenate(pieces) for pieces in found]
+    return [np.concatenate(pieces) for pieces in pieces_of]
 
 
 def stream_texts(
@@ -312,6 +312,7 @@ def bucket_length(length: int, longest: int) -> int:
     """
     bucket = _SMALLEST_BUCKET
     while bucket < length:
+        # 16, 24 = 16 * 3 / 2, 32 = 24 * 4 / 3, 48, 64, ...
         is_power_of_2 = bucket & (bucket - 1) == 0
         bucket = bucket * 3 // 2 if is_power_of_2 else bucket * 4 // 3
     return min(bucket, longest)
@@ -352,6 +353,11 @@ class _Batch:
 
     def draw(self) -> Iterator[Int[np.ndarray, "rows some"]]:
         """Draw tokens until all rows have ended; the caller adds them to the rows."""
+        # Rows of the cache, `num_slots` long; contexts end side by side:
+        #
+        #   |      the context of 0|new tokens ...      |
+        #   |a longer context of 1|new tokens ...      |
+        #
         # A cache has as many slots as the answer can need at most, so that one program serves all
         # of it. Where the context is full, it is cut to half of the longest and read again into a
         # new cache; `prompt_slots` then keeps that program's shape at each such cut.
@@ -382,6 +388,8 @@ class _Batch:
         lengths = np.array([len(context) for context in contexts], np.int32)
         # All rows that have not ended have the same number of new tokens.
         num_drawn = max(len(row.new) for row in rows if not row.end)
+        # The longest row decides: a context of n tokens leaves longest - n slots, and the full one
+        # still predicts a token, which needs none.
         last = num_drawn + longest + 1 - int(lengths.max())
         prompt_slots = bucket_length(max(prompt_slots, int(lengths.max())), longest)
         tokens = np.zeros((len(rows), prompt_slots), np.int32)

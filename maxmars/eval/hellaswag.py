@@ -101,8 +101,8 @@ def load_questions(
         raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
     file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
     questions = []
-    for place, read in _rows(file):
-        with about(f"{file}, {place}"):
+    for where, read in _rows(file):
+        with about(f"{file}, {where}"):
             questions.append(_question(read(), len(questions)))
         if len(questions) == num_questions:
             break
@@ -194,11 +194,11 @@ def download(
                 file.write(piece)
                 if progress is not None:
                     progress(file.tell(), num_bytes)
-        found = sha256_of(temporary)
-        if found != sha256:
+        digest = sha256_of(temporary)
+        if digest != sha256:
             raise ValueError(
                 f"{url} did not answer with the file that it should: {temporary.stat().st_size} "
-                f"bytes with SHA-256 {found} came, not {num_bytes} with {sha256}. Try again, or "
+                f"bytes with SHA-256 {digest} came, not {num_bytes} with {sha256}. Try again, or "
                 "get the file elsewhere and name its path."
             )
 
@@ -291,17 +291,17 @@ def fitting(
     Raises:
       ValueError: there is none.
     """
-    found = [
+    short_enough = [
         question
         for question in questions
         if not any(_is_cut(PROTOCOLS[p](question, tokenizer)[0], max_seq_len) for p in protocols)
     ]
-    if not found:
+    if not short_enough:
         raise ValueError(
             f"all {len(questions)} HellaSwag questions are longer than the model's context, "
             f"model.max_seq_len={max_seq_len}; leave HellaSwag out."
         )
-    return found
+    return short_enough
 
 
 def _is_cut(choices: Choices, max_seq_len: int) -> bool:
@@ -347,8 +347,8 @@ class HellaSwag:
         choices = []
         for protocol in protocols:
             encoded = [PROTOCOLS[protocol](question, tokenizer) for question in questions]
-            for question, (found, _) in zip(questions, encoded, strict=True):
-                for tokens in found.continuations:
+            for question, (choice, _) in zip(questions, encoded, strict=True):
+                for tokens in choice.continuations:
                     if not 0 < len(tokens) <= config.max_seq_len:
                         raise ValueError(
                             f"HellaSwag question {question.index} has an ending of {len(tokens)} "
@@ -357,7 +357,7 @@ class HellaSwag:
                             "--hellaswag.too-long leave_out with `maxmars eval`, "
                             "eval.hellaswag_too_long in a config."
                         )
-            choices += [found for found, _ in encoded]
+            choices += [choice for choice, _ in encoded]
             self._lengths[protocol] = np.array([lengths for _, lengths in encoded])
             self._cut[protocol] = np.array([_is_cut(c, config.max_seq_len) for c, _ in encoded])
         self._packed = pack_choices(choices, config)
@@ -372,16 +372,16 @@ class HellaSwag:
           params: the parameters, in the mesh's shardings.
           progress: called with the number of rows scored so far, and of all.
         """
-        found = np.stack(self._score(params, self._packed, progress).log_likelihoods)
-        parts = np.split(found, len(self._lengths))
+        nats = np.stack(self._score(params, self._packed, progress).log_likelihoods)
+        split = np.split(nats, len(self._lengths))
         return {
             protocol: Scores(
-                log_likelihoods=part,
+                log_likelihoods=values,
                 lengths=lengths,
                 labels=self._labels,
                 cut=self._cut[protocol],
             )
-            for (protocol, lengths), part in zip(self._lengths.items(), parts, strict=True)
+            for (protocol, lengths), values in zip(self._lengths.items(), split, strict=True)
         }
 
 
@@ -396,13 +396,13 @@ def write_scores(
     lines = []
     for i, question in enumerate(questions):
         fields: dict[str, Any] = {"ind": question.index, "label": question.label}
-        for protocol, found in scores.items():
+        for protocol, of_protocol in scores.items():
             fields[protocol] = {
-                "log_likelihoods": found.log_likelihoods[i].tolist(),
-                "lengths": found.lengths[i].tolist(),
-                "choice": int(found.choices[i]),
-                "choice_norm": int(found.choices_norm[i]),
-                "cut": bool(found.cut[i]),
+                "log_likelihoods": of_protocol.log_likelihoods[i].tolist(),
+                "lengths": of_protocol.lengths[i].tolist(),
+                "choice": int(of_protocol.choices[i]),
+                "choice_norm": int(of_protocol.choices_norm[i]),
+                "cut": bool(of_protocol.cut[i]),
             }
         lines.append(json.dumps(fields) + "\n")
     write_text(path, "".join(lines))
@@ -500,15 +500,15 @@ class HellaSwagInLoop:
         scores = self._score(params, lambda done, total: before_batch() if done < total else None)
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
-        parts, summaries = [], {p: found.summary() for p, found in scores.items()}
+        texts, summaries = [], {p: of_protocol.summary() for p, of_protocol in scores.items()}
         for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
             summary = summaries[protocol]
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summary[metric]
             metrics["eval/hellaswag_questions"] = summary["num_questions"]
-            parts.append(f"{summary['acc_norm']:.2%} ({protocol})")
+            texts.append(f"{summary['acc_norm']:.2%} ({protocol})")
         count = describe_count(summaries, self._num_left_out)
-        return metrics, f"HellaSwag acc_norm {', '.join(parts)} of {count} in {seconds:.1f} s"
+        return metrics, f"HellaSwag acc_norm {', '.join(texts)} of {count} in {seconds:.1f} s"
 
 
 def describe_count(summaries: Mapping[Protocol, Mapping[str, Any]], num_left_out: int) -> str:

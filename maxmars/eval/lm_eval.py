@@ -102,7 +102,7 @@ def run_lm_eval(
     manager = _harness("tasks").TaskManager(include_path=paths)
     names = _task_names(tasks, manager, include_path)
     try:
-        found = _harness("evaluator").simple_evaluate(
+        report = _harness("evaluator").simple_evaluate(
             language_model,
             tasks=names,
             task_manager=manager,
@@ -122,10 +122,10 @@ def run_lm_eval(
         if why is None:
             raise
         raise ValueError(why) from error
-    if found is None:  # where a launcher sets LOCAL_RANK, the harness reports on rank 0 only
+    if report is None:  # where a launcher sets LOCAL_RANK, the harness reports on rank 0 only
         return {}
     results = {}
-    for task, metrics in found["results"].items():
+    for task, metrics in report["results"].items():
         # A metric's name is "NAME,FILTER". The other entries are the task's name and size, and
         # standard errors that the harness could not compute ("N/A").
         results[task] = {
@@ -135,9 +135,9 @@ def run_lm_eval(
         }
     return {
         "results": results,
-        "num_fewshot": dict(found["n-shot"]),
-        "num_questions": {task: n["effective"] for task, n in found["n-samples"].items()},
-        "versions": dict(found["versions"]),
+        "num_fewshot": dict(report["n-shot"]),
+        "num_questions": {task: n["effective"] for task, n in report["n-samples"].items()},
+        "versions": dict(report["versions"]),
         "harness": f"lm-eval {importlib.metadata.version('lm_eval')}",
     }
 
@@ -180,12 +180,12 @@ class Answers:
         choices = list(_group(pairs, self.model.config.max_seq_len))
         packed = pack_choices(choices, self.model.config)
         with Progress(stderr=True) as status:
-            found = self._score(
+            scores = self._score(
                 self.model.params,
                 packed,
                 lambda done, total: status.update(f"scored {done:,} of {total:,} contexts"),
             )
-        nats, greedy = map(np.concatenate, (found.log_likelihoods, found.is_greedy))
+        nats, greedy = map(np.concatenate, (scores.log_likelihoods, scores.is_greedy))
         return list(zip(nats.tolist(), greedy.tolist(), strict=True))
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -206,7 +206,7 @@ class Answers:
 
             # HFLM leaves room for the new tokens, and fails where they are more than the context.
             most = max(longest - options.max_new_tokens, longest // 2, 1)
-            found = generate_tokens(
+            continuations = generate_tokens(
                 self.model,
                 [encode_context(requests[i][0], tokenizer)[-most:] for i in numbers],
                 max_new_tokens=options.max_new_tokens,
@@ -216,7 +216,7 @@ class Answers:
                 stop=tokenizer.ends,
                 is_complete=is_complete,
             )
-            for number, text in zip(numbers, map(tokenizer.decode, found), strict=True):
+            for number, text in zip(numbers, map(tokenizer.decode, continuations), strict=True):
                 texts[number] = text[: options.end(text)]
         return texts
 
@@ -231,8 +231,8 @@ class _GenerationOptions:
 
     def end(self, text: str) -> int | None:
         """The place of the first stopping text in a text; None if there is none."""
-        places = [text.find(stop) for stop in self.until]
-        return min((place for place in places if place >= 0), default=None)
+        ends = [text.find(stop) for stop in self.until]
+        return min((end for end in ends if end >= 0), default=None)
 
 
 def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
@@ -339,8 +339,8 @@ def _why_not_run(error: Exception, tasks: Sequence[str]) -> str | None:
                 data += ", ".join(fields)
     lines = [f.line for f in traceback.extract_tb(error.__traceback__) if "lm_eval" in f.filename]
     code = f"`{lines[-1]}`" if lines and isinstance(error, KeyError | IndexError) else ""
-    place = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
-    words = " ".join([type(error).__name__, *([f"in {place}"] if place else [])])
+    where = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
+    words = " ".join([type(error).__name__, *([f"in {where}"] if where else [])])
     return (
         f"lm-evaluation-harness cannot run the task {name}: {words}: "
         f"{' '.join(in_words(error).split())}{data}. Mend its YAML file."
@@ -354,16 +354,16 @@ def _task_names(tasks: Sequence[str], manager: Any, include_path: str | Path | N
     names = []
     for task in tasks:
         for name in PRESETS.get(task, (task,)):
-            found = [name] if Path(name).is_file() else manager.match_tasks([name])
-            if not found:
+            matches = [name] if Path(name).is_file() else manager.match_tasks([name])
+            if not matches:
                 line = re.compile(rf"^task: *['\"]?{re.escape(name)}['\"]? *$", re.MULTILINE)
-                found = [str(f) for f in files if line.search(f.read_text(errors="replace"))]
-            if not found:
+                matches = [str(f) for f in files if line.search(f.read_text(errors="replace"))]
+            if not matches:
                 close = difflib.get_close_matches(name, manager.all_tasks, n=3)
                 hint = f" Did you mean {' or '.join(close)}?" if close else ""
                 raise ValueError(
                     f"lm-evaluation-harness has no task {name!r}, and there is no such YAML file."
                     f"{hint} `lm_eval ls tasks` lists its tasks; include_path adds your own."
                 )
-            names += found
+            names += matches
     return list(dict.fromkeys(names))

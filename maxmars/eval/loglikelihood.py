@@ -70,7 +70,7 @@ class _Row(NamedTuple):
     tokens: Int32[np.ndarray, " T"]
     positions: Int32[np.ndarray, " T"]
     continuation_ids: Int32[np.ndarray, " T"]
-    sources: Int32[np.ndarray, " S"]
+    predictors: Int32[np.ndarray, " S"]
     """For each target, the place in the row of the token that predicts it."""
     targets: Int32[np.ndarray, " S"]
     owners: Int32[np.ndarray, " S"]
@@ -143,23 +143,23 @@ def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _
     #   positions           0  1  2 |  3 |  3  4     as if each came right after the context
     #   continuation_ids    0  0  0 |  1 |  2  2     attention sees its own and those of 0
     #
-    #   sources             2  3 |  2  4  5          the places that predict them: c2, at 2, the
+    #   predictors          2  3 |  2  4  5          the places that predict them: c2, at 2, the
     #   targets            a0 a1 | b0 b1 b2          first of both
     end = len(context)
     tokens, positions, continuation_ids = [context], [np.arange(end)], [np.zeros(end)]
-    sources, targets, owners = [], [], []
+    predictors, targets, owners = [], [], []
     start = end
     for number, (continuation, owner) in enumerate(continuations.items(), 1):
         inputs = len(continuation) - 1
         tokens.append(np.array(continuation[:-1]))
         positions.append(end + np.arange(inputs))
         continuation_ids.append(np.full(inputs, number))
-        sources += [[end - 1], start + np.arange(inputs)]
+        predictors += [[end - 1], start + np.arange(inputs)]
         targets.append(np.array(continuation))
         owners.append(np.full(inputs + 1, owner))
         start += inputs
-    parts = (tokens, positions, continuation_ids, sources, targets, owners)
-    return _Row(*(np.concatenate(part).astype(np.int32) for part in parts))
+    lists = (tokens, positions, continuation_ids, predictors, targets, owners)
+    return _Row(*(np.concatenate(arrays).astype(np.int32) for arrays in lists))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class LogLikelihoods:
                 length = min(length, self._config.max_seq_len)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
             # A batch is a matrix of `height` rows of `length` tokens on each of the devices. Their
-            # sources and targets are one list a device, padded to a whole number of chunks, of
+            # predictors and targets are one list a device, padded to a whole number of chunks, of
             # which only those with targets (`num_chunks`) are worked off.
             height = -(-min(count, len(rows)) // self._shards)
             while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
@@ -236,7 +236,7 @@ class LogLikelihoods:
             shards = [[*shard, *[_EMPTY] * (height - len(shard))] for shard in shards]
             targets = max(sum(len(row.targets) for row in shard) for shard in shards)
             num_chunks = np.int32(-(-targets // self._chunk(height * length)))
-            arrays = self._place(shards, length)
+            arrays = self._on_devices(shards, length)
             # One at a time: collectives of several programs that run at once on the fake devices of
             # a CPU can wait for each other forever. The next batch is packed meanwhile.
             if running is not None:
@@ -256,11 +256,11 @@ class LogLikelihoods:
             is_greedy=np.split(is_greedy[packed.first_equal], ends),
         )
 
-    def _place(self, shards: list[list[_Row]], length: int) -> tuple[jax.Array, ...]:
+    def _on_devices(self, shards: list[list[_Row]], length: int) -> tuple[jax.Array, ...]:
         """The first five fields of rows of a batch, with those of this process on its devices.
 
-        int32 [1, rows, length], and [1, shards, S] for sources and targets; sources count from the
-        beginning of a shard.
+        int32 [1, rows, length], and [1, shards, S] for predictors and targets; predictors count
+        from the beginning of a shard.
         """
         height = len(shards[0])
         chunk = self._chunk(height * length)
@@ -269,12 +269,12 @@ class LogLikelihoods:
         filled = [row for shard in mine for row in shard]
         columns = list(zip(*filled, strict=True))[:3]
         inputs = [(_stack(column, length), height * self._shards) for column in columns]
-        sources = [
-            np.concatenate([i * length + row.sources for i, row in enumerate(shard)])
+        predictors = [
+            np.concatenate([i * length + row.predictors for i, row in enumerate(shard)])
             for shard in mine
         ]
         targets = [np.concatenate([row.targets for row in shard]) for shard in mine]
-        outputs = [(_stack(arrays, width), self._shards) for arrays in (sources, targets)]
+        outputs = [(_stack(arrays, width), self._shards) for arrays in (predictors, targets)]
         return tuple(
             sharding.to_device(self._mesh, array[None], rows) for array, rows in inputs + outputs
         )
@@ -290,7 +290,7 @@ class LogLikelihoods:
             params: Any, batch: tuple[jax.Array, ...], num_chunks: Int[Array, ""]
         ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"]]:
             model = make_model(config, params)
-            tokens, positions, continuation_ids, sources, targets = (array[0] for array in batch)
+            tokens, positions, continuation_ids, predictors, targets = (array[0] for array in batch)
             # Otherwise a row holds one continuation; see `pack_choices`.
             shared = supports(config, "continuation_ids")
             masks = {"continuation_ids": continuation_ids} if shared else {}
@@ -301,15 +301,15 @@ class LogLikelihoods:
             embedding = model.output_embedding(hidden.dtype)
             size = self._chunk(hidden.shape[1])
 
-            def chunk(i: Int[Array, ""], found: tuple[Any, ...]) -> tuple[Any, ...]:
-                def part(x: jax.Array) -> jax.Array:
+            def chunk(i: Int[Array, ""], scores: tuple[Any, ...]) -> tuple[Any, ...]:
+                def in_chunk(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
-                x = jnp.take_along_axis(hidden, part(sources)[..., None], axis=1)
-                new = _score_targets(config, embedding, x, part(targets))
+                x = jnp.take_along_axis(hidden, in_chunk(predictors)[..., None], axis=1)
+                new = _score_targets(config, embedding, x, in_chunk(targets))
                 return jax.tree.map(
                     lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
-                    found,
+                    scores,
                     new,
                 )
 

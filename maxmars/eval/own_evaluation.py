@@ -53,19 +53,19 @@ class OwnEvaluation:
         """
         with about(self._what):
             try:
-                found: Any = self._function(trained)
+                metrics: Any = self._function(trained)
             except _TOLD:
                 raise
             except Exception as error:
-                place = place_in_own_file(error)
-                raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
-            if not isinstance(found, Mapping) or not found:
-                raise ValueError(f"it returned {found!r:.80}, {_WANTED}.")
-            for name, value in found.items():
+                where = place_in_own_file(error)
+                raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+            if not isinstance(metrics, Mapping) or not metrics:
+                raise ValueError(f"it returned {metrics!r:.80}, {_WANTED}.")
+            for name, value in metrics.items():
                 if not (isinstance(name, str) and name and _is_number(value)):
                     shape = f" [{', '.join(map(str, np.shape(value)))}]" if np.ndim(value) else ""
                     raise ValueError(f"it returned {value!r:.60}{shape} for {name!r}, {_WANTED}.")
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in metrics.items()}
 
 
 _WANTED = "but must return a dict of numbers by name, such as {'share': 0.5}"
@@ -117,13 +117,13 @@ class OwnInLoop:
             mesh=self._mesh,
             name=self._config.name,
         )
-        found = self._evaluation(trained)
+        returned = self._evaluation(trained)
         seconds = time.monotonic() - started
-        metrics = {f"eval/{self.name}/{name}": value for name, value in found.items()}
-        text = f"{self.name}: {in_one_line(found)} in {seconds:.1f} s"
+        metrics = {f"eval/{self.name}/{name}": value for name, value in returned.items()}
+        text = f"{self.name}: {in_one_line(returned)} in {seconds:.1f} s"
         return metrics | {self.time_metric: seconds}, text
 
 
-def in_one_line(found: Mapping[str, float]) -> str:
+def in_one_line(metrics: Mapping[str, float]) -> str:
     """Numbers by name for people: `share 0.5, count 12`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

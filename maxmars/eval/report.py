@@ -67,9 +67,9 @@ class Report:
         if not processes.is_primary():
             return
         write_json(path, self.fields)
-        for scores, part in zip(self.scores, ("", ".against"), strict=False):
+        for scores, suffix in zip(self.scores, ("", ".against"), strict=False):
             if scores:
-                file = path.with_name(f"{path.stem}{part}.hellaswag.jsonl")
+                file = path.with_name(f"{path.stem}{suffix}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
 
     def notes(self) -> list[str]:
@@ -102,8 +102,8 @@ class Report:
             table.add_row(*row, *([f"{difference['loss']:+.4f}"] if second is not None else []))
         for function, numbers in first.get("own", {}).items():
             for name in numbers:
-                found = [model["own"][function].get(name) for model in models]
-                values = ["" if value is None else f"{float(value):.4g}" for value in found]
+                own_metrics = [model["own"][function].get(name) for model in models]
+                values = ["" if value is None else f"{float(value):.4g}" for value in own_metrics]
                 if name in difference.get("own", {}).get(function, {}):
                     values.append(f"{float(difference['own'][function][name]):+.4g}")
                 table.add_row(escape(f"{function} {name}"), *values)
@@ -174,7 +174,7 @@ def score_models(
     """
     for name, value in (("num_windows", num_windows), ("batch_size", batch_size)):
         require(value is None or value > 0, f"{name}={value} must be positive.")
-    found = [find_target(target, trust_code=trust_code) for target in targets]
+    parsed = [find_target(target, trust_code=trust_code) for target in targets]
     windows, questions, models, scores = None, [], [], []
     with Progress(stderr=True) as status:
 
@@ -182,7 +182,7 @@ def score_models(
             return lambda done, total: status.update(f"{task} {done:,}/{total:,}", done, total)
 
         if tasks is None or "loss" in tasks:
-            windows = _open_windows(found, data, num_windows, mesh, batch_size)
+            windows = _open_windows(parsed, data, num_windows, mesh, batch_size)
             if windows is None and tasks is not None:
                 raise ValueError(
                     f"{targets[0]} does not say on which data it was trained, as a run does; name "
@@ -195,7 +195,7 @@ def score_models(
             )
         evaluations = []
         if tasks is None or "own" in tasks:
-            first = found[0]
+            first = parsed[0]
             if own is None:
                 own = first.own_evaluations() if isinstance(first, RunTarget) else ()
             evaluations = [OwnEvaluation(source, field="own") for source in own]
@@ -206,14 +206,14 @@ def score_models(
                 )
         num_questions = len(questions)
         if questions and too_long == "leave_out":
-            for target in found:
+            for target in parsed:
                 if isinstance(target, RunTarget):
                     config, tokenizer = _model_config(target), target.tokenizer()
                 else:
                     config = huggingface.read_config(target.directory)
                     tokenizer = target.tokenizer(config)
                 questions = fitting(questions, tokenizer, config.max_seq_len)
-        for given, target in zip(targets, found, strict=True):
+        for given, target in zip(targets, parsed, strict=True):
             model = load(target, mesh=mesh)
             about = {"name": model.name, "source": model.source, "digest": model.digest}
             models.append({"target": str(given)} | about)
@@ -343,22 +343,22 @@ def _loss(
     return validation_loss(step, model.mesh, model.params, batches())
 
 
-def harness_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def harness_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Task, number of examples, metric, and value with its standard error, of `run_lm_eval`."""
-    for task, metrics in found["results"].items():
+    for task, metrics in report["results"].items():
         for metric, value in metrics.items():
             if "_stderr" in metric:
                 continue
             metric_name, comma, its_filter = metric.partition(",")
             error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
             text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-            yield task, str(found["num_fewshot"].get(task, "")), metric, text
+            yield task, str(report["num_fewshot"].get(task, "")), metric, text
 
 
-def harness_table(name: str, found: Mapping[str, Any]) -> Table:
+def harness_table(name: str, report: Mapping[str, Any]) -> Table:
     """The result of `run_lm_eval` for a model of this name."""
     table = _table("task", "few-shot", "metric", name)
     table.columns[2].justify = "left"
-    for task, shots, metric, text in harness_rows(found):
+    for task, shots, metric, text in harness_rows(report):
         table.add_row(task, shots, metric.removesuffix(",none"), text)
     return table

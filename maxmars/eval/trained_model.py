@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
-from maxmars.checkpoint import Checkpoint, candidates, find, load_arrays, save_params
+from maxmars.checkpoint import Checkpoint, candidates, find, load_params, save_params
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
@@ -66,7 +66,8 @@ class TrainedModel:
 
     config: ModelConfig
     params: Any
-    """Nested dict of arrays, on the mesh, in the shardings of training."""
+    """Nested dict of arrays, on the mesh, in the shardings of training. Of a run with `ema_decay`,
+    or whose optimizer names them, those that are evaluated, and not those that are trained."""
     tokenizer: Tokenizer
     mesh: Mesh
     name: str
@@ -166,7 +167,7 @@ def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
     for candidate in candidates(target.checkpoints, target.step):
         with candidate as stored:
             config = target.model_config(stored)
-            params = load_arrays(stored, {"params": _abstract_params(config, mesh)})["params"]
+            params = load_params(stored, _abstract_params(config, mesh))
             if tokenizer.num_text_ids > config.vocab_size:
                 raise ValueError(
                     f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.num_text_ids} "
@@ -530,7 +531,7 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
             "Python to another format."
         )
     mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-    params = load_arrays(stored, {"params": _abstract_params(config, mesh)})["params"]
+    params = load_params(stored, _abstract_params(config, mesh))
     match make_model(config, params).module.export():
         case {"architectures": [str(), *_]} as fields, {**arrays} if arrays:
             shapes = {name: np.shape(array) for name, array in arrays.items()}
@@ -554,9 +555,9 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
     leaf: Any = Parameters(stored.model).abstract
     for key in layout.path:
         leaf = leaf[key]
-    for key in ("params", *layout.path)[::-1]:
+    for key in layout.path[::-1]:
         leaf = {key: leaf}
-    array = np.asarray(jax.tree.leaves(load_arrays(stored, leaf))[0])
+    array = np.asarray(jax.tree.leaves(load_params(stored, leaf))[0])
     return array if layout.stacked else [array]
 
 

@@ -34,7 +34,7 @@ def token_directories(data: DataConfig) -> Iterator[str]:
 def check_data_reach(
     data: DataConfig,
     options: RunOptions,
-    source: PackedCheckout,
+    checkout: PackedCheckout,
     *,
     mounts: Sequence[str],
     way: str,
@@ -49,7 +49,7 @@ def check_data_reach(
         return
     for path in token_directories(data):
         is_mounted = any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
-        if not (path.startswith("gs://") or is_mounted or source.has(path)):
+        if not (path.startswith("gs://") or is_mounted or checkout.has(path)):
             raise UsageError(
                 f"--data.path {path} is a directory of this machine, and nothing brings it to the "
                 f"hosts; name one in a bucket, such as gs://BUCKET/tokens, or {way}."

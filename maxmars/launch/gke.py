@@ -197,11 +197,11 @@ class GkeOptions(RunOptions, JobSet):
     @property
     def node_labels(self) -> dict[str, str]:
         """Labels of the nodes to select."""
-        name, place = _ACCELERATORS[self.slice.kind], "cloud.google.com/gke"
+        name, prefix = _ACCELERATORS[self.slice.kind], "cloud.google.com/gke"
         if not self.has_tpu:
-            return {f"{place}-accelerator": name}
+            return {f"{prefix}-accelerator": name}
         topology = "x".join(map(str, self.slice.sizes))
-        return {f"{place}-tpu-accelerator": name, f"{place}-tpu-topology": topology}
+        return {f"{prefix}-tpu-accelerator": name, f"{prefix}-tpu-topology": topology}
 
     def check(self) -> None:
         super().check()
@@ -364,13 +364,13 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
 
 def _container_script(options: GkeOptions, job: Job) -> str:
     extra = "tpu" if options.has_tpu else "cuda"
-    setup = "# no --setup" if job.source.setup is None else f"bash {job.source.setup}"
-    place = ""  # GKE tells the hosts of a TPU slice their place in the run
+    setup = "# no --setup" if job.checkout.setup is None else f"bash {job.checkout.setup}"
+    ranks = ""  # GKE tells the hosts of a TPU slice their place in the run
     if not options.has_tpu:
-        place = f" --num-processes {options.slice.num_hosts}"
+        ranks = f" --num-processes {options.slice.num_hosts}"
         if options.slice.num_hosts > 1:
             coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
-            place = f' --coordinator {coordinator}{place} --process-id "$JOB_COMPLETION_INDEX"'
+            ranks = f' --coordinator {coordinator}{ranks} --process-id "$JOB_COMPLETION_INDEX"'
     driver = "" if options.has_tpu else _CHECK_DRIVER
     install = f"""\
 installed=0
@@ -389,7 +389,7 @@ set -euo pipefail
 tar -xzf /maxmars-source/source.tar.gz -C /maxmars
 cd /maxmars
 {install}{setup}
-exec python3 {shlex.join(job.python_arguments())}{place}
+exec python3 {shlex.join(job.python_arguments())}{ranks}
 """
 
 
@@ -403,7 +403,7 @@ def describe(options: GkeOptions, job: Job) -> str:
     return f"""\
 # What `maxmars launch gke` creates; this was a dry run.
 # kubectl create configmap {job.name}-source --from-file=source.tar.gz {where}
-#   ({job.source.size})
+#   ({job.checkout.size})
 {secret}# kubectl create --filename={job.name}.yaml, which is:
 {_to_yaml(jobset(options, job))}"""
 
@@ -438,7 +438,7 @@ def launch(options: GkeOptions, job: Job) -> None:
         kubectl fails.
     """
     require("kubectl")
-    archive = job.source.archive
+    archive = job.checkout.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(
             f"the checkout packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; list "
@@ -455,7 +455,7 @@ def launch(options: GkeOptions, job: Job) -> None:
     run_program(options.delete_files())
     packed = {"source.tar.gz": base64.b64encode(archive).decode()}
     _create(
-        options, "ConfigMap", f"{job.name}-source", {"binaryData": packed}, note=job.source.size
+        options, "ConfigMap", f"{job.name}-source", {"binaryData": packed}, note=job.checkout.size
     )
     if job.environment:
         values = {"stringData": dict(job.environment)}

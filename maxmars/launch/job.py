@@ -141,20 +141,22 @@ class Job:
     """A training run to start."""
 
     name: str
-    source: PackedCheckout
+    checkout: PackedCheckout
     workdir: str
     train_arguments: tuple[str, ...]
     """The words after CONFIG and --workdir on the command line of `maxmars train`."""
     environment: Mapping[str, str] = field(repr=False)
     """Variables that the run gets. Their values are secrets: they go into no command and no log."""
 
-    def python_arguments(self, source: Path | None = None) -> list[str]:
+    def python_arguments(self, directory: Path | None = None) -> list[str]:
         """The words after `python` on each process's command line.
 
         Args:
-          source: where the archive is unpacked; None if the process starts there.
+          directory: where the archive is unpacked; None if the process starts there.
         """
-        config = self.source.config if source is None else f"{source}/{self.source.config}"
+        config = (
+            self.checkout.config if directory is None else f"{directory}/{self.checkout.config}"
+        )
         return ["-m", "maxmars", "train", config, "--workdir", self.workdir, *self.train_arguments]
 
 
@@ -196,23 +198,23 @@ def pack(
         if not (root / file).is_file() or file.startswith(("..", "/")):
             raise FileNotFoundError(f"--include {file}: there is no such file in {root}.")
     contents = {name: (root / name).read_bytes() for name in [*files, *include]}
-    found, choices = find_config(config)
-    path = found.resolve()
+    config_file, choices = find_config(config)
+    path = config_file.resolve()
     inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
     contents[name] = path.read_bytes()
     named = {name, *include}
     for source in sources:
         folder = Path(name).parent
-        place = os.path.normpath(folder / os.path.relpath(source.file, found.parent))
-        if place.startswith("..") or not (inside or Path(place).is_relative_to(folder)):
+        packed = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
+        if packed.startswith("..") or not (inside or Path(packed).is_relative_to(folder)):
             raise ValueError(
                 f"source={source!r} lies outside of what goes along to other machines; move it "
-                f"into the folder of {found}."
+                f"into the folder of {config_file}."
             )
         with about(f"source={source!r}"):
-            contents[place] = source.text()
-        named.add(place)
+            contents[packed] = source.text()
+        named.add(packed)
     secrets = [name for name in files if name not in named and _is_secret(name, contents[name])]
     if secrets:
         raise UsageError(
@@ -272,10 +274,10 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
                 for done in listed
             )
             return sorted(tracked | others), sorted(others)
-    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     names = sorted(
         str(path)
-        for path in found
+        for path in paths
         if _is_needed(path)
         and path.parts[0] not in _LEFT_OUT_AT_TOP
         and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)

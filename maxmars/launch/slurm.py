@@ -210,7 +210,7 @@ def _seconds(limit: str) -> int | None:
 
 def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     """The batch script; `directory` is where the run's relative paths begin."""
-    source = _copy_of_source(job)
+    copy = _copy_of_checkout(job)
     sbatch = {
         "job-name": job.name,
         "nodes": options.nodes,
@@ -231,13 +231,13 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     lines = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.sbatch)]
     srun = shlex.join(["srun", "--kill-on-bad-exit=0", "--wait=300", *options.srun])
-    train = shlex.join([sys.executable, *job.python_arguments(source)])
+    train = shlex.join([sys.executable, *job.python_arguments(copy)])
     prolog = "# no --prolog"
     if options.prolog is not None:
-        prolog = f". {shlex.quote(f'{source}/{PROLOG}')}"
+        prolog = f". {shlex.quote(f'{copy}/{PROLOG}')}"
     setup = "# no --setup"
-    if job.source.setup is not None:
-        path = shlex.quote(f"{source}/{job.source.setup}")
+    if job.checkout.setup is not None:
+        path = shlex.quote(f"{copy}/{job.checkout.setup}")
         setup = f"srun --ntasks={options.nodes} --ntasks-per-node=1 bash {path} || exit"
     failed = shlex.quote(f"{job.workdir}/{FAILED}")
     newline = "\n"
@@ -249,7 +249,7 @@ cd {shlex.quote(str(directory))} || exit
 set -uo pipefail
 # srun does not take it from the job by itself.
 [[ -z ${{SLURM_CPUS_PER_TASK:-}} ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-export PYTHONPATH={shlex.quote(str(source))}${{PYTHONPATH:+:$PYTHONPATH}}
+export PYTHONPATH={shlex.quote(str(copy))}${{PYTHONPATH:+:$PYTHONPATH}}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
@@ -283,13 +283,13 @@ def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
       ValueError: sbatch refuses.
     """
     require("sbatch")
-    source = _copy_of_source(job)
-    if not source.exists():
-        part = source.with_name(f"{source.name}.part{os.getpid()}")
-        part.mkdir(parents=True)
-        with tarfile.open(fileobj=io.BytesIO(job.source.archive)) as tar:
-            tar.extractall(part, filter="data")
-        part.rename(source)
+    copy = _copy_of_checkout(job)
+    if not copy.exists():
+        unpacked = copy.with_name(f"{copy.name}.part{os.getpid()}")
+        unpacked.mkdir(parents=True)
+        with tarfile.open(fileobj=io.BytesIO(job.checkout.archive)) as tar:
+            tar.extractall(unpacked, filter="data")
+        unpacked.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job, directory=directory))
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
@@ -298,5 +298,5 @@ def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
     log(f"see `maxmars launch slurm status|stop --name {job.name}`")
 
 
-def _copy_of_source(job: Job) -> Path:
-    return Path(job.workdir) / f"source-{job.source.digest}"
+def _copy_of_checkout(job: Job) -> Path:
+    return Path(job.workdir) / f"source-{job.checkout.digest}"

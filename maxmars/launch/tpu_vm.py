@@ -156,8 +156,17 @@ class TpuVm:
     def gcloud(self, kind: Kind, *words: str, alpha: bool = False) -> list[str]:
         """A command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
-        track = ["alpha"] if alpha or self.alpha else []
-        return ["gcloud", *track, "compute", "tpus", kind, *words, f"--zone={self.zone}", *project]
+        release = ["alpha"] if alpha or self.alpha else []
+        return [
+            "gcloud",
+            *release,
+            "compute",
+            "tpus",
+            kind,
+            *words,
+            f"--zone={self.zone}",
+            *project,
+        ]
 
     def describe(self, kind: Kind, node: str | None = None) -> list[str]:
         """The command that prints the queued resource, the TPU or one of its slices as JSON."""
@@ -187,6 +196,7 @@ class TpuVm:
         if self.num_slices == 1:
             return self.gcloud("tpu-vm", verb, *words, *options, alpha=iap)
         node = f"--node={worker}"
+        # Of several slices the queued resource has the name, and `--node` chooses among them.
         return self.gcloud("queued-resources", verb, *words, node, *options, alpha=iap)
 
     def get(self, kind: Kind, node: str | None = None) -> dict[str, Any] | None:
@@ -247,6 +257,7 @@ class TpuVm:
             text = f"{'TPU' if len(nodes) == 1 else name} {word}"
             num_hosts = max(1, len(node.get("networkEndpoints") or []))
             states.append(State(_PHASES.get(word, "coming"), text, num_hosts))
+        # Slices train together, so all are as well off as the worst of them.
         worst = max(states, key=lambda state: _WORST.index(state.phase))
         ready = len(nodes) > 1 and worst.phase == "ready"
         text = f"{len(nodes)} slices READY" if ready else worst.text
@@ -426,6 +437,17 @@ class HostsLostError(Exception):
     """Not every host answers."""
 
 
+# What the launcher does until the run has ended:
+#
+#   _obtain   ask Google; create, wait or delete until the TPU is READY
+#   _start    copy three files to each host; status, install, start on all of them
+#   _follow   show the first host's log by ssh
+#   wait      ask all hosts how their processes ended
+#
+# A host answers a command of host.sh by a line such as `[maxmars-host] t1v-n-3 exited 0`. Where one
+# of the four raises HostsLostError (the TPU was preempted, a host has rebooted) all begins anew by
+# `_obtain`. Nothing is remembered from before, so that the same command may also be given again
+# after this program was killed.
 class Launcher:
     """Brings a run to its end on one TPU.
 
@@ -474,6 +496,8 @@ class Launcher:
         while True:
             self._follow()
             ended = self._on_all(f"wait {_END_S}", hosts)
+            # From the best answer to the worst: all are done; one was stopped, so all were; the
+            # hosts are between two lives of the run; else it failed, or hosts are lost.
             states = set(ended.values())
             if states == {"exited 0"}:
                 return self._finish()
@@ -497,6 +521,8 @@ class Launcher:
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Ask gcloud, again and again where it has answered before."""
+        # A first question that fails shows a wrong project or no network, for which the user is
+        # still there. In a run of days one answer that stays away is nothing.
         for tries_left in reversed(range(_ASK_TRIES if self._answered else 1)):
             try:
                 answer = question()
@@ -548,6 +574,8 @@ class Launcher:
         done = run_program(tpu.create())
         if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
             return
+        # A preempted TPU often finds no capacity for some minutes. Before the first start the user
+        # should hear of it.
         short = any(word in done.stderr.lower() for word in _CAPACITY)
         if short and self._restarts and self._restarts < tpu.max_restarts:
             self._restarts += 1
@@ -573,6 +601,7 @@ class Launcher:
         if all(map(_is_under_way, states)):
             log(f"the run is already under way on {hosts} hosts")
             return
+        # Processes of one run must start together: they meet at the coordinator.
         if any(map(_is_under_way, states)):  # on some of them only
             self._on_all("kill", hosts)
         log(f"installing on {hosts} hosts")
@@ -617,6 +646,7 @@ class Launcher:
             if ended:
                 return
             self._wait_for_ssh()
+            # Lines that came through show that this connection was sound: the count starts again.
             failures = 1 if self._seen > before else failures + 1
         raise HostsLostError("the connection to the first host breaks again and again")
 
@@ -670,10 +700,10 @@ def host_script(options: TpuOptions, job: Job) -> str:
     """The script on each host: the values of this run, then host.sh."""
     values = {
         "name": job.name,
-        "digest": job.source.digest,
+        "digest": job.checkout.digest,
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
         "constraints": CONSTRAINTS,
-        "setup": job.source.setup or "",
+        "setup": job.checkout.setup or "",
         "max_restarts": str(options.max_restarts),
         "pause": str(options.poll_s),
     }
@@ -693,8 +723,8 @@ def _file_names(job: Job) -> list[str]:
 
 
 def _write_files(options: TpuOptions, job: Job, folder: Path) -> list[str]:
-    source, script, environment = paths = [folder / name for name in _file_names(job)]
-    source.write_bytes(job.source.archive)
+    archive, script, environment = paths = [folder / name for name in _file_names(job)]
+    archive.write_bytes(job.checkout.archive)
     script.write_text(host_script(options, job))
     environment.touch(mode=0o600)  # has the secrets
     environment.write_text(_environment_file(job.environment.items()))
@@ -711,14 +741,14 @@ def _here_document(name: str, text: str) -> str:
 
 def describe(options: TpuOptions, job: Job) -> str:
     """All commands and files, as a bash script without secrets."""
-    source, script, environment = files = _file_names(job)
+    archive, script, environment = files = _file_names(job)
     kind: Kind = "queued-resources" if options.queued else "tpu-vm"
     return f"""\
 #!/usr/bin/env bash
 # What `maxmars launch tpu-vm` does; this was a dry run.
 set -euo pipefail
 
-# {source}: {job.source.size}
+# {archive}: {job.checkout.size}
 {_here_document(script, host_script(options, job))}
 {_here_document(environment, _environment_file((n, "<redacted>") for n in job.environment))}
 

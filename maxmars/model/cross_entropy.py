@@ -1,10 +1,10 @@
 """Cross-entropy of next-token predictions, without the logits of all tokens at once.
 
 The logits of a batch are its largest array by far: in float32, 6 GB a chip for 30 sequences of
-GPT-2. Here each device computes them chunk by chunk, for its own tokens and its own part of the
+GPT-2. Here each device computes them chunk by chunk, for its own tokens and its own shard of the
 vocabulary, and drops each chunk's logits before the next chunk.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch; N tokens of a
+Shape letters: B batch, T length, D embed, V padded vocabulary, P shards of the batch; N tokens of a
 device, C tokens of a chunk.
 """
 
@@ -42,14 +42,14 @@ def logits(
     Columns from `vocab_size` on are padding and hold the lowest finite value.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    found = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
-    found = constrain(found, "batch", "length", "vocab")
+    values = jnp.einsum("btd,vd->btv", x, output_embedding, preferred_element_type=wide)
+    values = constrain(values, "batch", "length", "vocab")
     if cap is not None:
-        found = cap(found)
+        values = cap(values)
     rows = len(output_embedding)
     if rows > vocab_size:
-        found = jnp.where(jnp.arange(rows) < vocab_size, found, jnp.finfo(wide).min)
-    return found
+        values = jnp.where(jnp.arange(rows) < vocab_size, values, jnp.finfo(wide).min)
+    return values
 
 
 def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
@@ -158,19 +158,19 @@ def _over_chunks(
 ) -> tuple[Any, Any]:
     """Losses and, with `weights` [B, T], the gradient of their weighted sum to x and the tables.
 
-    A new first axis of the gradient to x holds the term of each part of the vocabulary.
+    A new first axis of the gradient to x holds the term of each shard of the vocabulary.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rows, parts = RULES.spec("batch", None), RULES.spec("batch", "vocab", None)
+    rows, tables_of_shards = RULES.spec("batch", None), RULES.spec("batch", "vocab", None)
     on_device = functools.partial(
         _on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
     if mesh.empty:
-        return on_device(x, tables, targets, weights, parts=1)
-    grads = None if weights is None else (RULES.spec("vocab", "batch"), parts)
+        return on_device(x, tables, targets, weights, num_shards=1)
+    grads = None if weights is None else (RULES.spec("vocab", "batch"), tables_of_shards)
     mapped = on_devices(
-        functools.partial(on_device, parts=mesh.shape[_TENSOR]),
-        (rows, parts, rows, rows),
+        functools.partial(on_device, num_shards=mesh.shape[_TENSOR]),
+        (rows, tables_of_shards, rows, rows),
         (rows, grads),
     )
     return mapped(x, tables, targets, weights)
@@ -191,11 +191,11 @@ def _on_device(
     vocab_size: int,
     chunk_bytes: int | None,
     cap: Cap | None,
-    parts: int,
+    num_shards: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
-    """`_over_chunks` for one device's tokens and its part of the vocabulary, one of `parts`."""
+    """`_over_chunks` for one device's tokens and its one of `num_shards` of the vocabulary."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    vocab = _vocabulary(tables[0], vocab_size, parts, cap)
+    vocab = _vocabulary(tables[0], vocab_size, num_shards, cap)
     if chunk_bytes is None:
         is_added_up = weights is not None and ambient_platform() == "tpu"
         chunk_bytes = 2 * CHUNK_BYTES if is_added_up else CHUNK_BYTES
@@ -249,9 +249,9 @@ def draw_targets(
         _draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
     if mesh.empty:
-        return draw(x, tables, uniforms, parts=1)
+        return draw(x, tables, uniforms, num_shards=1)
     rows = RULES.spec("batch", None)
-    draw = functools.partial(draw, parts=mesh.shape[_TENSOR])
+    draw = functools.partial(draw, num_shards=mesh.shape[_TENSOR])
     mapped = on_devices(draw, (rows, RULES.spec("batch", "vocab", None), rows), rows)
     return mapped(x, tables, uniforms)
 
@@ -264,10 +264,10 @@ def _draw_on_device(
     vocab_size: int,
     chunk_bytes: int,
     cap: Cap | None,
-    parts: int,
+    num_shards: int,
 ) -> Int[Array, "B T"]:
-    """`draw_targets` for one device's tokens and its part of the vocabulary, one of `parts`."""
-    vocab = _vocabulary(tables[0], vocab_size, parts, cap)
+    """`draw_targets` for one device's tokens and its one of `num_shards` of the vocabulary."""
+    vocab = _vocabulary(tables[0], vocab_size, num_shards, cap)
     row_bytes = tables.shape[1] * uniforms.dtype.itemsize
     size, count = _chunks(uniforms.size, row_bytes, chunk_bytes)
     chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
@@ -284,21 +284,21 @@ def _draw_chunk(
     """
     logits = vocab.logits(vocab.products(x))
     largest = logits.max(-1)
-    if vocab.parts > 1:
+    if vocab.num_shards > 1:
         largest = jax.lax.pmax(largest, _TENSOR)
     weights = jnp.exp(logits - largest[:, None])
     blocks = weights.reshape(len(x), -1, _block_size(len(vocab.embedding)))
     sums = blocks.sum(-1)
     totals = sums.sum(-1, keepdims=True)
-    if vocab.parts > 1:
+    if vocab.num_shards > 1:
         totals = jax.lax.all_gather(totals[:, 0], _TENSOR, axis=1)
-    part, point = _find_share(totals, uniforms * totals.sum(-1))
+    shard, point = _find_share(totals, uniforms * totals.sum(-1))
     block, point = _find_share(sums, point)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     token, _ = _find_share(inside, point)
     token = vocab.first + block * blocks.shape[-1] + token
-    if vocab.parts > 1:
-        is_here = part == jax.lax.axis_index(_TENSOR)
+    if vocab.num_shards > 1:
+        is_here = shard == jax.lax.axis_index(_TENSOR)
         token = jax.lax.psum(jnp.where(is_here, token, 0), _TENSOR)
     return token
 
@@ -342,7 +342,7 @@ def _split_tokens(array: jax.Array, size: int, count: int) -> jax.Array:
 
 
 class _Vocabulary(NamedTuple):
-    """A device's part of the vocabulary."""
+    """A device's shard of the vocabulary."""
 
     embedding: jax.Array
     """Its rows of the output embedding."""
@@ -350,8 +350,8 @@ class _Vocabulary(NamedTuple):
     """Id of its first token."""
     vocab_size: int
     """Ids from here on are padding."""
-    parts: int
-    """Number of parts, each on devices of its own."""
+    num_shards: int
+    """Number of shards, each on devices of its own."""
     cap: Cap | None
 
     @property
@@ -366,17 +366,17 @@ class _Vocabulary(NamedTuple):
     def logits(self, products: Float[Array, "C V"]) -> Float[Array, "C V"]:
         """The products under the cap; padding has the lowest finite value."""
         logits = products if self.cap is None else self.cap(products)
-        if len(self.embedding) * self.parts > self.vocab_size:
+        if len(self.embedding) * self.num_shards > self.vocab_size:
             logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(logits.dtype).min)
         return logits
 
 
 def _vocabulary(
-    embedding: Float[Array, "V D"], vocab_size: int, parts: int, cap: Cap | None
+    embedding: Float[Array, "V D"], vocab_size: int, num_shards: int, cap: Cap | None
 ) -> _Vocabulary:
-    """The part of the device that this runs on."""
-    first = jax.lax.axis_index(_TENSOR) * len(embedding) if parts > 1 else 0
-    return _Vocabulary(embedding, first, vocab_size, parts, cap)
+    """The shard of the device that this runs on."""
+    first = jax.lax.axis_index(_TENSOR) * len(embedding) if num_shards > 1 else 0
+    return _Vocabulary(embedding, first, vocab_size, num_shards, cap)
 
 
 def _chunk(
@@ -398,7 +398,7 @@ def _chunk(
     picked = jnp.where(is_target, logits, 0).sum(-1)
     largest = logits.max(-1)
     total = jnp.exp(logits - largest[:, None]).sum(-1)
-    if vocab.parts > 1:
+    if vocab.num_shards > 1:
         every = jax.lax.all_gather(jnp.stack([picked, largest, total]), _TENSOR)
         picked, largest = every[:, 0].sum(0), every[:, 1].max(0)
         total = (every[:, 2] * jnp.exp(every[:, 1] - largest)).sum(0)

@@ -117,8 +117,8 @@ def _attention(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any
 
 
 def _attention_fwd(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> tuple[Any, Any]:
-    found = _forward(q, k, v, segment_ids, kernel)
-    result, lse = (checkpoint_name(x, kernel.residual_name) for x in found)
+    outputs = _forward(q, k, v, segment_ids, kernel)
+    result, lse = (checkpoint_name(x, kernel.residual_name) for x in outputs)
     return result, (q, k, v, result, lse, segment_ids)
 
 
@@ -135,15 +135,15 @@ def _forward(q: Any, k: Any, v: Any, segment_ids: Any, kernel: _Kernel) -> Any:
     softmax denominator."""
     batch, length, width = q.shape
     tiles, heads = pl.cdiv(width, _LANES), len(kernel.heads)
-    part, whole = _tile(kernel.block), _whole(length)
+    tile, whole = _tile(kernel.block), _whole(length)
     return _call(
         _forward_kernel,
         "forward",
         kernel,
-        inputs=[(q, part), (k, whole), (v, whole)],
+        inputs=[(q, tile), (k, whole), (v, whole)],
         segment_ids=segment_ids,
         outputs=[
-            (jax.ShapeDtypeStruct(q.shape, q.dtype), part),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), tile),
             (
                 jax.ShapeDtypeStruct((batch, tiles, heads, length), jnp.float32),
                 pl.BlockSpec((1, 1, heads, kernel.block), lambda b, p, i: (b, p, 0, i)),
@@ -159,7 +159,7 @@ def _backward(
 ) -> Any:
     """The gradients to q, k and v."""
     length, heads = q.shape[1], len(kernel.heads)
-    part, whole = _tile(kernel.block), _whole(length)
+    tile, whole = _tile(kernel.block), _whole(length)
     of_queries = pl.BlockSpec((1, 1, heads, length), lambda b, p, j: (b, p, 0, 0))
     gradient = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sums = (heads, kernel.block, _LANES)
@@ -168,11 +168,11 @@ def _backward(
         "backward",
         kernel,
         inputs=[
-            *((q, whole), (k, part), (v, part)),
+            *((q, whole), (k, tile), (v, tile)),
             *((result, whole), (d_result, whole), (lse, of_queries)),
         ],
         segment_ids=segment_ids,
-        outputs=[(gradient, whole), (gradient, part), (gradient, part)],
+        outputs=[(gradient, whole), (gradient, tile), (gradient, tile)],
         scratch=[
             pltpu.VMEM((_LANES, kernel.block), k.dtype),
             *map(_float32, ((8, length), (_LANES, length), sums, sums)),
@@ -318,11 +318,11 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     step(j, is_diagonal=True)
     lax.fori_loop(j + 1, pl.num_programs(2), lambda i, _: step(i, is_diagonal=False), None)
     for of_keys_ref, sum_ref in ((dk_ref, dk_sum_ref), (dv_ref, dv_sum_ref)):
-        found = sum_ref[0]
+        total = sum_ref[0]
         if len(kernel.heads) == 2:
-            lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-            found = jnp.where(lane < kernel.head_dim, found, sum_ref[1])
-        of_keys_ref[0] = found.astype(of_keys_ref.dtype)
+            lane = lax.broadcasted_iota(jnp.int32, total.shape, 1)
+            total = jnp.where(lane < kernel.head_dim, total, sum_ref[1])
+        of_keys_ref[0] = total.astype(of_keys_ref.dtype)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:

@@ -6,7 +6,7 @@ stored [L, D, 3, H, K] and `attn.c_proj` [L, H, K, D]: if the fused kernel [D, 3
 columns over `tensor`, every layer would move queries, keys and values between devices.
 
 Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
-L layers, P parts of the batch.
+L layers, P shards of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, constrain, copies, gathered, look_up, on_parts
+from maxmars.distributed.sharding import RULES, constrain, copies, gathered, look_up, on_shards
 from maxmars.model.attention import (
     RESIDUALS,
     attention,
@@ -31,7 +31,7 @@ from maxmars.model.attention import (
     flat_attention_on_mesh,
     takes_flat,
 )
-from maxmars.model.kv_cache import KVCache, at_slots, attend_in_parts, by_heads
+from maxmars.model.kv_cache import KVCache, at_slots, attend_to_blocks, by_heads
 from maxmars.optim import MatrixSpec
 
 LAYERS = "layers"
@@ -58,8 +58,8 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype
     """Normal random numbers. They are drawn with few axes: each that is not split over a mesh is
     joined to the one before, as XLA's CPU backend unrolls loops over short ones, for seconds."""
     joined: list[int] = []
-    for size, parts in zip(shape, RULES.spec(*axes), strict=True):
-        if parts is None and joined:
+    for size, mesh_axis in zip(shape, RULES.spec(*axes), strict=True):
+        if mesh_axis is None and joined:
             joined[-1] *= size
         else:
             joined.append(size)
@@ -115,8 +115,8 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = std * _normal(rngs, shape, self.axes, config.param_dtype)
-        places = range(len(shape))
-        spec = MatrixSpec(rows=(*places[: len(inputs)],), cols=(*places[len(inputs) :],))
+        dims = range(len(shape))
+        spec = MatrixSpec(rows=(*dims[: len(inputs)],), cols=(*dims[len(inputs) :],))
         self.kernel = nnx.Param(kernel, axes=self.axes, matrix_spec=spec)
         if config.use_bias:
             zeros = jnp.zeros(tuple(outputs.values()), config.param_dtype)
@@ -182,18 +182,18 @@ class Attention(nnx.Module):
         # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
         # transposes x and the gradients of queries, keys and values.
         kernel = jax.lax.optimization_barrier(self.c_attn.in_type(x.dtype))
-        found = []
-        for part in range(3):
-            weight = kernel[:, part]
-            if part == 0:  # here the scale costs nothing, and rounds as if it came later
+        projections = []
+        for index in range(3):
+            weight = kernel[:, index]
+            if index == 0:  # here the scale costs nothing, and rounds as if it came later
                 weight = (weight.astype(scale.dtype) * scale).astype(x.dtype)
             weight = jax.lax.optimization_barrier(weight.reshape(len(weight), -1))
             y = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
             if self.config.use_bias:
-                bias = self.c_attn.bias[...][part].reshape(-1)
-                y = (y + (bias * scale if part == 0 else bias)).astype(x.dtype)
-            found.append(checkpoint_name(y, "qkv"))
-        return found
+                bias = self.c_attn.bias[...][index].reshape(-1)
+                y = (y + (bias * scale if index == 0 else bias)).astype(x.dtype)
+            projections.append(checkpoint_name(y, "qkv"))
+        return projections
 
 
 class MLP(nnx.Module):
@@ -327,7 +327,7 @@ class GPT2(nnx.Module):
         segment_ids = document_segments(tokens, config.document_end_id)
         prompt_end = lengths.max()
         # What other slots hold is never seen.
-        sources = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
+        taken = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
 
         def block(
             x: Float[Array, "B P D"], layer: tuple[Block, Int[Array, ""]]
@@ -335,7 +335,7 @@ class GPT2(nnx.Module):
             cached = []
 
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-                cached.extend(by_heads(at_slots(y, sources)) for y in (k, v))
+                cached.extend(by_heads(at_slots(y, taken)) for y in (k, v))
                 return causal_attention(q, k, v, scale, segment_ids)
 
             return layer[0](x, layer[1], attend), cached
@@ -347,7 +347,7 @@ class GPT2(nnx.Module):
         cache = KVCache(
             keys=keys,
             values=values,
-            segments=unsegmented if segment_ids is None else at_slots(segment_ids, sources),
+            segments=unsegmented if segment_ids is None else at_slots(segment_ids, taken),
             slot=prompt_end,
         )
         return self.ln_f(last)[:, 0], cache
@@ -373,23 +373,23 @@ class GPT2(nnx.Module):
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
                 q, k, v = map(by_heads, (q, k, v))
                 cached.extend((k, v))
-                parts = [
+                blocks = [
                     (cached_keys, cached_values, visible),
                     (k, v, jnp.ones((len(tokens), 1), bool)),
                 ]
-                return attend_in_parts(q, parts, scale).swapaxes(1, 2)
+                return attend_to_blocks(q, blocks, scale).swapaxes(1, 2)
 
             return block(x, layer_index, attend), cached
 
         x = self.embed(tokens[:, None], positions[:, None])
         layers = (self.h, jnp.arange(config.num_layers), cache.keys, cache.values)
         x, (keys, values) = jax.lax.scan(block, x, layers)
-        place = jax.lax.dynamic_update_slice_in_dim
+        write = jax.lax.dynamic_update_slice_in_dim
         cache = dataclasses.replace(
             cache,
-            keys=place(cache.keys, keys, slot, axis=3),
-            values=place(cache.values, values, slot, axis=3),
-            segments=place(cache.segments, segment_ids[:, None], slot, axis=1),
+            keys=write(cache.keys, keys, slot, axis=3),
+            values=write(cache.values, values, slot, axis=3),
+            segments=write(cache.segments, segment_ids[:, None], slot, axis=1),
             slot=slot + 1,
         )
         return self.ln_f(x)[:, 0], cache
@@ -409,12 +409,12 @@ class GPT2(nnx.Module):
             table = self.wte.embedding[...].astype(dtype)
             tables = copies(gathered(table, ("vocab", "embed")))
         x = look_up(tables, tokens)
-        places = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
+        position_table = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
             # Each device sums the gradients of its own rows, in the type of x.
-            x = on_parts(_add_positions, x, places)
+            x = on_shards(_add_positions, x, position_table)
         else:
-            x += look_up(places, positions)
+            x += look_up(position_table, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
 
     @property
@@ -459,9 +459,9 @@ def document_segments(
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
-def _add_positions(x: jax.Array, places: jax.Array) -> jax.Array:
-    """x [B T D] plus the first T rows of the device's own copy of the table, places [1 P D]."""
-    return x + places[0, : x.shape[1]].astype(x.dtype)
+def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x [B T D] plus the first T rows of the device's own copy of the table [1 P D]."""
+    return x + table[0, : x.shape[1]].astype(x.dtype)
 
 
 def _residual_std(config: GPT2Config) -> float:

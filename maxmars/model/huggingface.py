@@ -179,9 +179,9 @@ def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
         path = tuple(key.key for key in keys)
         stacked = path[0] == "h"
         prefix, kind = path[:-1], "bias" if path[-1] == "bias" else "weight"
-        parts = [prefix]
+        prefixes = [prefix]
         if stacked:
-            parts = [(prefix[0], str(layer), *prefix[1:]) for layer in range(config.num_layers)]
+            prefixes = [(prefix[0], str(layer), *prefix[1:]) for layer in range(config.num_layers)]
         shape = leaf.shape[1:] if stacked else leaf.shape
         match path:
             case ("wte", _):
@@ -192,7 +192,7 @@ def hf_layouts(config: GPT2Config) -> Iterator[HFLayout]:
                 shape = shape[0], math.prod(shape[1:])
             case (*_, "bias"):
                 shape = (math.prod(shape),)
-        names = tuple(".".join((*part, kind)) for part in parts)
+        names = tuple(".".join((*each, kind)) for each in prefixes)
         yield HFLayout(path=path, names=names, shape=shape, stacked=stacked)
 
 
@@ -232,22 +232,22 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
     zero).
     """
     stored = _stored_arrays(directory)
-    found = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
-    if len(found) < len(stored):
+    by_name = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
+    if len(by_name) < len(stored):
         raise ValueError(f"{directory} has arrays twice, with and without the prefix {_PREFIX!r}.")
-    layers = {name.split(".")[1] for name in found if name.startswith("h.")}
+    layers = {name.split(".")[1] for name in by_name if name.startswith("h.")}
     if len(layers) < config.num_layers:  # before arrays of so many layers are listed
         raise ValueError(
             f"{directory} holds {len(layers)} layers, but its config.json or the configuration "
             f"describes {config.num_layers}."
         )
-    head = found.pop(_HEAD, None)
+    head = by_name.pop(_HEAD, None)
     layouts = list(hf_layouts(config))
     shapes = {name: layout.shape for layout in layouts for name in layout.names}
     biases = {name for layout in layouts if layout.is_bias for name in layout.names}
     needed = shapes if config.use_bias else shapes.keys() - biases
-    missing = [name for name in shapes if name in needed and name not in found]
-    unknown = [n for n in found if n not in shapes and not n.endswith(_NO_PARAMETERS)]
+    missing = [name for name in shapes if name in needed and name not in by_name]
+    unknown = [n for n in by_name if n not in shapes and not n.endswith(_NO_PARAMETERS)]
     for verb, names in (("lacks", missing), ("also has", unknown)):
         if names:
             raise ValueError(
@@ -255,7 +255,7 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
                 f"GPT-2 of {config.num_layers} layers that its config.json or the configuration "
                 "describes."
             )
-    weights = {name: found[name] for name in shapes if name in found}
+    weights = {name: by_name[name] for name in shapes if name in by_name}
     for name, array in weights.items():
         if array.shape != shapes[name]:
             raise ValueError(
@@ -345,9 +345,9 @@ def _arrays_of_file(path: Path) -> dict[str, StoredArray]:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no iterator
         return {
             name: StoredArray(
-                path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                path=path, name=name, dtype=lazy.get_dtype(), shape=tuple(lazy.get_shape())
             )
-            for name, part in slices.items()
+            for name, lazy in slices.items()
         }
 
 

@@ -36,25 +36,25 @@ def by_heads(x: Float[Array, "B S H K"]) -> Float[Array, "B H S K"]:
     return constrain(x.swapaxes(1, 2), "batch", "heads", None, None)
 
 
-def at_slots(x: Shaped[Array, "B P *_"], sources: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
-    """Slot s of row b takes what `x` has at `sources[b, s]`, or at the nearest place."""
-    return jax.vmap(lambda row, source: jnp.take(row, source, axis=0, mode="clip"))(x, sources)
+def at_slots(x: Shaped[Array, "B P *_"], taken: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
+    """Slot s of row b takes what `x` has at position `taken[b, s]`, or at the nearest one."""
+    return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=0, mode="clip"))(x, taken)
 
 
-def attend_in_parts(
+def attend_to_blocks(
     q: Float[Array, "B H 1 K"],
-    parts: list[tuple[Float[Array, "B H _ K"], Float[Array, "B H _ K"], Bool[Array, "B _"]]],
+    blocks: list[tuple[Float[Array, "B H _ K"], Float[Array, "B H _ K"], Bool[Array, "B _"]]],
     scale: Float[Array, ""],
 ) -> Float[Array, "B H 1 K"]:
-    """softmax(scale q kᵀ) v over all visible slots of all parts."""
+    """softmax(scale q kᵀ) v over all visible slots of all blocks."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     logits = []
-    for keys, _, visible in parts:
+    for keys, _, visible in blocks:
         part = jnp.einsum("bhtk,bhsk->bhts", q, keys, preferred_element_type=wide) * scale
         logits.append(jnp.where(visible[:, None, None], part, jnp.finfo(wide).min))
     weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(q.dtype)
     result, start = jnp.zeros_like(q), 0
-    for _, values, visible in parts:
+    for _, values, visible in blocks:
         part = weights[..., start : start + visible.shape[1]]
         result, start = result + jnp.einsum("bhts,bhsk->bhtk", part, values), start + part.shape[-1]
     return result

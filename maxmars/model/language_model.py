@@ -4,7 +4,7 @@ A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `Languag
 asks modules for the same things, and for what a module may do besides by `supports`, never for its
 class. Parameters are nested dicts of arrays.
 
-Shape letters: B batch, T length, D embed, V padded vocabulary, P parts of the batch; of a cache P
+Shape letters: B batch, T length, D embed, V padded vocabulary, P shards of the batch; of a cache P
 tokens of the longest prompt, padded, and S slots.
 """
 
@@ -34,15 +34,22 @@ Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export"
 Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
 [B, T, D], and `output_embedding` [V, D].
 
-cap_logits: a function of the logits, which the loss and everything else apply to them.
-decode: with `prefill`, a cache of earlier tokens; see the methods of `LanguageModel`.
-continuation_ids: an argument of `__call__`, for rows that hold a context and several continuations
-  of it; see `GPT2.__call__`.
+cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which loss,
+  evaluation and generation apply. A head with a bias has it as one more column of
+  `output_embedding`, against a 1 in the hidden states.
+decode: with `prefill`, a cache of earlier tokens, any tree of arrays whose shapes and types stay:
+  `prefill(tokens [B, P], lengths [B], num_slots)` and `decode(tokens [B], positions [B], cache)`
+  return hidden states [B, D] and the cache; see the methods of `LanguageModel`. Without them,
+  generation runs whole rows for every token.
+continuation_ids: an argument of `__call__`, int32 [B, T] or None, for rows that hold a context, 0,
+  and several continuations of it, 1, 2, ..., whose `positions` count from its end. A token sees
+  earlier tokens of its own number and of 0. Such a row may be longer than `max_seq_len`. HellaSwag
+  then computes a context once for its four endings.
 tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_embedding` that the
-  loss uses, in the type `table_dtype` of the module. A module that reads the same table for its
-  input takes them, so that one gradient of the table crosses devices.
-export: the model in Hugging Face's terms; the fields of `config.json`, and the arrays by name. Of
-  GPT-2 `huggingface.gpt2_model` knows them.
+  loss uses, in the type `table_dtype` of the module; None outside of the loss. A module that reads
+  the same table for its input takes them, so that one gradient of the table crosses devices.
+export: the model in Hugging Face's terms; the fields of `config.json`, such as `architectures` and
+  `model_type`, and the arrays by name. Of GPT-2 `huggingface.gpt2_model` knows them.
 remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
   least memory. Its attribute `remat` is then the one to use, or None for none.
 """
@@ -131,18 +138,18 @@ class LanguageModel:
         Raises:
           ValueError: it is no array [rows, width] with a row for each token.
         """
-        found = self.module.output_embedding
-        if callable(found) and not isinstance(found, nnx.Variable):
-            found = found()
-        if isinstance(found, nnx.Variable):
-            found = found[...]
-        shape = shape_of_floats(found)
+        embedding = self.module.output_embedding
+        if callable(embedding) and not isinstance(embedding, nnx.Variable):
+            embedding = embedding()
+        if isinstance(embedding, nnx.Variable):
+            embedding = embedding[...]
+        shape = shape_of_floats(embedding)
         if shape is None or len(shape) != 2 or shape[0] < self.config.vocab_size:
             raise self._wrong(
-                f"the output_embedding of the {self._name} is {described(found)}; it must have the "
-                f"shape [model.vocab_size={self.config.vocab_size} or more, width]"
+                f"the output_embedding of the {self._name} is {described(embedding)}; it must have "
+                f"the shape [model.vocab_size={self.config.vocab_size} or more, width]"
             )
-        return gathered(found.astype(dtype), ("vocab", "embed"))
+        return gathered(embedding.astype(dtype), ("vocab", "embed"))
 
     @property
     def cap_logits(self) -> cross_entropy.Cap | None:
@@ -170,8 +177,8 @@ class LanguageModel:
           hidden states are those of `hidden` for whole rows, to rounding.
         """
         if supports(self.config, "decode"):
-            found = self.module.prefill(tokens, lengths, num_slots)
-            x, kept = self._checked("prefill", len(tokens), found)
+            returned = self.module.prefill(tokens, lengths, num_slots)
+            x, kept = self._checked("prefill", len(tokens), returned)
         else:
             kept = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
             x = self._last_hidden(kept, lengths)
@@ -191,8 +198,8 @@ class LanguageModel:
         if supports(self.config, "decode"):
             # A row that has ended may run past the last position; its result is not used.
             positions = jnp.minimum(positions, self.config.max_seq_len - 1)
-            found = self.module.decode(tokens, positions, cache.kept)
-            x, kept = self._checked("decode", len(tokens), found)
+            returned = self.module.decode(tokens, positions, cache.kept)
+            x, kept = self._checked("decode", len(tokens), returned)
             for before, after in zip(_form(cache.kept), _form(kept), strict=True):
                 if before != after:
                     raise self._wrong(
@@ -211,11 +218,11 @@ class LanguageModel:
         last = jnp.minimum(lengths, tokens.shape[1]) - 1
         return jnp.take_along_axis(self.hidden(tokens), last[:, None, None], axis=1)[:, 0]
 
-    def _checked(self, method: str, rows: int, found: Any) -> tuple[Any, Any]:
-        pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    def _checked(self, method: str, rows: int, value: Any) -> tuple[Any, Any]:
+        pair = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
         shape = shape_of_floats(pair[0])
         if shape is None or len(shape) != 2 or shape[0] != rows:
-            returned = ", ".join(map(described, found if isinstance(found, tuple) else [found]))
+            returned = ", ".join(map(described, value if isinstance(value, tuple) else [value]))
             raise self._wrong(
                 f"the {method} of the {self._name} returned {returned}; it must return hidden "
                 f"states [{rows} rows, width] and the cache"
@@ -347,7 +354,7 @@ def _hidden_and_tables(
     model: LanguageModel, tokens: Window, segment_ids: Window | None, positions: Window | None
 ) -> tuple[Float[Array, "B window-1 D"], Float[Array, "P V D"]]:
     """The hidden states of all tokens but the last of a row, which predicts nothing, and the output
-    head for each part of the batch."""
+    head for each shard of the batch."""
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
     rows: Any = {"segment_ids": segment_ids, "positions": positions}
     if supports(model.config, "tables"):

@@ -216,19 +216,19 @@ def _spec_of_names(
     * one axis, or only qkv, heads and head_dim (a bias of attention): a vector.
     """
     vector = _vector(axes)
-    batch, places = vector.batch, vector.cols
+    batch, dims = vector.batch, vector.cols
     names = axes[len(batch) :]
     if len(names) <= 1 or set(names) <= {"qkv", "heads", "head_dim"}:
         return vector
-    for i, axis in zip(places, names, strict=True):
+    for i, axis in zip(dims, names, strict=True):
         if axis in ("vocab", "positions"):
-            rows = tuple(place for place in places if place != i)
+            rows = tuple(dim for dim in dims if dim != i)
             padding = shape[i] - config.vocab_size if axis == "vocab" else 0
             return MatrixSpec(batch=batch, rows=rows, cols=(i,), embedding=True, padding=padding)
     if names[0] == "embed":
-        return MatrixSpec(batch=batch, rows=places[:1], cols=places[1:])
+        return MatrixSpec(batch=batch, rows=dims[:1], cols=dims[1:])
     if names[-1] == "embed":
-        return MatrixSpec(batch=batch, rows=places[:-1], cols=places[-1:])
+        return MatrixSpec(batch=batch, rows=dims[:-1], cols=dims[-1:])
     raise wrong(
         config,
         f"the axes {list(axes)} of {name} do not say whether it is a matrix: neither the first nor "
@@ -237,14 +237,14 @@ def _spec_of_names(
     )
 
 
-def shape_of_floats(found: Any) -> Sequence[int] | None:
+def shape_of_floats(value: Any) -> Sequence[int] | None:
     """The shape of an array of floating-point numbers; None of anything else."""
-    is_array = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jnp.floating)
-    return found.shape if is_array else None
+    is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.shape if is_array else None
 
 
-def described(found: Any) -> str:
+def described(value: Any) -> str:
     """Type and shape of an array; the type of anything else."""
-    if isinstance(found, jax.Array):
-        return f"an array of {found.dtype} with the shape {list(found.shape)}"
-    return f"a {type(found).__name__}"
+    if isinstance(value, jax.Array):
+        return f"an array of {value.dtype} with the shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

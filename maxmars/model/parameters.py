@@ -1,8 +1,8 @@
 """What the parameters of a model are: shapes, named axes, shardings, matrices, kinds and count.
 
 `Parameters` derives each of them once, from shapes alone. Whoever opens a run, a plan or a model
-makes one and hands it on. What matrix a parameter is, its layer says; its kind and its part of the
-model follow from that and from the names of its axes, never from its path.
+makes one and hands it on. What matrix a parameter is, its layer says; its kind and its component
+of the model follow from that and from the names of its axes, never from its path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxmars.model.gpt2 import GPT2
 from maxmars.optim import MatrixSpec
 from maxmars.optim.nnx import stacked
 
-PARTS = ("embedding", "attention", "mlp", "vector")
+COMPONENTS = ("embedding", "attention", "mlp", "vector")
 """Embeddings, matrices with an axis of heads, other matrices, and norms and biases."""
 
 _Names = tuple[str | None, ...]
@@ -95,12 +95,13 @@ class Parameters:
 
         def sharding(path: Any, shape: jax.ShapeDtypeStruct, axes: _Names) -> NamedSharding:
             spec = RULES.spec(*axes)
-            for size, name, parts in zip(shape.shape, axes, spec, strict=True):
-                if parts is not None and size % self.mesh.shape[parts]:
+            for size, name, mesh_axis in zip(shape.shape, axes, spec, strict=True):
+                if mesh_axis is not None and size % self.mesh.shape[mesh_axis]:
+                    parameter = jax.tree_util.keystr(path, simple=True, separator=".")
                     raise ValueError(
-                        f"mesh.{parts}={self.mesh.shape[parts]} does not divide the axis {name} of "
-                        f"{jax.tree_util.keystr(path, simple=True, separator='.')}, whose shape is "
-                        f"{list(shape.shape)}; choose another mesh.{parts} or another size."
+                        f"mesh.{mesh_axis}={self.mesh.shape[mesh_axis]} does not divide the axis "
+                        f"{name} of {parameter}, whose shape is "
+                        f"{list(shape.shape)}; choose another mesh.{mesh_axis} or another size."
                     )
             return NamedSharding(self.mesh, spec)
 
@@ -135,8 +136,8 @@ class Parameters:
         def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
             if not spec.is_matrix or "qkv" not in axes or spec.split or spec.unfold:
                 return spec
-            found = tuple(axis for axis in spec.inner if axes[axis] in names)
-            return dataclasses.replace(spec, split=found)
+            split_axes = tuple(axis for axis in spec.inner if axes[axis] in names)
+            return dataclasses.replace(spec, split=split_axes)
 
         return jax.tree.map(split, self.specs, self.axes)
 
@@ -146,15 +147,15 @@ class Parameters:
         return jax.tree.map(lambda spec: spec.kind, self.specs)
 
     @functools.cached_property
-    def parts(self) -> dict[str, Any]:
-        """The part of the model that each belongs to, one of `PARTS`."""
+    def components(self) -> dict[str, Any]:
+        """The component of the model that each belongs to, one of `PARTS`."""
 
-        def part(kind: str, axes: _Names) -> str:
+        def component(kind: str, axes: _Names) -> str:
             if kind != "matrix":
                 return kind
             return "attention" if "heads" in axes else "mlp"
 
-        return jax.tree.map(part, self.kinds, self.axes)
+        return jax.tree.map(component, self.kinds, self.axes)
 
     @functools.cached_property
     def remat_policies(self) -> tuple[str | None, ...]:

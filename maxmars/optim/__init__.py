@@ -25,7 +25,7 @@ from maxmars.optim._mars import (
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
-    OrthogonalizationPlan,
+    Assignment,
     ScaleByOrthogonalizationState,
     orthogonality_error,
     orthogonalize,
@@ -43,11 +43,11 @@ from maxmars.optim._sophia import (
 
 __all__ = [
     "COEFFICIENTS",
+    "Assignment",
     "ClipByMatrixNormState",
     "CorrectGradientState",
     "CorrectedEmaState",
     "MatrixSpec",
-    "OrthogonalizationPlan",
     "ScaleByAmsgradState",
     "ScaleByOrthogonalizationState",
     "ScaleBySoapState",

@@ -6,7 +6,7 @@ each device becomes the owner of some whole matrices instead: the pieces go to t
 all-to-all over all axes that cut the matrices, and back in another.
 
 A `Stack` says how an array of matrices lies on a mesh and brings its pieces to owners and back,
-inside of a function that `on_mesh` runs on each device's parts; `on_whole_matrices` does so for a
+inside of a function that `on_mesh` runs on each device's shards; `on_whole_matrices` does so for a
 tree of them.
 """
 
@@ -42,6 +42,14 @@ def check_is_mesh(mesh: Any) -> None:
 class Stack:
     """How an array of matrices lies on a mesh, and how whole ones get to their owners."""
 
+    # Example: queries, keys and values of a layer, kernel [D 768, 3, H 12, K 64], a matrix for each
+    # of the three, on a mesh fsdp=4, tensor=2 in PartitionSpec("fsdp", None, "tensor"):
+    #
+    #   cuts        (("fsdp",), (), ("tensor",), ())
+    #   stack (1,)  rows (0,)  cols (2, 3)            three matrices of 768 x 768
+    #   local_view  [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 384]
+    #   pieces      (("fsdp",), ("tensor",), ())      of rows, heads and head_dim
+    #   owners      8, of which three get a matrix: to_owners: [1, 768, 768]
     name: str
     """Its key path, for people."""
     mesh: AnyMesh | None
@@ -65,14 +73,15 @@ class Stack:
 
     @property
     def local_view(self) -> tuple[int, ...]:
-        """The shape of the view of a device's part."""
-        parts = [num_devices(names, self.mesh) for names in self.cuts]
-        return tuple(size // count for size, count in zip(self.view, parts, strict=True))
+        """The shape of the view of a device's shard."""
+        counts = [num_devices(names, self.mesh) for names in self.cuts]
+        return tuple(size // count for size, count in zip(self.view, counts, strict=True))
 
     @property
     def partition(self) -> PartitionSpec:
         """Of the array, without mesh axes of one device."""
-        inside = {axis + 1 for axis, _ in self.unfold}  # blocks are whole
+        # Behind an unfolded axis the view has one more, of the entries of a block, which is whole.
+        inside = {axis + 1 for axis, _ in self.unfold}
         return PartitionSpec(*(c or None for i, c in enumerate(self.cuts) if i not in inside))
 
     @property
@@ -90,35 +99,36 @@ class Stack:
         return tuple(sorted(itertools.chain(*(self.cuts[axis] for axis in axes))))
 
     def sizes(self, view: tuple[int, ...]) -> tuple[int, int, int]:
-        """Number, rows and columns of the matrices in (a part of) the array of this view."""
+        """Number, rows and columns of the matrices in (a shard of) the array of this view."""
         stack, rows, cols = (
             math.prod(view[axis] for axis in axes) for axes in (self.stack, self.rows, self.cols)
         )
         return stack, rows, cols
 
     def to_stack(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
-        """The (pieces of) matrices of (a part of) the array."""
+        """The (pieces of) matrices of (a shard of) the array."""
         x = x.reshape(unfolded(x.shape, self.unfold))
         sizes = self.sizes(x.shape)
         return x.transpose(*self.stack, *self.rows, *self.cols).reshape(sizes)
 
     def from_stack(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_stack`; `shape` is that of the part."""
+        """The inverse of `to_stack`; `shape` is that of the shard."""
         view, order = unfolded(shape, self.unfold), (*self.stack, *self.rows, *self.cols)
         y = y.reshape([view[axis] for axis in order])
         return y.transpose(np.argsort(order)).reshape(shape)
 
     def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
-        """From a device's part of the array to the whole matrices that it owns, padded by zeros."""
+        """From a device's shard of the array to the whole matrices that it owns, then zeros."""
         view = unfolded(x.shape, self.unfold)
         x = self.to_stack(x)
+        # Every owner gets the same number of matrices: 3 over 8 owners are padded to 8.
         x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
         x = x.reshape(len(x), *(view[axis] for axis in (*self.rows, *self.cols)))
         x = to_owners(x, self.pieces, self.copies)
         return x.reshape(len(x), *self.sizes(self.view)[1:])
 
     def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_owners`; `shape` is that of the device's part."""
+        """The inverse of `to_owners`; `shape` is that of the device's shard."""
         view = unfolded(shape, self.unfold)
         piece = [view[axis] for axis in (*self.rows, *self.cols)]
         y = from_owners(y, self.pieces, piece, self.copies)
@@ -171,10 +181,10 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
     for axis, _ in spec.unfold:
         if shape[axis] % num_devices(cuts[axis], mesh):
             cuts[axis] = ()  # blocks are whole on a device: it gets all of them
-    parts = tuple(num_devices(names, mesh) for names in cuts)
-    if any(size % count for size, count in zip(shape, parts, strict=True)):
+    counts = tuple(num_devices(names, mesh) for names in cuts)
+    if any(size % count for size, count in zip(shape, counts, strict=True)):
         raise ValueError(
-            f"{name} of shape {shape} is partitioned into {parts} parts, which do not "
+            f"{name} of shape {shape} is partitioned into {counts} parts, which do not "
             "divide it; take a mesh or a partition that does."
         )
     return Stack(
@@ -190,7 +200,7 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
 
 
 def viewed(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The array with its axes unfolded, also over Explicit axes, where each part of it has whole
+    """The array with its axes unfolded, also over Explicit axes, where each shard of it has whole
     blocks then."""
     if not spec.unfold:
         return x
@@ -273,17 +283,17 @@ def on_whole_matrices(
     """
     check_is_mesh(mesh)
     leaves, treedef = jax.tree.flatten(updates)
-    found = stacks_of(updates, matrix_specs, mesh, blocks=True)
-    stacks = list(found.values())
+    stack_of = stacks_of(updates, matrix_specs, mesh, blocks=True)
+    stacks = list(stack_of.values())
 
-    def local(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def local(shards: Sequence[jax.Array]) -> list[jax.Array]:
         return [
             stack.from_owners(function(stack.to_owners(x)), x.shape)
-            for x, stack in zip(parts, stacks, strict=True)
+            for x, stack in zip(shards, stacks, strict=True)
         ]
 
-    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in found])
-    for i, y in zip(found, results, strict=True):
+    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in stack_of])
+    for i, y in zip(stack_of, results, strict=True):
         leaves[i] = y
     return jax.tree.unflatten(treedef, leaves)
 
@@ -305,7 +315,7 @@ def to_owners(
     if not any(cuts):
         return x
     # Eight matrices [6, 10], cut 2 x 2 over four devices, two for each owner: x is [8, 3, 5].
-    # After the all-to-all, part j of x holds the pieces that device j had of our two matrices:
+    # After the all-to-all, row j of x holds the pieces that device j had of our two matrices:
     # [4 x 2, 3, 5], that is [2, 2, own 2, 3, 5]. The pieces of an axis go beside their counts,
     # [own 2, 2, 3, 2, 5], and join: [2, 6, 10].
     counts, ndim = _counts(cuts), len(cuts)
@@ -321,6 +331,8 @@ def from_owners(
     """The inverse of `to_owners`; `piece` is the shape of one."""
     if any(cuts):
         counts, ndim = _counts(cuts), len(cuts)
+        # Back from [2, 6, 10]: split to [own 2, 2, 3, 2, 5], the counts go before the stack,
+        # [2, 2, own 2, 3, 5], and [8, 3, 5] is exchanged.
         y = y.reshape(-1, *itertools.chain(*zip(counts, piece, strict=True)))
         y = y.transpose(*range(1, 2 * ndim, 2), 0, *range(2, 2 * ndim + 1, 2))
         y = _all_to_all(y.reshape(-1, *piece), cuts)
@@ -333,7 +345,7 @@ def _counts(cuts: Sequence[Axes]) -> list[int]:
 
 
 def _all_to_all(x: Float[Array, "slots ..."], cuts: Sequence[Axes]) -> Float[Array, "slots ..."]:
-    """Part i goes to device i of the axes that cut; part j of the result is from device j."""
+    """Row i goes to device i of the axes that cut; row j of the result is from device j."""
     # As integers: XLA's CPU backend sends a bfloat16 as a float32, and joins exchanges of
     # float32 pieces of different shapes into one that it then refuses (jaxlib 0.10.2).
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -348,10 +360,10 @@ def on_mesh(
     arrays: Sequence[jax.Array],
     *scalars: jax.Array,
 ) -> Sequence[jax.Array]:
-    """`function(parts, *scalars)` of each device's parts of arrays.
+    """`function(shards, *scalars)` of each device's shards of arrays.
 
     Args:
-      function: returns as many parts, shaped like the given ones.
+      function: returns as many shards, shaped like the given ones.
       stacks: how the arrays lie on the mesh, and so the results.
       arrays: the arrays.
       scalars: what every device has whole.

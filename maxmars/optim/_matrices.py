@@ -71,9 +71,13 @@ class MatrixSpec:
                 f"split={self.split} of {self} leaves no rows or no cols in a block; keep at least "
                 "one axis of each out of split."
             )
-        places = [axis for axis, _ in self.unfold]
-        inside = all(0 <= axis < len(axes) - 1 for axis in places)
-        if not inside or places != sorted(set(places)) or any(size < 1 for _, size in self.unfold):
+        unfolded = [axis for axis, _ in self.unfold]
+        inside = all(0 <= axis < len(axes) - 1 for axis in unfolded)
+        if (
+            not inside
+            or unfolded != sorted(set(unfolded))
+            or any(size < 1 for _, size in self.unfold)
+        ):
             raise ValueError(
                 f"unfold={self.unfold} of {self} must have pairs (axis, size) of rising axes, each "
                 f"with the next one among the {len(axes)} of batch, rows and cols, and a positive "
@@ -128,7 +132,7 @@ class MatrixSpec:
         return len(self.batch) + len(self.inner) - len(self.unfold)
 
     def view(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the parameter, or of a part in whole blocks, with its axes unfolded."""
+        """The shape of the parameter, or of a shard in whole blocks, with its axes unfolded."""
         return unfolded(shape, self.unfold)
 
 

@@ -7,7 +7,7 @@ and of columns, so an owner may put pieces together in any order that it can und
 columns zero, so a smaller matrix may fill a free slot among wider ones.
 
 A mesh axis plays one of three roles for a leaf. It cuts its matrices into pieces (then the pieces
-are exchanged over it), or it cuts the stack of matrices (each part is then planned alike, and
+are exchanged over it), or it cuts the stack of matrices (each shard is then planned alike, and
 nothing is exchanged over it), or it holds copies (each copy then takes its share of the stack, and
 the results are gathered over it).
 """
@@ -94,7 +94,7 @@ def _turn_square(spec: MatrixSpec, array: Any) -> bool:
     return bool(cols) and (not rows or cols < rows)
 
 
-# --- which device orthogonalises which matrix: a static plan -------------------------------------
+# --- which device orthogonalises which matrix: a static assignment -------------------------------
 
 
 DEFAULT_OWNERSHIP_AXES = ("fsdp", "tensor")
@@ -120,8 +120,8 @@ class Group:
     """Devices along `cuts` and `copies`."""
     num_copies: int
     """Devices along `copies`."""
-    parts: int
-    """Parts of the stack that mesh axes cut; the numbers of slots are those of one part."""
+    num_shards: int
+    """Shards of the stack that mesh axes cut; the numbers of slots are those of one shard."""
     per_owner: int
     """Slots of an owner."""
     members: tuple[tuple[int, int], ...]
@@ -129,13 +129,13 @@ class Group:
 
     @property
     def slots(self) -> int:
-        """Matrices of one part of the stack, zero padding included."""
+        """Matrices of one shard of the stack, zero padding included."""
         return self.per_owner * self.owners
 
     @property
     def padded_elements(self) -> int:
-        """Elements of all slots of all parts."""
-        return self.slots * self.parts * self.rows * self.cols
+        """Elements of all slots of all shards."""
+        return self.slots * self.num_shards * self.rows * self.cols
 
     @property
     def transfer_elements(self) -> int:
@@ -150,7 +150,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrthogonalizationPlan:
+class Assignment:
     """What `orthogonalize` does; hashable, and printable as a table."""
 
     num_leaves: int
@@ -182,8 +182,8 @@ class OrthogonalizationPlan:
         rows: list[tuple[str, ...]] = [header]
         for g in self.groups:
             members = [f"{self.leaves[leaf].stack.name}[{count}]" for leaf, count in g.members]
-            matrices = g.parts * sum(count for _, count in g.members)
-            numbers = matrices, g.owners * g.parts, g.slots * g.parts
+            matrices = g.num_shards * sum(count for _, count in g.members)
+            numbers = matrices, g.owners * g.num_shards, g.slots * g.num_shards
             exchange = " ".join(itertools.chain(*g.cuts)) or "-"
             costs = f"{_ITEMSIZE * g.transfer_elements / 1e6:.1f}", f"{g.flops() / 1e9:.1f}"
             shape = f"{g.rows} x {g.cols}"
@@ -206,7 +206,7 @@ def plan_orthogonalization(
     mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
     max_batch_bytes: int = 2**30,
-) -> OrthogonalizationPlan:
+) -> Assignment:
     """Assign the matrices of `params` to owners.
 
     Args:
@@ -235,7 +235,7 @@ def plan_orthogonalization(
     # Filling free slots splits leaves, so it must save some.
     assignments = [_groups(leaves, mesh, owned, widening) for widening in (1, _MAX_WIDENING)]
     groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
-    return OrthogonalizationPlan(
+    return Assignment(
         num_leaves=len(arrays),
         leaves=leaves,
         groups=groups,
@@ -264,25 +264,25 @@ def _groups(
     """Rounds in which each owner gets one matrix, wide matrices first; those of one width are a
     group. A round may take matrices that are up to `widening` times narrower than its widest."""
     alike: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         stack = leaf.stack
         cuts = tuple(map(stack.cut_by, (stack.stack, stack.rows, stack.cols)))
         copies = {name for name in owned if num_devices((name,), mesh) > 1}
         copies = tuple(sorted(copies - {*itertools.chain(*cuts)}))
-        alike.setdefault((leaf.matrix_shape[0], cuts, copies), []).append(place)
+        alike.setdefault((leaf.matrix_shape[0], cuts, copies), []).append(index)
     groups = []
-    for (rows, (stacked, *cuts), copies), places in alike.items():
+    for (rows, (stacked, *cuts), copies), indices in alike.items():
         owners = num_devices((*itertools.chain(*cuts), *copies), mesh)
         queue = [
-            (leaves[place].matrix_shape[1], place)
-            for place in sorted(places, key=lambda place: -leaves[place].matrix_shape[1])
-            for _ in range(leaves[place].stack.sizes(leaves[place].stack.local_view)[0])
+            (leaves[index].matrix_shape[1], index)
+            for index in sorted(indices, key=lambda index: -leaves[index].matrix_shape[1])
+            for _ in range(leaves[index].stack.sizes(leaves[index].stack.local_view)[0])
         ]
         rounds: dict[int, list[list[int]]] = {}
         start = 0
         while start < len(queue):
             width, chosen = queue[start][0], queue[start : start + owners]
-            taken = [place for cols, place in chosen if width <= widening * cols]
+            taken = [index for cols, index in chosen if width <= widening * cols]
             rounds.setdefault(width, []).append(taken)
             start += len(taken)
         groups += [
@@ -293,7 +293,7 @@ def _groups(
                 copies=copies,
                 owners=owners,
                 num_copies=num_devices(copies, mesh),
-                parts=num_devices(stacked, mesh),
+                num_shards=num_devices(stacked, mesh),
                 per_owner=len(taken),
                 members=tuple(Counter(itertools.chain(*taken)).items()),
             )
@@ -362,12 +362,12 @@ def scale_by_orthogonalization(
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         del params
-        plan = plan_orthogonalization(
+        assignment = plan_orthogonalization(
             updates, matrix_specs, mesh=mesh, ownership_axes=ownership_axes
         )
         directions = orthogonalize(
             updates,
-            plan,
+            assignment,
             steps=steps,
             coefficients=coefficients,
             eps=eps,
@@ -378,7 +378,7 @@ def scale_by_orthogonalization(
             return directions, state
         error = jax.lax.cond(
             state.count % measure_every == 0,
-            lambda directions: orthogonality_error(directions, plan, scale=scale),
+            lambda directions: orthogonality_error(directions, assignment, scale=scale),
             lambda _: state.orthogonality_error,
             directions,
         )
@@ -390,7 +390,7 @@ def scale_by_orthogonalization(
 
 def orthogonalize(
     updates: Any,
-    plan: OrthogonalizationPlan,
+    assignment: Assignment,
     *,
     steps: int | jax.Array = 5,
     coefficients: Coefficients = "keller",
@@ -403,7 +403,7 @@ def orthogonalize(
     Args:
       updates: a tree like the one that was planned for; on a mesh it is best left in the planned
         partition, and is brought there if not.
-      plan: from `plan_orthogonalization`.
+      assignment: from `plan_orthogonalization`.
       steps: Newton-Schulz iterations.
       coefficients: see `newton_schulz`.
       eps: see `newton_schulz`.
@@ -420,23 +420,23 @@ def orthogonalize(
       ValueError: `updates` are not what was planned for, or an argument is unknown.
     """
     check_choice("scale", scale, SCALES)
-    factors = [leaf.factor(scale) for leaf in plan.leaves]
+    factors = [leaf.factor(scale) for leaf in assignment.leaves]
     leaves, treedef = jax.tree.flatten(updates)
 
     def iteration(x: jax.Array) -> jax.Array:
         return newton_schulz(x, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
 
-    matrices, results = _apply(leaves, plan, iteration, dtype)
-    for leaf, matrix, result, factor in zip(plan.leaves, matrices, results, factors, strict=True):
+    matrices, results = _apply(leaves, assignment, iteration, dtype)
+    for leaf, matrix, result, factor in zip(
+        assignment.leaves, matrices, results, factors, strict=True
+    ):
         # The factor enters in float32 at least: in bfloat16 all of a matrix would be off by it.
         wide = result.astype(jnp.promote_types(matrix.dtype, jnp.float32))
         leaves[leaf.index] = (wide * factor).astype(matrix.dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 
-def orthogonality_error(
-    directions: Any, plan: OrthogonalizationPlan, *, scale: str | None
-) -> jax.Array:
+def orthogonality_error(directions: Any, assignment: Assignment, *, scale: str | None) -> jax.Array:
     """How far the matrices of `orthogonalize`'s result are from semi-orthogonal ones.
 
     Of a matrix O with k rows or columns, whichever are fewer, it is ‖O Oᵀ − I‖_F / √k: 0 for
@@ -445,7 +445,7 @@ def orthogonality_error(
 
     Args:
       directions: what `orthogonalize` returned.
-      plan: the plan it was given.
+      assignment: the one it was given.
       scale: the scale it was given; it is divided out.
 
     Returns:
@@ -460,13 +460,13 @@ def orthogonality_error(
         return jnp.zeros_like(x).at[:, 0, 0].set(error)
 
     leaves = jax.tree.leaves(directions)
-    factors = [leaf.factor(scale) for leaf in plan.leaves]
+    factors = [leaf.factor(scale) for leaf in assignment.leaves]
     unscaled = list(leaves)
-    for leaf, factor in zip(plan.leaves, factors, strict=True):
+    for leaf, factor in zip(assignment.leaves, factors, strict=True):
         unscaled[leaf.index] = leaves[leaf.index].astype(jnp.float32) / factor
     total, count = jnp.zeros([]), 0
-    _, results = _apply(unscaled, plan, squared_error, jnp.float32)
-    for leaf, result in zip(plan.leaves, results, strict=True):
+    _, results = _apply(unscaled, assignment, squared_error, jnp.float32)
+    for leaf, result in zip(assignment.leaves, results, strict=True):
         num_matrices = leaf.stack.sizes(leaf.stack.view)[0]
         total += jnp.sum(result) / min(leaf.matrix_shape) + num_matrices
         count += num_matrices
@@ -474,52 +474,53 @@ def orthogonality_error(
 
 
 def _apply(
-    leaves: Sequence[Any], plan: OrthogonalizationPlan, function: Iteration, dtype: Any
+    leaves: Sequence[Any], assignment: Assignment, function: Iteration, dtype: Any
 ) -> tuple[list[jax.Array], Sequence[jax.Array]]:
     """The matrices among the leaves, and `function` of each, where its owner is."""
-    _check_leaves(leaves, plan)
-    compute = _on_one_device if plan.mesh is None or plan.mesh.size == 1 else _on_mesh
-    matrices = [jnp.asarray(leaves[leaf.index]) for leaf in plan.leaves]
-    return matrices, compute(matrices, plan, function, dtype) if matrices else []
+    _check_leaves(leaves, assignment)
+    compute = _on_one_device if assignment.mesh is None or assignment.mesh.size == 1 else _on_mesh
+    matrices = [jnp.asarray(leaves[leaf.index]) for leaf in assignment.leaves]
+    return matrices, compute(matrices, assignment, function, dtype) if matrices else []
 
 
-def _check_leaves(leaves: Sequence[Any], plan: OrthogonalizationPlan) -> None:
-    if len(leaves) != plan.num_leaves:
+def _check_leaves(leaves: Sequence[Any], assignment: Assignment) -> None:
+    if len(leaves) != assignment.num_leaves:
         raise ValueError(
-            f"the plan is for {plan.num_leaves} leaves, but the updates have {len(leaves)}; plan "
-            "for this tree."
+            f"the assignment is for {assignment.num_leaves} leaves, but the updates have "
+            f"{len(leaves)}; plan for this tree."
         )
-    for leaf in plan.leaves:
+    for leaf in assignment.leaves:
         planned, shape = leaf.stack, leaves[leaf.index].shape
         if shape != planned.shape:
             raise ValueError(
-                f"the plan is for {planned.name} of shape {planned.shape}, but its update has "
-                f"shape {shape}; plan for this tree."
+                f"the assignment is for {planned.name} of shape {planned.shape}, but its update "
+                f"has shape {shape}; plan for this tree."
             )
 
 
 def _on_one_device(
-    matrices: Sequence[jax.Array], plan: OrthogonalizationPlan, iteration: Iteration, dtype: Any
+    matrices: Sequence[jax.Array], assignment: Assignment, iteration: Iteration, dtype: Any
 ) -> list[jax.Array]:
     # The cast comes first here too, so that a mesh changes no rounding.
+    max_batch_bytes = assignment.max_batch_bytes
     return [
         leaf.stack.from_stack(
-            _iterate(leaf.stack.to_stack(x.astype(dtype)), iteration, plan.max_batch_bytes, dtype),
+            _iterate(leaf.stack.to_stack(x.astype(dtype)), iteration, max_batch_bytes, dtype),
             x.shape,
         )
-        for x, leaf in zip(matrices, plan.leaves, strict=True)
+        for x, leaf in zip(matrices, assignment.leaves, strict=True)
     ]
 
 
 def _on_mesh(
-    matrices: Sequence[jax.Array], plan: OrthogonalizationPlan, iteration: Iteration, dtype: Any
+    matrices: Sequence[jax.Array], assignment: Assignment, iteration: Iteration, dtype: Any
 ) -> Sequence[jax.Array]:
     def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        pairs = zip(blocks, plan.leaves, strict=True)
+        pairs = zip(blocks, assignment.leaves, strict=True)
         stacks = [leaf.stack.to_stack(block.astype(dtype)) for block, leaf in pairs]
         widths = [stack.shape[2] for stack in stacks]
         done: list[list[jax.Array]] = [[] for _ in stacks]
-        for group in plan.groups:
+        for group in assignment.groups:
             taken = []
             for leaf, count in group.members:
                 taken.append(stacks[leaf][:count])
@@ -527,17 +528,17 @@ def _on_mesh(
             width = max(x.shape[2] for x in taken)
             x = pad_axis(jnp.concatenate([pad_axis(x, 2, width) for x in taken]), 0, group.slots)
             own = to_owners(x, group.cuts, group.copies)
-            y = _iterate(own, iteration, plan.max_batch_bytes, dtype)
+            y = _iterate(own, iteration, assignment.max_batch_bytes, dtype)
             y = from_owners(y, group.cuts, x.shape[1:], group.copies)
             for leaf, count in group.members:
                 done[leaf].append(y[:count, :, : widths[leaf]])
                 y = y[count:]
         return [
-            leaf.stack.from_stack(jnp.concatenate(parts), block.shape)
-            for parts, leaf, block in zip(done, plan.leaves, blocks, strict=True)
+            leaf.stack.from_stack(jnp.concatenate(matrices), block.shape)
+            for matrices, leaf, block in zip(done, assignment.leaves, blocks, strict=True)
         ]
 
-    return on_mesh(local, [leaf.stack for leaf in plan.leaves], matrices)
+    return on_mesh(local, [leaf.stack for leaf in assignment.leaves], matrices)
 
 
 def _iterate(

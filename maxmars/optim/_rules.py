@@ -104,6 +104,9 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        # Example: of the parameters {"kernel": Array, "bias": Array} optax.partition, within the
+        # optimizer, shows the rule of the vectors {"kernel": MaskedNode(), "bias": Array}. A mask
+        # by the names or the shapes of both must therefore be called here, before it.
         mask = options.get("mask")
         trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
         functions = {name: tree for name, tree in trees.items() if is_function(tree)}

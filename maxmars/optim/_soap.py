@@ -156,12 +156,12 @@ def scale_by_soap(
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
 
     def step(
-        grads: Matrices, part: ScaleBySoapState, count: jax.Array
+        grads: Matrices, state: ScaleBySoapState, count: jax.Array
     ) -> tuple[Matrices, ScaleBySoapState]:
-        directions, new = _adam(grads, part, count, b1, b2, eps)
+        directions, new = _adam(grads, state, count, b1, b2, eps)
         new = _update_grams(grads, new, shampoo_beta)
         # Hyperparameters of a wider dtype widen what they are multiplied with.
-        return directions, _update_bases(cast_like(new, part), count, precondition_frequency)
+        return directions, _update_bases(cast_like(new, state), count, precondition_frequency)
 
     def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
         if not spec.is_matrix or not x.size:
@@ -186,22 +186,22 @@ def scale_by_soap(
         warn_without_specs(matrix_specs, params)
         leaves, treedef = jax.tree.flatten(params)
         stacks = _stacks_of(params, matrix_specs, mesh, sides)
-        parts = [zeros(param, stack) for param, stack in zip(leaves, stacks, strict=True)]
-        return _joined(jnp.zeros([], jnp.int32), parts, treedef)
+        states = [zeros(param, stack) for param, stack in zip(leaves, stacks, strict=True)]
+        return _joined(jnp.zeros([], jnp.int32), states, treedef)
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaleBySoapState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
         stacks = _stacks_of(updates, matrix_specs, mesh, sides)
         results = [
-            step(g, part, state.count)
+            step(g, own_state, state.count)
             if own is None
-            else _by_owners(step, own, g, part, state.count)
-            for g, part, own in zip(leaves, _parts(state, treedef), stacks, strict=True)
+            else _by_owners(step, own, g, own_state, state.count)
+            for g, own_state, own in zip(leaves, _by_parameter(state, treedef), stacks, strict=True)
         ]
         directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
         count = jnp.asarray(optax.safe_increment(state.count))
-        return directions, _joined(count, [part for _, part in results], treedef)
+        return directions, _joined(count, [own_state for _, own_state in results], treedef)
 
     return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
@@ -305,11 +305,13 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         if not is_soap(x):
             return None
         treedef = jax.tree.structure(x.mu)
-        parts = _parts(x, treedef)
-        sides = iter([(part.row_gram is not None, part.col_gram is not None) for part in parts])
-        found = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
+        by_parameter = _by_parameter(x, treedef)
+        sides = iter(
+            [(each.row_gram is not None, each.col_gram is not None) for each in by_parameter]
+        )
+        stacks_by_leaf = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
         none = ScaleBySoapState(*[None] * 7)
-        states = [none if stacks is None else stacks.state for stacks in found]
+        states = [none if stacks is None else stacks.state for stacks in stacks_by_leaf]
         return jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, states, treedef)
         )
@@ -327,15 +329,15 @@ def _after_first(weight_decay: ScalarOrSchedule) -> optax.Schedule:
     return schedule
 
 
-def _parts(state: ScaleBySoapState, treedef: Any) -> list[ScaleBySoapState]:
+def _by_parameter(state: ScaleBySoapState, treedef: Any) -> list[ScaleBySoapState]:
     """The state of each parameter."""
     trees = [treedef.flatten_up_to(tree) for tree in state[1:]]
     return [ScaleBySoapState(None, *arrays) for arrays in zip(*trees, strict=True)]
 
 
-def _joined(count: Any, parts: list[ScaleBySoapState], treedef: Any) -> ScaleBySoapState:
-    """The inverse of `_parts`."""
-    fields = list(zip(*parts, strict=True))[1:] or [()] * 6
+def _joined(count: Any, states: list[ScaleBySoapState], treedef: Any) -> ScaleBySoapState:
+    """The inverse of `_by_parameter`."""
+    fields = list(zip(*states, strict=True))[1:] or [()] * 6
     return ScaleBySoapState(count, *(jax.tree.unflatten(treedef, field) for field in fields))
 
 
@@ -344,66 +346,66 @@ def _joined(count: Any, parts: list[ScaleBySoapState], treedef: Any) -> ScaleByS
 
 def _adam(
     grads: Matrices,
-    part: ScaleBySoapState,
+    state: ScaleBySoapState,
     count: Int[Array, ""],
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
 ) -> tuple[Matrices, ScaleBySoapState]:
     """Adam in the eigenbases; nothing in the first step, which has none yet."""
-    projected = _to_bases(grads, part)
-    mu = b1 * part.mu + (1 - b1) * projected
-    nu = b2 * part.nu + (1 - b2) * jnp.square(projected)
+    projected = _to_bases(grads, state)
+    mu = b1 * state.mu + (1 - b1) * projected
+    nu = b2 * state.nu + (1 - b2) * jnp.square(projected)
     updates = jnp.maximum(count, 1)  # the first step is not one of Adam's
     correction = jnp.sqrt(bias_correction(b2, updates)) / bias_correction(b1, updates)
     scaled = correction.astype(mu.dtype) * mu / (jnp.sqrt(nu) + eps)
-    directions = _from_bases(scaled, part)
+    directions = _from_bases(scaled, state)
     first = count == 0
-    mu, nu = jnp.where(first, part.mu, mu), jnp.where(first, part.nu, nu)
-    return jnp.where(first, 0, directions), part._replace(mu=mu, nu=nu)
+    mu, nu = jnp.where(first, state.mu, mu), jnp.where(first, state.nu, nu)
+    return jnp.where(first, 0, directions), state._replace(mu=mu, nu=nu)
 
 
-def _update_grams(grads: Matrices, part: ScaleBySoapState, beta: Scalar) -> ScaleBySoapState:
-    row_gram, col_gram = part.row_gram, part.col_gram
+def _update_grams(grads: Matrices, state: ScaleBySoapState, beta: Scalar) -> ScaleBySoapState:
+    row_gram, col_gram = state.row_gram, state.col_gram
     if row_gram is not None:
         row_gram = beta * row_gram + (1 - beta) * _matmul(grads, grads.mT)
     if col_gram is not None:
         col_gram = beta * col_gram + (1 - beta) * _matmul(grads.mT, grads)
-    return part._replace(row_gram=row_gram, col_gram=col_gram)
+    return state._replace(row_gram=row_gram, col_gram=col_gram)
 
 
 def _update_bases(
-    part: ScaleBySoapState, count: Int[Array, ""], frequency: int | jax.Array
+    state: ScaleBySoapState, count: Int[Array, ""], frequency: int | jax.Array
 ) -> ScaleBySoapState:
-    if part.row_gram is None and part.col_gram is None:
-        return part
+    if state.row_gram is None and state.col_gram is None:
+        return state
     branch = jnp.where(count == 0, 1, jnp.where(count % frequency == 0, 2, 0))
-    return jax.lax.switch(branch, (_same_bases, _first_bases, _next_bases), part)
+    return jax.lax.switch(branch, (_same_bases, _first_bases, _next_bases), state)
 
 
-def _same_bases(part: ScaleBySoapState) -> ScaleBySoapState:
-    return part
+def _same_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+    return state
 
 
-def _first_bases(part: ScaleBySoapState) -> ScaleBySoapState:
+def _first_bases(state: ScaleBySoapState) -> ScaleBySoapState:
     def basis(gram: Square | None) -> Square | None:
         return None if gram is None else _eigenvectors(_normalized(gram))
 
-    return part._replace(row_basis=basis(part.row_gram), col_basis=basis(part.col_gram))
+    return state._replace(row_basis=basis(state.row_gram), col_basis=basis(state.col_gram))
 
 
-def _next_bases(part: ScaleBySoapState) -> ScaleBySoapState:
+def _next_bases(state: ScaleBySoapState) -> ScaleBySoapState:
     """A power iteration of each basis, and the moments in the new ones."""
-    original, nu = _from_bases(part.mu, part), part.nu
-    row_basis, col_basis = part.row_basis, part.col_basis
+    original, nu = _from_bases(state.mu, state), state.nu
+    row_basis, col_basis = state.row_basis, state.col_basis
     if row_basis is not None:
-        row_basis, order = _power_iteration(part.row_gram, row_basis)
+        row_basis, order = _power_iteration(state.row_gram, row_basis)
         nu = jnp.take_along_axis(nu, order[:, :, None], axis=1)
     if col_basis is not None:
-        col_basis, order = _power_iteration(part.col_gram, col_basis)
+        col_basis, order = _power_iteration(state.col_gram, col_basis)
         nu = jnp.take_along_axis(nu, order[:, None, :], axis=2)
-    part = part._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
-    return part._replace(mu=_to_bases(original, part))
+    state = state._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
+    return state._replace(mu=_to_bases(original, state))
 
 
 def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
@@ -415,16 +417,16 @@ def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "s
     return _orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
 
 
-def _to_bases(x: Matrices, part: ScaleBySoapState) -> Matrices:
-    if part.row_basis is not None:
-        x = _matmul(part.row_basis.mT, x)
-    return x if part.col_basis is None else _matmul(x, part.col_basis)
+def _to_bases(x: Matrices, state: ScaleBySoapState) -> Matrices:
+    if state.row_basis is not None:
+        x = _matmul(state.row_basis.mT, x)
+    return x if state.col_basis is None else _matmul(x, state.col_basis)
 
 
-def _from_bases(x: Matrices, part: ScaleBySoapState) -> Matrices:
-    if part.row_basis is not None:
-        x = _matmul(part.row_basis, x)
-    return x if part.col_basis is None else _matmul(x, part.col_basis.mT)
+def _from_bases(x: Matrices, state: ScaleBySoapState) -> Matrices:
+    if state.row_basis is not None:
+        x = _matmul(state.row_basis, x)
+    return x if state.col_basis is None else _matmul(x, state.col_basis.mT)
 
 
 def _normalized(gram: Square) -> Square:
@@ -453,23 +455,23 @@ class Stacks(NamedTuple):
 
 
 def _by_owners(
-    step: Step, stacks: Stacks, grads: jax.Array, part: ScaleBySoapState, count: jax.Array
+    step: Step, stacks: Stacks, grads: jax.Array, state: ScaleBySoapState, count: jax.Array
 ) -> tuple[jax.Array, ScaleBySoapState]:
     """`step` on whole matrices [stack, rows, cols], each by its owner.
 
     Returns:
       The update and the new state, each in its partition.
     """
-    arrays, treedef = jax.tree.flatten((grads, part))
+    arrays, treedef = jax.tree.flatten((grads, state))
     each = jax.tree.leaves(stacks)
 
-    def local(parts: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
-        owned = [stack.to_owners(x) for stack, x in zip(each, parts, strict=True)]
-        own_grads, own_part = jax.tree.unflatten(treedef, owned)
-        result = step(own_grads, own_part, count)
+    def local(shards: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
+        owned = [stack.to_owners(x) for stack, x in zip(each, shards, strict=True)]
+        own_grads, own_state = jax.tree.unflatten(treedef, owned)
+        result = step(own_grads, own_state, count)
         return [
             stack.from_owners(y, x.shape)
-            for stack, y, x in zip(each, jax.tree.leaves(result), parts, strict=True)
+            for stack, y, x in zip(each, jax.tree.leaves(result), shards, strict=True)
         ]
 
     return jax.tree.unflatten(treedef, on_mesh(local, each, arrays, count))
@@ -486,12 +488,20 @@ def _stacks_of(
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     chosen = [sides(x, spec) for x, spec in zip(leaves, specs, strict=True)]
     wanted = [spec if any(c) else None for spec, c in zip(specs, chosen, strict=True)]
-    found = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
-    return [_stacks(found[i], chosen[i]) if i in found else None for i in range(len(leaves))]
+    stack_of = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
+    return [_stacks(stack_of[i], chosen[i]) if i in stack_of else None for i in range(len(leaves))]
 
 
 def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
     """Of one parameter; `sides` says whether rows and columns are preconditioned."""
+    # Example: MLP kernels [L 12, D 768, F 3072], cut over fsdp=4 on D. Between steps the state lies
+    #
+    #   m, v   [12, 768, 3072]     L, Q_L   [12, 768, 768]     R, Q_R   [12, 3072, 3072]
+    #
+    # * `stays`, as 4 divides 12: cut over fsdp on the stack, 3 matrices a device, where the step
+    #   needs them. Only gradients and updates travel.
+    # * else, with 10 layers: m and v like the gradient, L, R and the bases cut over fsdp on their
+    #   rows, if these divide ("divided"), or whole on every device. All travel to the owners.
     mesh, view, cuts = grads.mesh, grads.view, grads.cuts
     axes = tuple(itertools.chain(*grads.pieces))
     # Where the owners divide the stack, the state stays with them between steps: then it is an
@@ -513,6 +523,7 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
         if not sides[side]:
             return None
         size = grads.sizes(view)[1 + side]
+        # The first mesh axis cuts the rows of the square, the others its columns.
         pieces = ((), ()) if stays else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
         return Stack(

@@ -192,9 +192,9 @@ def sophia_state(opt_state: Any) -> ScaleBySophiaState:
     def is_sophia(x: Any) -> bool:
         return isinstance(x, ScaleBySophiaState)
 
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_sophia) if is_sophia(x)]
-    if len(found) != 1:
+    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_sophia) if is_sophia(x)]
+    if len(states) != 1:
         raise ValueError(
-            f"the optimizer state contains {len(found)} of Sophia's; it must be exactly one."
+            f"the optimizer state contains {len(states)} of Sophia's; it must be exactly one."
         )
-    return found[0]
+    return states[0]

@@ -114,14 +114,14 @@ def matrix_specs_of(
 def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], MatrixSpec | None]:
     """What no names of axes could tell, by path: the metadata `matrix_spec` of parameters, and the
     kernels of convolutions in groups. None is a vector."""
-    found = {}
+    specs = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
         metadata, layer = variable.get_metadata(), _layer(model, path)
         if "matrix_spec" in metadata:
-            found[path] = metadata["matrix_spec"]
+            specs[path] = metadata["matrix_spec"]
         elif path[-1] == "kernel" and isinstance(layer, _CONVOLUTIONS) and _groups(layer) > 1:
-            found[path] = _convolution(layer)
-    return found
+            specs[path] = _convolution(layer)
+    return specs
 
 
 def _given(spec: MatrixSpec | None, ndim: int) -> MatrixSpec:

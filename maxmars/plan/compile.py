@@ -135,8 +135,8 @@ def _compile(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or topology.chip is None:
             raise
-        found = re.search(r"Used (\S+) of (\S+) hbm", str(error))
-        needs = f"needs {found[1]} of {found[2]}" if found else "needs more memory than it has"
+        match = re.search(r"Used (\S+) of (\S+) hbm", str(error))
+        needs = f"needs {match[1]} of {match[2]}" if match else "needs more memory than it has"
         raise DoesNotFitError(
             f"the program does not fit on one {topology.chip.name}: it {needs}. Raise "
             "num_microbatches or mesh.fsdp, set model.remat=full, or let --max-memory search."
@@ -177,20 +177,21 @@ def compile_prepared(
     parameters = Parameters(config.model, topology.mesh(config))
     results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
 
+    # A step takes seconds to minutes to compile, and the search asks for one again at its end.
     def compiled(step: TrainStep) -> CompiledTrainStep | DoesNotFitError:
-        for config, found in results:
+        for config, result in results:
             if config == step.config:
-                return found
+                return result
         try:
-            found = compile_train_step(step, topology)
+            result = compile_train_step(step, topology)
         except DoesNotFitError as error:
-            found = error
-        results.append((step.config, found))
-        return found
+            result = error
+        results.append((step.config, result))
+        return result
 
     def measure(step: TrainStep) -> Needs:
-        config, found = step.config, compiled(step)
-        needs = Needs(None) if isinstance(found, DoesNotFitError) else found.needs
+        config, result = step.config, compiled(step)
+        needs = Needs(None) if isinstance(result, DoesNotFitError) else result.needs
         verdict = ""
         if max_bytes is not None:
             verdict = ", fits" if needs.fit(max_bytes) else ", too much"
@@ -206,10 +207,10 @@ def compile_prepared(
         max_bytes=max_bytes,
         measure=measure,
     )
-    found = compiled(step)
-    if isinstance(found, DoesNotFitError):
-        raise found
-    return step.config, found
+    result = compiled(step)
+    if isinstance(result, DoesNotFitError):
+        raise result
+    return step.config, result
 
 
 def find_fit(
@@ -254,7 +255,8 @@ class ChipMemory:
 
     parameters_bytes: int
     optimizer_state_bytes: dict[str, int]
-    """By field of the optimizer's states, such as `mu` and `nu`, largest first."""
+    """By field of the optimizer's states, such as `mu` and `nu`, largest first; and the average of
+    the parameters with `ema_decay`."""
     previous_parameters_bytes: int
     """Exact MARS's parameters of the step before."""
     other_arguments_bytes: int
@@ -303,6 +305,8 @@ def chip_memory(step: CompiledTrainStep, tokens_bytes: int, chip: Chip | None) -
     state, arguments = step.state, step.memory.argument_bytes
     parameters = bytes_on_chip(state.params)
     optimizer = optimizer_state_bytes(state.opt_state)
+    if state.evaluation_params is not None:
+        optimizer["average of the parameters"] = bytes_on_chip(state.evaluation_params)
     previous = bytes_on_chip(state.prev_params)
     other = bytes_on_chip((state.step, state.hyperparams, state.guard)) + tokens_bytes
     gradients = min(parameters, max(0, step.peak_bytes - arguments))
@@ -324,11 +328,11 @@ def chip_memory(step: CompiledTrainStep, tokens_bytes: int, chip: Chip | None) -
 
 def optimizer_state_bytes(opt_state: Any) -> dict[str, int]:
     """Bytes on one device by field of the optimizer's states, largest first."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         fields = [key.name for key in path if isinstance(key, GetAttrKey)]
-        found[fields[-1] if fields else "other"] += bytes_on_chip(leaf)
-    return dict(found.most_common())
+        sizes[fields[-1] if fields else "other"] += bytes_on_chip(leaf)
+    return dict(sizes.most_common())
 
 
 def soap_travelling_bytes(opt_state: Any) -> int:
@@ -346,11 +350,15 @@ def soap_travelling_bytes(opt_state: Any) -> int:
         if not grams:
             return 0
         stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
+        # Example: m [12, 768, 3072] and a Gram matrix [12, 768, 768]. A device that keeps 3 of the
+        # 12 of each, [3, 768, 3072] and [3, 768, 768], has whole matrices, and nothing travels. One
+        # that keeps [12, 192, 3072] and [12, 192, 768] has a quarter of m but, by the stack alone,
+        # all of the Gram matrices: these are pieces.
         pieces = math.prod(shard_shape(mu)) * math.prod(stack) != mu.size * math.prod(kept)
         return bytes_on_chip((mu, *others)) if pieces else 0
 
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
-    sizes = [jax.tree.map(travelling, *state[1:], is_leaf=lambda x: x is None) for state in found]
+    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
+    sizes = [jax.tree.map(travelling, *state[1:], is_leaf=lambda x: x is None) for state in states]
     return sum(jax.tree.leaves(sizes))
 
 
@@ -380,28 +388,29 @@ _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attentio
 
 
 def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         path = str(eqn.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
         scope = next((name for name in path if name in SCOPES), outer)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lengths = [eqn.invars[0].aval.shape[i] for i in contracted]
-            found[scope] += times * 2 * math.prod((*eqn.outvars[0].aval.shape, *lengths))
+            flops[scope] += times * 2 * math.prod((*eqn.outvars[0].aval.shape, *lengths))
         elif eqn.primitive.name in _CUDNN_PRODUCTS:
             (batch, length, heads, head_dim), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval
             product = 2 * batch * heads * length * keys.shape[1] * head_dim
-            found[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
+            flops[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
         elif eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
-            found[scope] += times * eqn.params["cost_estimate"].flops
+            flops[scope] += times * eqn.params["cost_estimate"].flops
+        # Of branches the most expensive one, as the plan must hold for each step.
         elif eqn.primitive.name == "cond":
             branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
-            found += max(branches, key=Counter.total)
+            flops += max(branches, key=Counter.total)
         else:
             repeats = times * _repeats(eqn)
             for inner in _jaxprs(eqn.params):
-                found += _count(inner, scope, repeats)
-    return found
+                flops += _count(inner, scope, repeats)
+    return flops
 
 
 def _repeats(eqn: Any) -> int:

@@ -61,6 +61,8 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     """
     if plan.topology.chip is None:
         return None
+    # One thing after the other, each on the best so far: every combination would be a program to
+    # compile.
     best, tried = plan, [_setting(plan.config, plan.mesh)]
     for mesh in _meshes(plan):
         config = dataclasses.replace(plan.config, mesh=mesh, num_microbatches=None)
@@ -82,6 +84,8 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
 def _meshes(plan: Plan) -> Iterator[MeshConfig]:
     yield MeshConfig()
     if isinstance(plan.config.model, GPT2Config):
+        # `fsdp` within one fast network, as far as it divides the width: it gathers parameters in
+        # every layer, while `data` sums gradients once a step.
         networks = Counter(plan.topology.networks(plan.topology.devices))
         yield MeshConfig(fsdp=math.gcd(*networks.values(), plan.config.model.embed_dim))
 

@@ -31,7 +31,7 @@ from maxmars.distributed import sharding
 from maxmars.distributed.cycles import PRODUCTS, StepClock
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
-from maxmars.optim import OrthogonalizationPlan, plan_orthogonalization
+from maxmars.optim import Assignment, plan_orthogonalization
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,
@@ -70,7 +70,7 @@ class Plan:
     """Of one train step."""
     largest_mixed_bytes: int
     """Bytes of the largest execution of a `mixed` collective."""
-    exchange: OrthogonalizationPlan | None
+    exchange: Assignment | None
     """Which chip orthogonalises which matrix; None if the optimizer does not orthogonalise."""
     flops: Flops
     estimate: Estimate | None
@@ -92,8 +92,8 @@ class Plan:
     @property
     def clock_scale(self) -> float:
         """What the compiler's clock is multiplied by: the calibration's factor, or 1."""
-        found = None if self.estimate is None else self.estimate.calibration
-        return 1.0 if found is None else found.clock
+        calibration = None if self.estimate is None else self.estimate.calibration
+        return 1.0 if calibration is None else calibration.clock
 
     def clock_mfu(self) -> tuple[float, float] | None:
         """MFU by the compiler's clock, as it is scaled, and at its low figure; None without one."""
@@ -235,20 +235,20 @@ def make_plan(
     )
 
 
-def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> OrthogonalizationPlan | None:
+def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> Assignment | None:
     """The exchange that the optimizer plans for its matrices."""
     if not isinstance(optimizer, MarsConfig | MuonConfig):
         return None
     rules = jax.tree.leaves(update_rules(optimizer, parameters))
     specs = jax.tree.leaves(parameters.split_specs(optimizer.qkv))
-    found = [
+    orthogonalized = [
         (leaf, spec)
         for leaf, rule, spec in zip(jax.tree.leaves(parameters.on_mesh), rules, specs, strict=True)
         if rule.orthogonalizes
     ]
-    if not found:
+    if not orthogonalized:
         return None
-    matrices, specs = map(list, zip(*found, strict=True))
+    matrices, specs = map(list, zip(*orthogonalized, strict=True))
     mesh = parameters.mesh
     axes = mesh.axis_names if optimizer.own_over_data else None
     return plan_orthogonalization(matrices, specs, mesh=mesh, ownership_axes=axes)
@@ -370,21 +370,21 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model TFLOP a step, all chips", f"{flops.model / 1e12:,.4g}"
     yield "matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}"
     yield "of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}"
-    if (found := plan.estimate) is not None:
-        yield "model arithmetic, s", f"{found.model_compute_s:.4f}"
-        yield "optimizer, s", f"{found.optimizer_s:.4f}"
-        for network, seconds in found.communication_s.items():
+    if (estimate := plan.estimate) is not None:
+        yield "model arithmetic, s", f"{estimate.model_compute_s:.4f}"
+        yield "optimizer, s", f"{estimate.optimizer_s:.4f}"
+        for network, seconds in estimate.communication_s.items():
             yield f"{network}, s", f"{seconds:.4f}"
         rates, bound = "at calibrated rates", ""
-        if found.calibration is None:
+        if estimate.calibration is None:
             rates, bound = "at best rates (not calibrated)", ", at most"
-        yield f"step time {rates}, s", f"{found.step_time_s:.4f}"
-        yield "with communication hidden, s", f"{found.overlapped_step_time_s:.4f}"
-        yield f"MFU{bound}", f"{found.mfu:.1%} to {found.overlapped_mfu:.1%}"
-        yield "tokens a day, billions", f"{found.tokens_per_day / 1e9:,.2f}"
-        yield f"days for {plan.config.num_steps:,} steps", f"{found.days:,.2f}"
-        if found.cost is not None:
-            yield "cost to finish", f"{found.cost:,.0f}"
+        yield f"step time {rates}, s", f"{estimate.step_time_s:.4f}"
+        yield "with communication hidden, s", f"{estimate.overlapped_step_time_s:.4f}"
+        yield f"MFU{bound}", f"{estimate.mfu:.1%} to {estimate.overlapped_mfu:.1%}"
+        yield "tokens a day, billions", f"{estimate.tokens_per_day / 1e9:,.2f}"
+        yield f"days for {plan.config.num_steps:,} steps", f"{estimate.days:,.2f}"
+        if estimate.cost is not None:
+            yield "cost to finish", f"{estimate.cost:,.0f}"
     steps = [step for step in (plan.train_step, plan.eval_step) if step is not None]
     yield "time to compile here, s", f"{sum(step.lower_s + step.compile_s for step in steps):.1f}"
 

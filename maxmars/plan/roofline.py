@@ -39,10 +39,12 @@ class Traffic:
     """Bytes that a chip sends if rings carry them."""
 
 
-def traffic(found: Iterable[Collective], mesh: Mesh, topology: Topology) -> tuple[Traffic, ...]:
+def traffic(
+    collectives: Iterable[Collective], mesh: Mesh, topology: Topology
+) -> tuple[Traffic, ...]:
     """Collectives summed by operation, axes, network and phase; most bytes first."""
     groups: dict[tuple, list[Collective]] = defaultdict(list)
-    for c in found:
+    for c in collectives:
         groups[c.op, c.axes, topology.network(c, mesh), c.phase].append(c)
     rows = [
         Traffic(
@@ -134,19 +136,23 @@ class Estimate:
     """The measured shares of the rates; None where the published rates were taken."""
 
 
-def assumptions(found: Calibration | None, *, clock: StepClock | None = None) -> tuple[str, ...]:
+def assumptions(
+    calibration: Calibration | None, *, clock: StepClock | None = None
+) -> tuple[str, ...]:
     """What an estimate assumes, in words; the first line says what it was calibrated with, the last
     ones how far to trust the compiler's clock, if there is one."""
     trust = () if clock is None else CLOCK_ASSUMPTIONS
-    if found is None:
+    if calibration is None:
         line = "not calibrated: no step was measured on this chip; times are lower bounds"
         return (line, *ASSUMPTIONS, *trust)
     line = (
-        f"calibrated on {found.measured}; error of a step on one chip ±{found.error:.0%}; networks "
-        "are not calibrated"
+        f"calibrated on {calibration.measured}; error of a step on one chip "
+        f"±{calibration.error:.0%}; networks are not calibrated"
     )
     if clock is not None:
-        trust = (f"steps took {found.clock:.2f} times what the compiler's clock says of them",)
+        trust = (
+            f"steps took {calibration.clock:.2f} times what the compiler's clock says of them",
+        )
     return (line, *ASSUMPTIONS[2:], *trust)
 
 

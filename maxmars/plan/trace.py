@@ -34,7 +34,7 @@ class Operation:
     """Its name in the compiled program."""
     phase: str
     """One of `PHASES`; `other` if the compiler added it, or merged it from several phases."""
-    source: str
+    jax_name: str
     """The JAX operation that it was made from; of a fusion, its last one."""
     seconds: float
     count: float
@@ -108,7 +108,7 @@ def read_trace(directory: Path, program: str) -> StepTrace:
         Operation(
             name=name,
             phase=phase_of(known[name].op_name),
-            source=_source(known[name].op_name) or known[name].opcode,
+            jax_name=_jax_name(known[name].op_name) or known[name].opcode,
             seconds=seconds[name],
             count=counts[name],
         )
@@ -170,7 +170,7 @@ def phase_of(path: str) -> str:
     return scopes.pop()
 
 
-def _source(path: str) -> str:
+def _jax_name(path: str) -> str:
     """The end of a path, with the equation of an einsum."""
     if ":" in path:
         return "several"
@@ -198,7 +198,7 @@ def format_trace(trace: StepTrace, *, steps: int) -> str:
     )
     for op in shown:
         times, ms = f"{op.count / steps:g}", f"{1e3 * op.seconds / steps:.3f}"
-        table.add_row(op.name, op.phase, op.source, times, ms, f"{op.seconds / total:.1%}")
+        table.add_row(op.name, op.phase, op.jax_name, times, ms, f"{op.seconds / total:.1%}")
     console.print(table)
     return text.getvalue()
 

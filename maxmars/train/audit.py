@@ -57,7 +57,12 @@ from maxmars.train.journal import (
 from maxmars.train.metrics import read_metrics
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
 from maxmars.train.steering import Order, Steering, orders_in_words
-from maxmars.train.step import abstract_saved_state, continued_state, init_train_state
+from maxmars.train.step import (
+    abstract_saved_state,
+    continued_state,
+    init_train_state,
+    saved_state,
+)
 
 _READ_BYTES = 2**30  # of arrays that are compared at a time
 _WIDE = {"float64", "int64", "uint64"}
@@ -446,7 +451,7 @@ def _digest_after(
         order = _order(began if began["step"] == first else {})
         stored = abstract_saved_state(
             train_step,
-            read(directory, first).run_config(),
+            read(directory, first),
             new_optimizer_state=order["new_optimizer_state"],
         )
         loaded = load(directory, stored, first)
@@ -460,4 +465,4 @@ def _digest_after(
             state, metrics = train_step(state, next(batches))
             # With many steps under way at once, threads of XLA's CPU devices starve each other.
             jax.block_until_ready(metrics)
-    return combine(digest(state))
+    return combine(digest(saved_state(train_step, state)))

@@ -100,7 +100,7 @@ def prepare(
         optimizer do not go together.
     """
     mesh, state = parameters.mesh, abstract_train_state(config, parameters)
-    check_optimizer(config.optimizer, parameters)
+    check_optimizer(config.optimizer, parameters, config.ema_decay)
     if not follows_rate(config.optimizer, parameters):
         log(
             "the optimizer leaves optimizer.learning_rate and the schedule aside, so its own rate "

@@ -45,7 +45,7 @@ from maxmars.train.journal import (
     trajectory,
 )
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import describe_parameters, summarize_rules
+from maxmars.train.optimizer import describe_parameters, evaluated_in_words, summarize_rules
 from maxmars.train.steering import orders_in_words
 
 CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
@@ -456,6 +456,9 @@ def _training(run: _Run) -> str:
         **{f"changed at step {step:,}": told for step, told in changes.items()},
         "steered": "; ".join(orders_in_words(run.lines)) or None,
         "first weights": run.first_weights,
+        "evaluated and exported": _public(evaluated_in_words(config))
+        if stored.has_evaluation_params
+        else None,
         "computed in": getattr(config.model, "compute_dtype", None),
         "seed": config.seed,
         "skipped steps": f"{skipped[1]:.0f}" if skipped and skipped[1] else None,

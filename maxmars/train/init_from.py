@@ -4,9 +4,11 @@ The new run takes the weights and nothing else: it is at step 0, at the first ex
 and at the beginning of its schedule. Its optimizer, which may be another one, starts as in any new
 run: no updates counted, moments zero. The first step of MARS, approximate or exact, then compares
 its gradient with zero (c = (1 + κ) g, as in the official code). What exact MARS keeps as the
-parameters of the step before are at first the weights themselves. With `InitFrom.optimizer_state`
-the optimizer goes on instead, with its moments, its count of updates and MARS's last gradient (in
-exact MARS the parameters of the step before); step, data and schedule start anew all the same.
+parameters of the step before are at first the weights themselves. Of a run with an average of its
+parameters, or whose optimizer names others to evaluate, the weights are those that are evaluated.
+With `InitFrom.optimizer_state` the optimizer goes on instead, with its moments, its count of
+updates, MARS's last gradient (in exact MARS the parameters of the step before) and the parameters
+that were trained; step, data and schedule start anew all the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxmars.checkpoint import Checkpoint, find, load, read
+from maxmars.checkpoint import Checkpoint, candidates, find, load_arrays, load_params
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.checkpoint.journal import read_journal
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
@@ -109,15 +111,7 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
     found = None if hub.is_on_hub(path) else find(path)
     abstract = train_step.abstract_state
     if found is not None:
-        directory, step = found
-        saved = read(directory, step)
-        _check_model(saved.path, saved.model, config.model)
-        wanted = {"params": _as_stored(abstract.params, saved.model)}
-        if source.optimizer_state:
-            wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
-            _check_optimizer(saved, config, leaf_types(wanted))
-        loaded = load(directory, wanted, step)
-        parts, weights = loaded.state, loaded.checkpoint.path
+        parts, weights = _read_run(*found, config, abstract, optimizer_state=source.optimizer_state)
     elif is_remote(path):
         raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
     else:
@@ -138,6 +132,27 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
         "params_digest": combine(digest({"params": parts["params"]})),
     }
     return Initial(state=init_train_state(config, train_step.parameters, parts), origin=start)
+
+
+def _read_run(
+    directory: Any,
+    step: int | None,
+    config: TrainConfig,
+    abstract: TrainState,
+    *,
+    optimizer_state: bool,
+) -> tuple[dict[str, Any], Any]:
+    """The fields of the state that come from a checkpoint, and the path of that checkpoint."""
+    for candidate in candidates(directory, step):
+        with candidate as saved:
+            _check_model(saved.path, saved.model, config.model)
+            if not optimizer_state:
+                params = load_params(saved, _as_stored(abstract.params, saved.model))
+                return {"params": params}, saved.path
+            wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
+            _check_optimizer(saved, config, leaf_types(wanted))
+            return load_arrays(saved, wanted), saved.path
+    raise AssertionError("unreachable")
 
 
 def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:

@@ -18,6 +18,7 @@ from maxmars.train.lives import Life
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
 from maxmars.train.steering import Steering
+from maxmars.train.step import evaluated_params, relative_distance, saved_state
 from maxmars.train.summary import write_summary
 from maxmars.train.tracer import StepTracer, TraceTables
 
@@ -205,17 +206,27 @@ def _missing_evaluations(run: Run) -> list[Evaluation]:
 def _evaluate(
     run: Run, evaluations: Sequence[Evaluation], stops: StopRequests
 ) -> dict[str, float] | None:
-    """Evaluate the parameters of the step where the run stands, and record the metrics; None if it
-    was to stop meanwhile."""
+    """Evaluate the step where the run stands, and record the metrics; None if it was to stop
+    meanwhile.
+
+    Where others than the trained parameters are evaluated, `eval/params_distance` is their distance
+    from these, relative to the norm of these.
+    """
     found: dict[str, float] = {}
+    if not evaluations:
+        return found
+    params, told = run.state.params, {}
+    if run.train_step.evaluated is not None:
+        params = evaluated_params(run.train_step, run.state)
+        told = {"eval/params_distance": relative_distance(params, run.state.params)}
     for evaluation in evaluations:
         shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
         with run.clock("evaluation", evaluation.name), shown:
             try:
-                metrics, text = evaluation.measure(run.state.params, stops.check)
+                metrics, text = evaluation.measure(params, stops.check)
             except StopRequestedError:
                 return None
-        run.writer.write(run.step, metrics)
+        run.writer.write(run.step, metrics | told)
         run.progress.message(f"step {run.step}: {text}")
         found |= metrics
     return found
@@ -227,7 +238,7 @@ def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
         run.writer.sync()  # a resume from this checkpoint finds the metrics of its steps
         blocked_s = run.checkpointer.save(
             run.step,
-            run.state,
+            saved_state(run.train_step, run.state),
             data_position=run.batches.position,
             metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
             tokens=run.tokens(run.step),

@@ -36,9 +36,9 @@ from maxmars.config import (
 )
 from maxmars.config.optimizer import UpdateRule
 from maxmars.config.secrets import reveal
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source, load_function
 from maxmars.distributed.sharding import like_params
-from maxmars.model.parameters import PARTS, Parameters
+from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
     describe,
     mars,
@@ -143,7 +143,7 @@ def make_optimizer(
                 **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
             )
         case OptaxConfig():
-            tx = _own_optimizer(optimizer, parameters, learning_rate)
+            tx, _ = _own_optimizer(optimizer, parameters, learning_rate)
     return optax.with_extra_args_support(tx)
 
 
@@ -164,10 +164,28 @@ def _mixing_schedules(
     return lambda count: optimizer.alpha * progress(count), b3
 
 
+def own_evaluation_params(
+    optimizer: OptimizerConfig, parameters: Parameters
+) -> Callable[[Any, Any], Any] | None:
+    """The user's function from the optimizer's state and the parameters to those that are evaluated
+    and exported; None where the optimizer names none."""
+    if not isinstance(optimizer, OptaxConfig):
+        return None
+    return _own_optimizer(optimizer, parameters, optimizer.learning_rate)[1]
+
+
+def evaluated_in_words(config: TrainConfig) -> str:
+    """The parameters that are evaluated, where these are not the ones that are trained."""
+    if config.ema_decay is not None:
+        return f"the average of the parameters (ema_decay={config.ema_decay})"
+    assert isinstance(config.optimizer, OptaxConfig)  # no other names any
+    return f"the parameters that {Source.of(config.optimizer.make).written} names"
+
+
 def _own_optimizer(
     optimizer: OptaxConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
-) -> optax.GradientTransformation:
-    """What the user's function makes.
+) -> tuple[optax.GradientTransformation, Callable[[Any, Any], Any] | None]:
+    """What the user's function makes: the optimizer, and what names the evaluated parameters.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
@@ -188,18 +206,24 @@ def _own_optimizer(
             f"{', '.join(['learning_rate', *arguments])} ({error}); it is make(learning_rate, "
             "**options) with the keys of optimizer.options, and matrix_specs and mesh if it wants."
         ) from None
-    tx = make(learning_rate, **arguments)
-    if not isinstance(tx, optax.GradientTransformation):
-        raise ValueError(
-            f"optimizer.make={optimizer.make!r} returned a {type(tx).__name__}; it must return an "
-            "optax.GradientTransformation."
-        )
-    return tx
+    match made := make(learning_rate, **arguments):
+        case optax.GradientTransformation():
+            return made, None
+        case (optax.GradientTransformation() as tx, named) if callable(named):
+            return tx, named
+    raise ValueError(
+        f"optimizer.make={optimizer.make!r} returned a {type(made).__name__}; it must return an "
+        "optax.GradientTransformation, or a pair of one and a function "
+        "evaluation_params(opt_state, params)."
+    )
 
 
-def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
+def check_optimizer(
+    optimizer: OptimizerConfig, parameters: Parameters, ema_decay: float | None = None
+) -> None:
     """Check that a user's own optimizer makes updates like the parameters from gradients, state and
-    parameters alone, and that its state can be saved and keeps its types.
+    parameters alone, that its state can be saved and keeps its types, and that what it names for
+    evaluation is like the parameters and all that is named.
 
     Raises:
       FileNotFoundError, ValueError: see `OptaxConfig`.
@@ -218,15 +242,22 @@ def check_optimizer(optimizer: OptimizerConfig, parameters: Parameters) -> None:
             f"{whose} needs more than gradients, state and parameters ({error}); take one whose "
             "update needs these alone."
         ) from error
-    same = jax.tree.structure(updates) == jax.tree.structure(params) and all(
-        u.shape == p.shape
-        for u, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-    )
-    if not same:
+    if not _is_like(updates, params):
         raise ValueError(
             f"{whose} makes updates of another structure or shape than the parameters."
         )
     _check_state(whose, before, after)
+    named = own_evaluation_params(optimizer, parameters)
+    if named is not None and ema_decay is not None:
+        raise ValueError(
+            f"{whose} names the parameters to evaluate, and ema_decay={ema_decay} their average; "
+            "set ema_decay to None, or return the optimizer alone."
+        )
+    if named is not None and not _is_like(jax.eval_shape(named, before, params), params):
+        raise ValueError(
+            f"{whose} has an evaluation_params whose result is of another structure or shape than "
+            "the parameters."
+        )
     if optax.tree.get_all_with_path(before, "learning_rate"):
         raise ValueError(
             f"{whose} keeps learning_rate in its state, as optax.inject_hyperparams does, so it "
@@ -265,6 +296,14 @@ def _own_update(
 
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
     return update, (jax.ShapeDtypeStruct((), dtype), jax.eval_shape(init, params))
+
+
+def _is_like(tree: Any, params: Any) -> bool:
+    """Whether a tree has the parameters' structure and shapes."""
+    return jax.tree.structure(tree) == jax.tree.structure(params) and all(
+        a.shape == b.shape
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    )
 
 
 def _check_state(whose: str, before: Any, after: Any) -> None:
@@ -349,9 +388,9 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
 # --- the parts of the model that metrics tell apart ----------------------------------------------
 def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
     """The learning rate of each part that has its own, as a multiple of the run's."""
-    parts = jax.tree.leaves(parameters.parts)
+    parts = jax.tree.leaves(parameters.components)
     rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
-    scales = {part: rules[part].learning_rate_scale or 1.0 for part in PARTS if part in rules}
+    scales = {part: rules[part].learning_rate_scale or 1.0 for part in COMPONENTS if part in rules}
     return {part: scale for part, scale in scales.items() if scale != 1.0}
 
 
@@ -367,5 +406,7 @@ def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
         name = f"train/{quantity}_norm"
         if quantity != "grad":
             found[name] = float(np.linalg.norm(row))
-        found |= {f"{name}/{part}": float(value) for part, value in zip(PARTS, row, strict=True)}
+        found |= {
+            f"{name}/{part}": float(value) for part, value in zip(COMPONENTS, row, strict=True)
+        }
     return found

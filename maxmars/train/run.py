@@ -83,6 +83,7 @@ from maxmars.train.step import (
     abstract_train_state,
     continued_state,
     init_train_state,
+    saved_state,
 )
 from maxmars.train.trackers import check_trackers, open_trackers
 
@@ -382,6 +383,8 @@ def lock(
         f"{config.tokens_per_step:,} tokens a step, {data['num_tokens']:,} training tokens"
     )
     progress.message(f"{rules}; parameters.txt says which")
+    if checked.train_step.evaluated is not None:
+        progress.message(f"evaluated and exported: {checked.train_step.evaluated}")
     for text in checked.messages:
         progress.message(text)
     return checkpointer
@@ -406,9 +409,7 @@ def restore(
             order: Order = checked.order or dataclasses.asdict(Steering())
             is_new = order["new_optimizer_state"]
             restored = checkpointer.restore(
-                abstract_saved_state(
-                    train_step, checked.saved.run_config(), new_optimizer_state=is_new
-                ),
+                abstract_saved_state(train_step, checked.saved, new_optimizer_state=is_new),
                 order["rewind"],
                 whole=not is_new,
             )
@@ -429,7 +430,7 @@ def restore(
             state = initial.state
         else:
             state = init_train_state(checked.config, train_step.parameters)
-        found = combine(digest(state)) if saved is None else saved.digest
+        found = combine(digest(saved_state(train_step, state))) if saved is None else saved.digest
     return Start(
         state=state,
         step=step,

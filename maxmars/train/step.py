@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.digest import leaf_paths, leaf_types
+from maxmars.checkpoint.reader import in_float32
 from maxmars.config import (
     GPT2Config,
     GuardConfig,
@@ -34,14 +37,16 @@ from maxmars.data.batches import batch_types
 from maxmars.data.windows import Types
 from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
-from maxmars.model.parameters import PARTS, Parameters, init_params
+from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
 from maxmars.train.compiler_options import checked_compiler_options
 from maxmars.train.optimizer import (
+    evaluated_in_words,
     follows_rate,
     make_optimizer,
     make_schedule,
     opt_state_shardings,
+    own_evaluation_params,
 )
 
 Metrics = dict[str, jax.Array]
@@ -95,6 +100,10 @@ class TrainState:
     hyperparams: Any
     """`learning_rate` [], an array, so that another rate does not recompile the step."""
     guard: Guard
+    evaluation_params: Any = None
+    """The parameters that are evaluated and exported, where these are not `params`: their average
+    with `ema_decay`, and in a checkpoint those that a user's own optimizer names. They have the
+    parameters' shardings, and are in float32 at least."""
 
 
 # --- making a state ------------------------------------------------------------------------------
@@ -161,18 +170,20 @@ def init_train_state(
 
 
 def abstract_saved_state(
-    train_step: TrainStep, saved: TrainConfig, *, new_optimizer_state: bool = False
+    train_step: TrainStep, saved: Checkpoint, *, new_optimizer_state: bool = False
 ) -> TrainState:
-    """The state of the step as a run with the config `saved` stored it, for `continued_state`.
+    """The state of the step as the checkpoint `saved` has it, for `continued_state`.
 
     With `new_optimizer_state` it has none of the optimizer.
     """
-    state, config = train_step.abstract_state, train_step.config
-    before = dataclasses.replace(config, guard=saved.guard)
+    state, config, stored = train_step.abstract_state, train_step.config, saved.run_config()
+    before = dataclasses.replace(config, guard=stored.guard)
     if not new_optimizer_state and not isinstance(config.optimizer, OptaxConfig):
-        before = dataclasses.replace(before, optimizer=saved.optimizer)
+        before = dataclasses.replace(before, optimizer=stored.optimizer)
     if before != config:
         state = abstract_train_state(before, train_step.parameters)
+    named = in_float32(state.params) if saved.has_evaluation_params else None
+    state = dataclasses.replace(state, evaluation_params=named)
     if new_optimizer_state:
         state = dataclasses.replace(state, opt_state=None, prev_params=None)
     return state
@@ -180,7 +191,8 @@ def abstract_saved_state(
 
 def continued_state(train_step: TrainStep, state: TrainState) -> TrainState:
     """A state from a checkpoint as the step goes on with it: at the config's learning rate, and
-    with the guard and the optimizer that the config asks for; what these lack is made anew."""
+    with the guard, the optimizer and the average that the config asks for; what these lack is made
+    anew, an average from the present parameters."""
     config, parameters = train_step.config, train_step.parameters
     fields = carried_over(vars(state), vars(train_step.abstract_state))
     fields["hyperparams"] = make_hyperparams(config, parameters)
@@ -253,6 +265,7 @@ def _initial_state(
             loss_variance=zero_loss,
             norms=Running(zero, zero_loss, zero_loss) if _watches_norms(config) else None,
         ),
+        evaluation_params=None if config.ema_decay is None else jax.tree.map(_widened, params),
     )
 
 
@@ -295,6 +308,16 @@ class TrainStep:
     """`jax.jit` function of (TrainState, batch)."""
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    evaluation_params: Any
+    """`jax.jit` function from the optimizer's state and the parameters to
+    `TrainState.evaluation_params`, where a user's own optimizer names them; else None."""
+
+    @property
+    def evaluated(self) -> str | None:
+        """The parameters that are evaluated, in words; None if they are those that are trained."""
+        if self.config.ema_decay is None and self.evaluation_params is None:
+            return None
+        return evaluated_in_words(self.config)
 
     @property
     def mesh(self) -> Mesh:
@@ -378,7 +401,32 @@ def make_train_step(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for name, dtype in types.items()
     }
-    return TrainStep(config, parameters, jitted, abstract_state, batch)
+    named = own_evaluation_params(config.optimizer, parameters)
+    if named is not None:
+        function = named
+        named = jax.jit(
+            lambda opt_state, params: jax.tree.map(_widened, function(opt_state, params)),
+            out_shardings=parameters.shardings,
+        )
+    return TrainStep(config, parameters, jitted, abstract_state, batch, named)
+
+
+def saved_state(train_step: TrainStep, state: TrainState) -> TrainState:
+    """The state as a checkpoint has it: also with the parameters that a user's own optimizer names
+    to be evaluated, so that who reads them need not run the optimizer's code."""
+    if train_step.evaluation_params is None:
+        return state
+    with jax.set_mesh(train_step.mesh):
+        named = train_step.evaluation_params(state.opt_state, state.params)
+    return dataclasses.replace(state, evaluation_params=named)
+
+
+def evaluated_params(train_step: TrainStep, state: TrainState) -> Any:
+    """The parameters that are evaluated, in the types and shardings of `state.params`."""
+    named = saved_state(train_step, state).evaluation_params
+    if named is None:
+        return state.params
+    return jax.tree.map(lambda x, param: x.astype(param.dtype), named, state.params)
 
 
 class _Written(NamedTuple):
@@ -387,6 +435,7 @@ class _Written(NamedTuple):
     params: Any
     opt_state: Any
     prev_params: Any
+    evaluation_params: Any
 
 
 def _step(
@@ -397,7 +446,7 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    parts = parameters.parts
+    parts = parameters.components
 
     def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
@@ -435,15 +484,17 @@ def _step(
         updates, opt_state = tx.update(
             clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
         )
+        params = optax.apply_updates(state.params, updates)
         written = _Written(
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             opt_state=opt_state,
             prev_params=state.params if _is_exact(config) else None,
+            evaluation_params=_averaged(config, state, params),
         )
         return written, squared_norms(parts, updates)
 
     def skip() -> tuple[_Written, Metrics]:
-        old = _Written(state.params, state.opt_state, state.prev_params)
+        old = _Written(*(getattr(state, name) for name in _Written._fields))
         return old, jax.tree.map(jnp.zeros_like, of_gradients)
 
     with jax.named_scope("optimizer"):
@@ -468,12 +519,29 @@ def _step(
         metrics["train/learning_rate"] = learning_rate
     if config.log.norms:
         # One array rather than twelve scalars: each output of the step costs the host time.
-        squares = [[of[part] for part in PARTS] for of in (of_gradients, of_params, of_updates)]
+        squares = [
+            [of[part] for part in COMPONENTS] for of in (of_gradients, of_params, of_updates)
+        ]
         metrics["train/norms"] = jnp.sqrt(jnp.stack([*map(jnp.stack, squares)])).astype(jnp.float32)
     if config.gradient_clip_norm is not None:
         metrics["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
     return new_state, metrics
+
+
+def _averaged(config: TrainConfig, state: TrainState, params: Any) -> Any:
+    """The average of the parameters of all updates up to these ones, the t-th.
+
+    It is the exponential moving average from zero over 1 - decay^t (Adam's correction of the bias),
+    written as a step from the average before: the first one takes it to the parameters.
+    """
+    decay, average = config.ema_decay, state.evaluation_params
+    if decay is None:
+        return None
+    t = state.step - state.guard.num_skipped + 1
+    weight = (1 - decay) / -jnp.expm1(t * math.log(decay))
+    moved = optax.incremental_update(params, average, weight)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, average)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -689,6 +757,16 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     return optax.tree.norm(jax.tree.map(_widened, tree))
 
 
+def relative_distance(tree: Any, params: Any) -> float:
+    """The norm of the difference from the parameters, over the norm of the parameters."""
+    return float(_relative_distance(tree, params))
+
+
+@jax.jit
+def _relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+    return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
+
+
 def _widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -697,10 +775,10 @@ def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each part of the model.
 
     Args:
-      parts: the part of each parameter; see `Parameters.parts`.
+      parts: the part of each parameter; see `Parameters.components`.
       tree: a tree of the parameters' structure.
     """
-    sums: dict[str, Any] = dict.fromkeys(PARTS, jnp.zeros([], jnp.float32))
+    sums: dict[str, Any] = dict.fromkeys(COMPONENTS, jnp.zeros([], jnp.float32))
     for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
         sums[part] += jnp.sum(jnp.square(_widened(leaf)))
     return sums

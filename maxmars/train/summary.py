@@ -90,6 +90,8 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         if key in values:  # a line speaks for the steps since the line before
             weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
             found[key] = float(np.average(values[key], weights=weights))
+    if run.train_step.evaluated is not None:
+        found["evaluated"] = run.train_step.evaluated
     if best := best_evaluation(rows):
         found["best"] = best
     return found
@@ -112,7 +114,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if "best" in found and found["best"]["eval/loss"] != found["eval/loss"]:
         best = found["best"]
         losses.append(f"best validation {float(best['eval/loss']):.4f} at step {best['step']}")
-    lines = [f"  loss       {', '.join(losses)}"] if losses else []
+    of = f"; validation of {found['evaluated']}" if "evaluated" in found else ""
+    lines = [f"  loss       {', '.join(losses)}{of}"] if losses else []
     starts = "" if found["sessions"] == 1 else f", over {found['sessions']} starts"
     lines.append(
         f"  goodput    {found['shares']['steps']:.1%} of {duration(found['wall_time_s'])} went "

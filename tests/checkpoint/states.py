@@ -68,16 +68,19 @@ def make_state(tx=PARTITION, width=16, seed=0):
     }
 
 
-def abstract(state, mesh=MESH):
+def abstract(state, mesh=MESH, cuts=("fsdp", "tensor")):
+    """The state on a mesh; `cuts` are the mesh axes that cut the last two axes of an array."""
+
     def leaf(x):
-        spec = P(*[None] * (x.ndim - 2), "fsdp", "tensor") if x.ndim >= 2 else P()
+        spec = P(*[None] * (x.ndim - 2), *cuts) if x.ndim >= 2 else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(leaf, state)
 
 
-def place(state, mesh=MESH):
-    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, abstract(state, mesh))
+def place(state, mesh=MESH, cuts=("fsdp", "tensor")):
+    on_mesh = abstract(state, mesh, cuts)
+    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, on_mesh)
 
 
 def assert_same(got, want):

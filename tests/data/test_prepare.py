@@ -1,6 +1,8 @@
+import gzip
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
+VERSION_2 = Path(__file__).parent / "version_2"
 
 
 def documents(count, length=20):
@@ -48,12 +51,12 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
-def sha256_of(name):
-    return hashlib.sha256(name.encode()).hexdigest()
+def contents_of_all(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def is_held_out(name, fraction):
-    return int(sha256_of(name)[:16], 16) < fraction * 2**64
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
 
 
 def test_whole_documents_go_to_one_split(tmp_path):
@@ -69,16 +72,64 @@ def test_whole_documents_go_to_one_split(tmp_path):
     assert metadata.splits["val"].num_tokens == 21 * len(val)
 
 
-@pytest.mark.parametrize("fraction", [1e-12, 1 - 1e-12])
-@pytest.mark.parametrize("count", [2, 50])
-def test_where_no_hash_decides_one_document_is_held_out(tmp_path, fraction, count):
-    docs, out = documents(count), tmp_path / "out"
-    metadata = run(docs, out, validation_fraction=fraction, task_bytes=60)
-    lowest = min(docs, key=lambda doc: hashlib.sha256(doc[0].encode()).digest())[1]
-    assert pieces(read(out, "val")) == [lowest]
-    assert pieces(read(out, "train")) == [text for _, text in docs if text != lowest]
-    listed = {shard.file for split in metadata.splits.values() for shard in split.shards}
-    assert {path.name for path in out.glob("*_0*.bin")} == listed
+def write_rows(path, texts):
+    """Texts in a file of rows of any kind."""
+    kind = path.suffixes[0]
+    if kind == ".parquet":
+        pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+        parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=50)
+        return
+    rows = [json.dumps({"text": text}) for text in texts]
+    content = {
+        ".jsonl": "".join(f"{row}\n" for row in rows),
+        ".json": f"[{', '.join(rows)}]",
+        ".csv": "text,n\n" + "".join(f'"{text}",1\n' for text in texts),
+        ".txt": "<|endoftext|>".join(texts),
+    }[kind].encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.txt.gz"],
+)
+@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (5, 1), (70, 7)])
+def test_the_last_rows_of_each_file_of_a_small_corpus_are_held_out(tmp_path, name, count, held_out):
+    texts = [f"{i} is a row" for i in range(count)]
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / name, texts)
+    corpus = TextFiles([str(tmp_path / "*" / name)], separator="<|endoftext|>" * (".txt" in name))
+    for task_bytes in (None, 100):
+        out = tmp_path / f"out{task_bytes}"
+        run(corpus, out, task_bytes=task_bytes)
+        assert pieces(read(out, "val")) == 2 * texts[-held_out:]
+        assert pieces(read(out, "train")) == 2 * texts[:-held_out]
+
+
+def test_of_many_files_a_hash_decides_for_each_row(tmp_path):
+    for i in range(100):
+        write_rows(tmp_path / f"{i:02d}.jsonl", [f"{i} a", f"{i} b"])
+    names = [f"{i:02d}.jsonl:{j}" for i in range(100) for j in (0, len(f'{{"text": "{i} a"}}\n'))]
+    texts = [f"{i} {letter}" for i in range(100) for letter in "ab"]
+    run(TextFiles([str(tmp_path / "*.jsonl")]), tmp_path / "out", validation_fraction=0.3)
+    for split in ("train", "val"):
+        expected = [
+            text
+            for name, text in zip(names, texts, strict=True)
+            if is_held_out(name, 0.3) == (split == "val")
+        ]
+        assert pieces(read(tmp_path / "out", split)) == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt.gz"])
+@pytest.mark.parametrize("task_bytes", [None, 100])
+def test_a_file_of_one_document_gives_its_end(tmp_path, name, task_bytes):
+    text = "one row of words, " * 40
+    write_rows(tmp_path / name, [text])
+    run(TextFiles([str(tmp_path / name)]), tmp_path / "out", task_bytes=task_bytes)
+    found = [pieces(read(tmp_path / "out", split)) for split in ("train", "val")]
+    assert found == [[text[:648]], [text[648:]]]
 
 
 @pytest.mark.parametrize(
@@ -180,15 +231,54 @@ def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, gpt2, wo
         assert val[:-1].tolist() == encoding.encode_ordinary(data[border:].decode())
 
 
-def test_odd_texts_are_cut_where_tokens_do_not_change(tmp_path, gpt2):
+def test_odd_texts_are_the_same_texts_in_any_tasks(tmp_path, gpt2):
     draw = np.random.default_rng(0)
     text = "".join(draw.choice(list("ab1.'s \n\t\u00a0\u3000é—"), 1000))
     (tmp_path / "odd.txt").write_text(text)
-    corpus = TextFiles([str(tmp_path / "odd.txt")])
     for task_bytes in (30, 333):
-        out = tmp_path / str(task_bytes)
+        corpus, out = TextFiles([str(tmp_path / "odd.txt")]), tmp_path / str(task_bytes)
         run(corpus, out, task_bytes=task_bytes, tokenizer=gpt2, validation_fraction=0.0)
-        assert read(out, "train")[:-1].tolist() == gpt2.encode(text).tolist()
+        assert gpt2.decode(read(out, "train")[:-1]) == text
+
+
+class Watched(ByteTokenizer):
+    """Keeps what it tokenises."""
+
+    def __init__(self):
+        self.texts = []
+
+    def encode(self, text):
+        self.texts.append(text)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("line", ["words in a line of a text\n", "ä"])
+def test_long_documents_are_tokenised_in_pieces(tmp_path, line):
+    """Their length is bounded, and they end after line breaks if there are any."""
+    text, tokenizer = line * (4_000_000 // len(line)), Watched()
+    run([("a", text)], tmp_path / "out", tokenizer=tokenizer, validation_fraction=0.0)
+    assert tokenizer.decode(read(tmp_path / "out", "train")[:-1]) == text
+    assert len(tokenizer.texts) >= 4
+    assert max(map(len, tokenizer.texts)) < 1_200_000
+    assert all(text.endswith(line[-1]) for text in tokenizer.texts)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_blank_before_a_text_is_not_before_each_piece(tmp_path, scheme):
+    """As tokenizers of SentencePiece put it there."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {c: i for i, c in enumerate(["<unk>", "</s>", *"▁word\n0123456789"])}
+    model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+    made.save(str(tmp_path / "own.json"))
+    ours = load(tmp_path / "own.json", eot_token="</s>")
+    text = "".join(f"word {i}\n" for i in range(100_000))
+    (tmp_path / "a.txt").write_text(text)
+    options = {"tokenizer": ours, "validation_fraction": 0.0, "task_bytes": 300_000}
+    run(TextFiles([str(tmp_path / "a.txt")]), tmp_path / "out", **options)
+    assert ours.decode(read(tmp_path / "out", "train")[:-1]) == text
 
 
 def test_a_text_that_cannot_be_cut_is_one_task(tmp_path):
@@ -340,24 +430,6 @@ def test_a_job_that_begins_late_leaves_the_files_of_one_that_works(tmp_path, mon
     assert preparation.finish().splits["train"].num_tokens == 6 * 1_000_001
 
 
-def test_a_text_of_several_tasks_that_is_held_out_is_held_out_whole(tmp_path):
-    """No hash decides for validation, and the lowest is that of the text."""
-    lines = "".join(f"line {i} of a large text\n" for i in range(40))
-    (tmp_path / "0.txt").write_text(lines)
-    assert not is_held_out("0.txt", 1e-12)
-    names = [n for n in map(str, range(100)) if sha256_of(f"{n}.jsonl:0") > sha256_of("0.txt")]
-    (tmp_path / f"{names[0]}.jsonl").write_text('{"text": "small"}\n')
-    corpus, out = TextFiles([str(tmp_path / "*")]), tmp_path / "out"
-    metadata = run(corpus, out, validation_fraction=1e-12, task_bytes=300)
-    assert pieces(read(out, "val")) == [lines]
-    assert pieces(read(out, "train")) == ["small"]
-    assert {name: split.num_documents for name, split in metadata.splits.items()} == {
-        "train": 1,
-        "val": 1,
-    }
-    assert [split.documents.count for split in metadata.splits.values()] == [1, 1]
-
-
 def test_what_a_job_writes_beside_a_complete_preparation_stays(tmp_path):
     """As the plan of packed windows that it writes, when another one comes to the same end."""
     corpus, out = Texts(documents(3)), tmp_path / "out"
@@ -381,28 +453,22 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
     assert contents(tmp_path / "out") == before
 
 
-def test_another_process_may_complete_it_during_the_last_step(tmp_path):
-    """No hash decides, so the last step tokenises a document again."""
+def test_another_process_may_complete_it_during_a_task(tmp_path):
+    options = {"source": "a test", "task_bytes": 200, "corpus": Texts(documents(30))}
+    options["out"] = tmp_path / "out"
 
     class Overtaken(ByteTokenizer):
         def encode(self, text):
-            preparation(ByteTokenizer()).finish()
+            if not (tmp_path / "out" / "meta.json").exists():
+                other = Preparation(tokenizer=ByteTokenizer(), **options)
+                other.run()
+                other.finish()
             return super().encode(text)
 
-    def preparation(tokenizer):
-        return Preparation(
-            corpus=Texts(documents(3)),
-            out=tmp_path / "out",
-            tokenizer=tokenizer,
-            source="a test",
-            validation_fraction=1e-12,
-            task_bytes=20,
-        )
-
-    preparation(ByteTokenizer()).run()
-    found = preparation(Overtaken()).finish()
-    options = {"validation_fraction": 1e-12, "task_bytes": 20}
-    assert found == run(documents(3), tmp_path / "whole", **options)
+    preparation = Preparation(tokenizer=Overtaken(), **options)
+    preparation.run()
+    found = preparation.finish()
+    assert found == run(documents(30), tmp_path / "whole", task_bytes=200)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -460,7 +526,7 @@ def test_bad_arguments(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
-    ("docs", "split"), [([], "train"), ([("a", "")], "train"), ([("a", "1")], "train")]
+    ("docs", "split"), [([], "train"), ([("a", "")], "train"), ([("a", "1")], "val")]
 )
 def test_empty_split(tmp_path, docs, split):
     with refused(ValueError, "a test", f"'{split}'"):
@@ -534,7 +600,27 @@ def test_light_imports():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_directories_of_earlier_versions_are_read(tmp_path):
+def test_a_directory_of_an_earlier_version_is_read():
+    """`version_2` is one that maxmars made when 2 was the version."""
+    texts = [*pieces(read(VERSION_2, "train")), *pieces(read(VERSION_2, "val"))]
+    assert set(texts) == {
+        f"Document {i} counts {' '.join(map(str, range(i % 7)))}." for i in range(40)
+    }
+    assert load(VERSION_2).name == "byte"
+    with refused(FileExistsError, VERSION_2, "complete"):
+        run(documents(3), VERSION_2)
+
+
+def test_an_unfinished_preparation_of_an_earlier_version_is_not_continued(tmp_path):
+    """`version_2_unfinished` is one of two tasks, of which one is done."""
+    shutil.copytree(f"{VERSION_2}_unfinished", tmp_path / "out")
+    before = contents_of_all(tmp_path / "out")
+    with refused(ValueError, tmp_path / "out", "version 2", "delete"):
+        run(documents(3), tmp_path / "out")
+    assert contents_of_all(tmp_path / "out") == before
+
+
+def test_fields_that_earlier_versions_wrote_are_read(tmp_path):
     run(documents(30), tmp_path / "out")
     path = tmp_path / "out" / "meta.json"
     fields = json.loads(path.read_text()) | {"part": {"index": 0, "count": 2, "shard_tokens": 9}}

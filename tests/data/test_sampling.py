@@ -1,7 +1,11 @@
 import itertools
+from fractions import Fraction
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import refused
 from token_directories import write_shards
 
@@ -89,26 +93,30 @@ def test_random_windows_of_other_seeds_and_indices_differ():
         assert sum(one == other for one, other in itertools.pairwise(a)) < 6
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [(1.0,), (0.7, 0.3), (1.0, 1.0), (0.1, 0.2, 0.7), (5.0, 1e-3, 2.5, 1 / 3), (1e-9, 1.0)],
-)
-def test_a_mixture_has_every_share_in_every_run(weights):
-    interleaving = Interleaving(weights)
-    shares = np.array(weights) / sum(weights)
-    seen = [0] * len(weights)
-    history = []
-    for i in range(2000):
+settings = hypothesis.settings(max_examples=50, deadline=None, database=None, derandomize=True)
+some_weights = st.decimals(0, 10, places=9) | st.sampled_from([0, 1, 1 / 3, 0.7, 0.3, 0.1, 1e-9])
+
+
+def weights_of(num_parts):
+    """Weights of so many parts, not all of them 0."""
+    return st.lists(some_weights.map(float), min_size=num_parts, max_size=num_parts).filter(any)
+
+
+@settings
+@hypothesis.example([1e-9, 1.0], 0)
+@given(st.integers(1, 5).flatmap(weights_of), st.integers(0, 10**15))
+def test_a_mixture_has_every_share_in_every_run(weights, begin):
+    interleaving, exact = Interleaving(weights), [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    before = seen = interleaving.counts(begin)
+    for i in range(begin, begin + 100):
+        for count, first, share in zip(seen, before, shares, strict=True):
+            assert abs(count - i * share) <= Fraction(len(weights) - 1, 2)
+            assert abs(count - first - (i - begin) * share) <= len(weights) - 1
         part, position = interleaving.locate(i)
         assert position == seen[part]  # each part's examples in order, none left out
-        assert interleaving.counts(i) == seen
-        seen[part] += 1
-        history.append(list(seen))
-    counts = np.array([[0] * len(weights), *history])
-    assert np.abs(counts - np.arange(2001)[:, None] * shares).max() <= (len(weights) - 1) / 2 + 1e-9
-    for run in (1, 10, 333):
-        found = counts[run:] - counts[:-run]
-        assert np.abs(found - run * shares).max() <= len(weights) - 1 + 1e-9
+        seen = [count + (k == part) for k, count in enumerate(seen)]
+        assert interleaving.counts(i + 1) == seen
 
 
 def test_shares_are_exact_far_away():
@@ -135,32 +143,42 @@ def test_a_mixture_changes_exactly_at_its_examples():
     assert taken.sum() == 10**15
 
 
-def test_a_mixture_whose_weights_change_misses_and_repeats_nothing():
-    shares = SharesByWeight((1.0, 0.0), [(7, (0.5, 0.5)), (20, (0.0, 1.0)), (40, (0.3, 0.7))])
-    seen = [0, 0]
-    for index in range(200):
+@settings
+@given(
+    st.lists(st.tuples(st.integers(1, 30), weights_of(3)), min_size=1, max_size=4), weights_of(3)
+)
+def test_a_mixture_whose_weights_change_misses_and_repeats_nothing(stages, last):
+    begins = list(itertools.accumulate(length for length, _ in stages))
+    weights = [*(weights for _, weights in stages), last]
+    shares = SharesByWeight(weights[0], list(zip(begins, weights[1:], strict=True)))
+    seen = [0, 0, 0]
+    for index in range(begins[-1] + 50):
         part, position = shares[index]
         assert position == seen[part]
+        assert weights[sum(begin <= index for begin in begins)][part] > 0
         seen[part] += 1
-        if index in (6, 19, 39):
-            assert seen == {6: [7, 0], 19: [14, 6], 39: [14, 26]}[index]
 
 
 SIZES = (3, 15, 30)
-ENDS = np.cumsum(SIZES)  # the windows of all parts are numbered one part after the other
 
 
-def test_each_part_of_a_mixture_runs_through_its_own_epochs():
-    numbers = first(order_of(*SIZES, weights=(0.5, 0.3, 0.2), seed=3, order="shuffled"), 300)
-    for part, count in enumerate((150, 90, 60)):
-        size, end = SIZES[part], ENDS[part]
+some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=3)
+
+
+@hypothesis.settings(settings, max_examples=15)  # Grain takes 1 ms to seek in a shuffled order
+@given(
+    some_sizes.flatmap(lambda sizes: st.tuples(st.just(sizes), weights_of(len(sizes)))),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["shuffled", "sequential"]),
+)
+def test_each_part_runs_through_its_own_epochs(mixture, seed, order):
+    sizes, weights = mixture
+    numbers = first(order_of(*sizes, weights=weights, seed=seed, order=order), 100)
+    for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
         windows = [number for number in numbers if end - size <= number < end]
-        assert len(windows) == count
-        epochs = [windows[i : i + size] for i in range(0, count - size + 1, size)]
-        assert len(epochs) >= 2
-        for epoch in epochs:
-            assert len(set(epoch)) == size  # each window once
-        assert size < 10 or epochs[0] != epochs[1]
+        for epoch in (windows[i : i + size] for i in range(0, len(windows), size)):
+            assert len(set(epoch)) == len(epoch)  # each window once
+            assert order == "shuffled" or epoch == sorted(epoch)
 
 
 def test_parts_of_the_same_size_have_orders_of_their_own():
@@ -179,12 +197,15 @@ def test_a_mixture_seeks(order):
     assert 0 <= numbers[10**12] < sum(SIZES)
 
 
-def test_validation_windows_of_a_mixture_end_before_a_part_repeats():
-    weights = [0.25, 0.5, 0.25]
-    numbers = validation_numbers(SIZES, weights)
+@settings
+@given(some_sizes.flatmap(lambda sizes: st.tuples(st.just(sizes), weights_of(len(sizes)))))
+def test_validation_windows_of_a_mixture_end_before_a_part_repeats(mixture):
+    sizes, weights = mixture
+    numbers = validation_numbers(sizes, weights)
     found = first(numbers, len(numbers))
     assert len(set(found)) == len(found)
-    counts = np.bincount(np.searchsorted(ENDS, found, "right"))
-    assert counts[0] == 3
-    assert Interleaving(weights).counts(len(numbers)) == counts.tolist()
-    assert Interleaving(weights).counts(len(numbers) + 1)[0] == 4
+    parts = np.searchsorted(np.cumsum(sizes), found, "right")
+    counts = np.bincount(parts, minlength=len(sizes)).tolist()
+    assert Interleaving(weights).counts(len(numbers)) == counts
+    more = Interleaving(weights).counts(len(numbers) + 1)
+    assert any(count > size for count, size in zip(more, sizes, strict=True))

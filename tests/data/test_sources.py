@@ -22,7 +22,7 @@ def test_metadata_round_trip(tmp_path):
     metadata = write_shards(tmp_path / "tokens", STREAM)
     assert read_metadata(tmp_path / "tokens") == metadata
     fields = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 2)
+    assert (fields["format"], fields["version"]) == ("maxmars-tokens", 3)
     assert "command" not in fields
 
 

@@ -107,32 +107,6 @@ def test_gpt2_without_network(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("size", [300, 5000, 1 << 16])
-def test_gpt2_tokens_do_not_change_where_a_text_is_cut(gpt2, reference_dir, size):
-    text = (reference_dir / "data" / "wikitext2_a.txt").read_text()[:200_000]
-    assert join_cut(gpt2, text, size) == gpt2.encode(text).tolist()
-
-
-def join_cut(tokenizer, text, size):
-    tokens, start = [], 0
-    while (match := tokenizer.cut_after.search(text, start + size)) is not None:
-        tokens += tokenizer.encode(text[start : match.end()]).tolist()
-        start = match.end()
-    return tokens + tokenizer.encode(text[start:]).tolist()
-
-
-def test_gpt2_tokens_of_odd_texts_do_not_change_either(gpt2):
-    generator, cuts = random.Random(0), 0
-    for _ in range(2000):
-        text = "".join(generator.choices("ab1.'s \n\t\u00a0\u3000é—", k=40))
-        for match in gpt2.cut_after.finditer(text):
-            cuts += 1
-            parts = [*gpt2.encode(text[: match.end()]), *gpt2.encode(text[match.end() :])]
-            assert parts == gpt2.encode(text).tolist(), text
-    assert cuts > 1000
-    assert gpt2.cut_after.search("x" * 100) is None
-
-
 def test_gpt2_tokens_are_those_of_its_library(gpt2):
     """Of texts drawn at random, with runs of every kind of white space, long ones among them."""
     tiktoken = pytest.importorskip("tiktoken")

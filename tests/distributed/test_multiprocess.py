@@ -1,19 +1,15 @@
 """Real processes over loopback, through the command line, against one process."""
 
 import json
-import os
 import runpy
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hellaswag_questions import write_questions_file
+from running import finish_well, free_port, records, start_python, start_together
 from token_directories import write_shards
-from xla_flags import xla_flags
 
 from maxmars.cli import main
 from maxmars.train.audit import audit
@@ -36,11 +32,12 @@ def get_config():
 """
 
 
-# `find` is called here, and printed by each of two processes.
+# `find` is called here, and printed by each of several processes.
 PRINT = """
 if __name__ == "__main__":
     import json
-    processes.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+    port, count, place = map(int, sys.argv[1:])
+    processes.initialize(f"127.0.0.1:{port}", count, place)
     print("FOUND " + json.dumps(find()), flush=True)
     processes.shutdown()
 """
@@ -49,6 +46,7 @@ if __name__ == "__main__":
 STREAMS = """
 import hashlib, sys
 sys.path.insert(0, {tests!r})
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from maxmars.config import EvalConfig, MeshConfig, MixtureConfig, MixturePart, TokenShardsConfig
@@ -57,18 +55,23 @@ from maxmars.distributed import processes
 from maxmars.distributed.sharding import make_mesh
 from tiny import tiny_config, validation_batches
 
+EVAL = EvalConfig(num_windows=11, batch_size=24)
+MESHES = {{
+    8: ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)),
+    3: ((1, 1, 3), (1, 3, 1), (3, 1, 1)),
+}}
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
 
 def find():
     found = {{}}
-    for sizes in ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)):
+    for sizes in MESHES[jax.device_count()]:
         mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
         for name, data in (
             ("shards", TokenShardsConfig(path="{directory}/0")),
             ("mixture", MixtureConfig(parts=parts)),
             ("random windows", MixtureConfig(parts=parts, order="random_windows")),
         ):
-            config = tiny_config(data=data, eval=EvalConfig(num_windows=11))
+            config = tiny_config(data=data, global_batch_size=48, eval=EVAL)
             tokens = open_data(data, "train", model=config.model)
             batches = TrainBatches(tokens, config, mesh, position=7)
             val = validation_batches(open_data(data, "val", model=config.model), config, mesh)
@@ -109,66 +112,37 @@ def find():
 """
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def start(arguments, devices, cache):
-    return start_python(["-m", "maxmars", "train", *arguments], devices, cache)
-
-
-def start_python(arguments, devices, cache):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(devices),
-        "MAXMARS_CACHE": str(cache),
-    }
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(process):
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    return output
-
-
-def losses(workdir):
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {
-        (row["step"], key): row[key]
-        for row in rows
-        for key in ("train/loss", "eval/loss")
-        if key in row
-    }
-
-
 def train_here(config, workdir, *arguments):
     """`maxmars train` in this process, which has eight devices."""
     main(["train", str(config), "--workdir", str(workdir), "--num-processes", "1", *arguments])
 
 
-def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, monkeypatch, capsys):
-    config = tmp_path / "tiny_config.py"
-    config.write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    one, two, cache = tmp_path / "one", tmp_path / "two", tmp_path / "cache"
-    monkeypatch.setenv("MAXMARS_CACHE", str(cache))
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
-    train_here(config, one)
-    expected = losses(one)
+
+def write_config(folder, change=("", "")):
+    """The config of both, with a text of it replaced by another."""
+    text = CONFIG.replace(*change).format(tests=str(Path(__file__).parents[1]))
+    (folder / "config.py").write_text(text)
+    return folder / "config.py"
+
+
+def assert_same_losses(one, two):
+    expected, ours = records(one), records(two)
     assert len(expected) == 4 + 3
+    assert ours.keys() == expected.keys()
+    for key in expected:
+        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
 
-    shared = [str(config), "--workdir", str(two), "--num-steps", "2", "--schedule.decay-steps", "4"]
-    shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    processes = [start([*shared, "--process-id", str(i)], 4, cache) for i in range(2)]
-    outputs = [finish(process) for process in processes]
+
+def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
+    config, one, two = write_config(folder), folder / "one", folder / "two"
+    train_here(config, one)
+    steps = ("--num-steps", "2", "--schedule.decay-steps", "4")
+    outputs = finish_well(start_together(folder, "two", 2, *steps, devices=4))
     assert "done: 2 steps" in outputs[0]
     assert "done:" not in outputs[1]  # only the primary speaks
     logs = [(two / "logs" / f"host_00{i}.log").read_text() for i in range(2)]
@@ -181,63 +155,62 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, monkey
 
     train_here(config, two, "--schedule.decay-steps", "4")
     assert "continuing from step 2" in capsys.readouterr().out
-    ours = losses(two)
-    for key in expected:
-        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+    assert_same_losses(one, two)
     audited = audit(two, log=lambda text: None)
     assert audited.verdict == "one trajectory up to rounding"
     assert audited.changes == ["at step 2: num_processes 2 -> 1"]
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path, monkeypatch):
+def test_two_processes_train_as_one_where_only_tensor_splits(folder):
     """Neither process has rows of its own: both read the same."""
-    config = tmp_path / "tiny_config.py"
-    body = CONFIG.replace("MeshConfig(data=2, fsdp=4)", "MeshConfig(tensor=8)")
-    body = body.replace("num_layers=2", "num_layers=2, num_heads=8")
-    config.write_text(body.format(tests=str(Path(__file__).parents[1])))
-    one, two, cache = tmp_path / "one", tmp_path / "two", tmp_path / "cache"
-    monkeypatch.setenv("MAXMARS_CACHE", str(cache))
-    train_here(config, one)
-    shared = [str(config), "--workdir", str(two), "--num-processes", "2"]
-    shared += ["--coordinator", f"127.0.0.1:{free_port()}"]
-    processes = [start([*shared, "--process-id", str(i)], 4, cache) for i in range(2)]
-    for process in processes:
-        finish(process)
-    ours, expected = losses(two), losses(one)
-    assert len(expected) == 4 + 3
-    assert ours.keys() == expected.keys()
-    for key in expected:
-        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+    sizes = "num_layers=2, num_heads=8), mesh=MeshConfig(tensor=8)"
+    config = write_config(
+        folder, ("num_layers=2),\n        mesh=MeshConfig(data=2, fsdp=4)", sizes)
+    )
+    train_here(config, folder / "one")
+    finish_well(start_together(folder, "two", 2, devices=4))
+    assert_same_losses(folder / "one", folder / "two")
 
 
-def found_by_one_process_and_by_two(program: Path, text: str) -> list[Any]:
-    """What `find` of a program returns here, and in each of two processes together."""
-    program.write_text(text + PRINT)
-    found, port = [runpy.run_path(str(program))["find"]()], str(free_port())
-    processes = [
-        start_python([str(program), port, str(i)], 4, program.parent / "cache") for i in range(2)
-    ]
-    for output in [finish(process) for process in processes]:
-        (line,) = (line for line in output.splitlines() if line.startswith("FOUND "))
-        found.append(json.loads(line.removeprefix("FOUND ")))
-    return found
+def found_by(program: Path, count: int, devices: int) -> list[Any]:
+    """What `find` of a program returns in each of several processes together."""
+    port = free_port()
+    places = ((program, port, count, i) for i in range(count))
+    outputs = finish_well(
+        [start_python(program.parent, *place, devices=devices) for place in places]
+    )
+    lines = [line for output in outputs for line in output.splitlines()]
+    return [json.loads(line[6:]) for line in lines if line.startswith("FOUND ")]
+
+
+def write_program(path: Path, text: str) -> Any:
+    """What `find` of a program returns here; processes may run the file."""
+    path.write_text(text + PRINT)
+    return runpy.run_path(str(path))["find"]()
 
 
 @pytest.mark.slow
-def test_two_processes_see_the_stream_of_one(tmp_path):
+def test_two_and_three_processes_see_the_stream_of_one(tmp_path):
     """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
     for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
         stream = np.random.default_rng(i).integers(0, 257, num_tokens)
         write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
     text = STREAMS.format(tests=str(Path(__file__).parents[1]), directory=tmp_path)
-    found = found_by_one_process_and_by_two(tmp_path / "streams.py", text)
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 12
+    found = write_program(tmp_path / "streams.py", text)
+    assert len(found) == 12
+    assert found_by(tmp_path / "streams.py", 2, devices=4) == [found, found]
+    by_three = found_by(tmp_path / "streams.py", 3, devices=1)
+    assert len(by_three) == 3
     for name in ("shards", "mixture", "random windows"):
-        digests = {tuple(v) for key, v in found[0].items() if key.startswith(f"{name} on")}
+        digests = {
+            tuple(value)
+            for each in (found, *by_three)
+            for key, value in each.items()
+            if key.startswith(f"{name} on")
+        }
         assert len(digests) == 1, name  # the same on every mesh
-    assert len({train for train, _ in found[0].values()}) == 3
+    assert len({train for train, _ in found.values()}) == 3
 
 
 @pytest.mark.slow
@@ -245,9 +218,9 @@ def test_two_processes_score_hellaswag_as_one(tmp_path):
     questions = write_questions_file(tmp_path / "questions.jsonl")
     tests = str(Path(__file__).parents[1])
     text = HELLASWAG.format(tests=tests, questions=str(questions))
-    found = found_by_one_process_and_by_two(tmp_path / "score.py", text)
-    assert [count for count, _ in found] == [1, 2, 2]
-    for name, expected in found[0][1].items():
-        for _, scores in found[1:]:
-            np.testing.assert_allclose(scores[name], expected, rtol=1e-5)
-    assert found[1] == found[2]
+    one = write_program(tmp_path / "score.py", text)
+    found = found_by(tmp_path / "score.py", 2, devices=4)
+    assert [count for count, _ in (one, *found)] == [1, 2, 2]
+    for name, expected in one[1].items():
+        np.testing.assert_allclose(found[0][1][name], expected, rtol=1e-5)
+    assert found[0] == found[1]

@@ -76,7 +76,7 @@ def test_the_command_finds_what_the_loop_found(run, report):
             assert scores["hellaswag"][protocol][metric] == values[2]
     assert all(seconds > 0 for seconds in recorded(run, "perf/hellaswag_time").values())
     assert scores["environment"]["num_devices"] == 8
-    assert " of 5 questions (5 cut (lm_eval)" in (run / "logs" / "host_000.log").read_text()
+    assert " of 5 questions" in (run / "logs" / "host_000.log").read_text()
 
 
 def test_a_model_with_a_longer_context_is_scored_on_the_same_windows(finished_run, report):
@@ -111,7 +111,7 @@ def test_the_table(run, questions, capsys):
     assert re.search(
         r"^hellaswag completion .*\n  acc  .*\n  acc_norm  +[\d.]+ ± [\d.]+ ", table, re.MULTILINE
     )
-    assert "HellaSwag: 5 questions (5 cut (lm_eval)" in table
+    assert "HellaSwag: 5 questions" in table
     assert "160 tokens" in table
 
 

@@ -128,7 +128,7 @@ def test_revisions_and_a_branch_that_moves(hub, one, tmp_path, capsys):
     assert load(f"hf:some/revisions@{second}").source.endswith(second)
     assert hub.requests == []
     assert call("import", "hf:some/revisions@v1", tmp_path / "imported") == 0
-    assert f"of hf:some/revisions@{first} as checkpoint 0" in capsys.readouterr().out
+    assert f"hf:some/revisions@{first}" in capsys.readouterr().out
     record = json.loads((tmp_path / "imported" / "imported_from.json").read_text())
     assert record == {"source": f"hf:some/revisions@{first}"}
 
@@ -210,12 +210,12 @@ def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_pat
     assert call("export", run, out, "--push", "me/twice") == 0
     (out / ".hidden").write_text("secret")
     assert call("export", out, "--push", "me/twice") == 0
-    assert "me/twice (public) has these files already; nothing changed" in capsys.readouterr().out
+    assert "me/twice (public)" in capsys.readouterr().out
     repository = hub.repositories["me/twice"]
     assert len(repository.commits) == 2  # an empty one, and that of the push
     export_model(run, shards, max_file_bytes=20_000)
     assert call("export", shards, "--push", "me/twice") == 0
-    assert "deleted there, as of another model: model.safetensors" in capsys.readouterr().out
+    assert " model.safetensors" in capsys.readouterr().out
     names = set(repository.commits[repository.refs["main"]])
     # The card stays: it may be the user's own.
     assert names == {path.name for path in shards.iterdir()} | {".gitattributes", "README.md"}
@@ -259,7 +259,7 @@ def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsy
     out = tmp_path / "out"
     hub.broken["/commit/"] = 500
     error = refusal(capsys, "export", run, out, "--push", "me/fails")
-    assert f"{out} is whole; push it again by `maxmars export {out} --push me/fails`: " in error
+    assert f"`maxmars export {out} --push me/fails`" in error
     assert "500" in error
     np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
     error = refusal(capsys, "export", run, tmp_path / "other", "--push", "other/name")
@@ -291,7 +291,7 @@ def test_a_push_that_is_interrupted(hub, run, tmp_path):
         hub.holding.set()
     assert process.returncode == 130
     again = f"maxmars export {out} --push me/interrupted"
-    assert error.endswith(f"\ninterrupted; {out} is whole; push it again by `{again}`\n")
+    assert f"`{again}`" in error
     assert TOKEN not in error
     np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
 
@@ -349,7 +349,7 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     begin_from(workdir, load_initial(config, step, fetched).origin)
     second = add(2)
     train(config, workdir, init_from=source)
-    assert f"starting from the weights of hf:me/start@{first}" in capsys.readouterr().out
+    assert f"hf:me/start@{first}" in capsys.readouterr().out
     assert (start_of(workdir)["path"], start_of(workdir)["weights"]) == (
         "hf:me/start",
         f"hf:me/start@{first}",

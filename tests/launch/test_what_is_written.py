@@ -156,13 +156,15 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    source = PackedCheckout(
+    checkout = PackedCheckout(
         archive=b"", config="configs/quickstart.py", setup="launch-setup.sh", num_files=1
     )
     words = ("--name", "it's mine")
-    job = Job(name="run1", source=source, workdir="gs://b/r", train_arguments=words, environment={})
+    job = Job(
+        name="run1", checkout=checkout, workdir="gs://b/r", train_arguments=words, environment={}
+    )
     tpu = {"zone": "us-east5-a", "accelerator": "v5p-16"}
-    options = TpuOptions(config=source.config, name="run1", workdir="gs://b/r", **tpu)
+    options = TpuOptions(config=checkout.config, name="run1", workdir="gs://b/r", **tpu)
     assert shellcheck(host_script(options, job)) == ""
 
 

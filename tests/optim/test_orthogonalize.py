@@ -1,16 +1,20 @@
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import gpt2_matrices
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 from xla_flags import xla_flags
@@ -435,3 +439,33 @@ def test_the_partition_of_arrays_that_carry_one():
     assert from_arrays.groups == plan_orthogonalization(updates, specs(), mesh=mesh).groups
     with refused(ValueError, "attn_proj is a matrix", "MatrixSpec(partition="):
         jax.eval_shape(lambda u: plan_orthogonalization(u, bare, mesh=mesh) and u, updates)
+
+
+MESHES = [(a, b, 8 // a // b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
+
+
+@st.composite
+def cut_stacks(draw):
+    """A mesh, the partition of a stack of matrices over it, and the shape of the stack."""
+    sizes = draw(st.sampled_from(MESHES))
+    axes = draw(st.permutations(list(zip(("data", "fsdp", "tensor"), sizes, strict=True))))
+    places = draw(st.tuples(*[st.sampled_from([None, 0, 1, 2])] * 3))
+    cuts = [[axis for axis, at in zip(axes, places, strict=True) if at == i] for i in range(3)]
+    times = draw(st.tuples(*[st.integers(1, 5)] * 3))
+    shape = [n * math.prod(size for _, size in cut) for n, cut in zip(times, cuts, strict=True)]
+    return sizes, PartitionSpec(*(tuple(name for name, _ in cut) for cut in cuts)), shape
+
+
+@hypothesis.settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(cut_stacks(), st.sampled_from(["float32", "bfloat16", "float16"]))
+def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):
+    """Rows and columns turned round need the whole matrix, and every bit of it."""
+    sizes, partition, shape = stack
+    mesh = make_mesh(sizes, AxisType.Auto)
+    x = jnp.asarray(np.random.default_rng(0).integers(-128, 128, shape), dtype)
+    spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=partition)
+    sharding = NamedSharding(mesh, partition)
+    turn = jax.jit(lambda u: on_whole_matrices(lambda y: y[:, ::-1, ::-1], u, spec, mesh))
+    found = turn(jax.device_put(x, sharding))
+    np.testing.assert_array_equal(found, x[:, ::-1, ::-1])
+    assert found.sharding.is_equivalent_to(sharding, 3)

@@ -14,6 +14,7 @@ OPTIMIZERS = {
     "mars": MarsConfig(),
     "shampoo": MarsConfig(variant="shampoo"),
     "exact": MarsConfig(exact=True),
+    "average": ADAMW,
 }
 
 
@@ -27,6 +28,7 @@ def config_of():
             model=dataclasses.replace(MODEL, use_bias=False),
             mesh=MeshConfig(data=1, fsdp=4, tensor=2),
             num_steps=3,
+            ema_decay=0.9 if name == "average" else None,
             checkpoint=CheckpointConfig(every=None),
             **changes,
         )

@@ -24,7 +24,7 @@ from maxmars.plan.compile import (
 from maxmars.train.auto import POLICIES, USABLE, with_remat
 from maxmars.train.step import abstract_train_state, make_train_step
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "mars")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "mars", "average")]
 
 
 @pytest.mark.parametrize("name", ["shampoo", *SLOW])

@@ -44,7 +44,7 @@ def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
     text = (directory / "operations.txt").read_text()
     shown = capsys.readouterr().out
     assert text in shown
-    assert f"trace of steps 2 to 3 in {directory}" in shown
+    assert f"2 to 3 in {directory}" in shown
     shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
     assert {name for name in PHASES if name in shares} == set(PHASES)
     assert sum(shares[name] for name in PHASES) == pytest.approx(100, abs=0.5)

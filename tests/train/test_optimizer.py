@@ -27,7 +27,7 @@ from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixSpec
 from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.optimizer import (
-    PARTS,
+    COMPONENTS,
     learning_rate_scales,
     make_optimizer,
     make_schedule,
@@ -197,7 +197,7 @@ def one_step(config):
 
 def norms_by_name(tree):
     """Norms of the parts, taken from the names of the parameters rather than of their axes."""
-    squares = dict.fromkeys(PARTS, 0.0)
+    squares = dict.fromkeys(COMPONENTS, 0.0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         names = [entry.key for entry in path]
         part = "embedding" if names[0] in ("wte", "wpe") else "vector"
@@ -225,14 +225,14 @@ def test_norms_of_a_step_are_those_of_numpy():
     ):
         for part, expected in norms_by_name(tree).items():
             assert norms[f"train/{name}_norm/{part}"] == pytest.approx(expected, rel=rtol)
-    parts = [norms[f"train/grad_norm/{part}"] for part in PARTS]
+    parts = [norms[f"train/grad_norm/{part}"] for part in COMPONENTS]
     assert np.linalg.norm(parts) == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
     assert metrics["train/grad_clipped"] == (metrics["train/grad_norm"] > 0.5)
 
 
 def test_parts_and_rates_follow_from_the_axes():
-    parts = Parameters(MODEL).parts
-    assert set(jax.tree.leaves(parts)) == set(PARTS)
+    parts = Parameters(MODEL).components
+    assert set(jax.tree.leaves(parts)) == set(COMPONENTS)
     assert parts["h"]["attn"]["c_proj"] == {"kernel": "attention", "bias": "vector"}
     assert parts["h"]["mlp"]["c_fc"]["kernel"] == "mlp"
     assert parts["ln_f"]["scale"] == "vector"

@@ -288,21 +288,6 @@ def test_a_killed_run_continues_bit_by_bit(tmp_path, capsys):
     assert "identical to the undisturbed run" in capsys.readouterr().out
 
 
-def test_the_model_of_the_readme_trains(tmp_path, byte_tokens):
-    readme = (ROOT / "maxmars" / "train" / "README.md").read_text()
-    section = readme.partition("## A model of your own")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "my_model.py").write_text(code)
-    config = parse_arguments(
-        ConfigArguments,
-        [str(tmp_path / "my_model.py"), "--model.options.width", "16"],
-        prog="maxmars train",
-    ).config
-    data = TokenShardsConfig(path=str(byte_tokens))
-    config = dataclasses.replace(config, data=data, num_steps=1, eval=EvalConfig(every=None))
-    assert train(config, tmp_path / "run").step == 1
-
-
 PAGE = ROOT / "tools" / "examples" / "your_own_optimizer_model_data.md"
 
 

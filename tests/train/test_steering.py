@@ -306,9 +306,11 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     words = [*until.split(), *order.split(), *guard.split()]
 
     killed = start_two(tmp_path, "two", *words)
-    wait_until(lambda: (30, "train/loss") in records(two), killed[0])
-    for process in killed:
-        process.kill()
+    try:
+        wait_until(lambda: (30, "train/loss") in records(two), killed[0])
+    finally:
+        for process in killed:
+            process.kill()
     for process in killed:
         finish(process)
     assert not (two / "checkpoints" / "60").exists()

@@ -34,7 +34,7 @@ from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
-from maxmars.train.optimizer import PARTS
+from maxmars.train.optimizer import COMPONENTS
 
 QUICK = {"optimizer": ADAMW, "num_microbatches": 1}
 """For runs whose step matters less than how fast it compiles."""
@@ -96,7 +96,11 @@ def test_what_a_run_leaves_behind(finished):
         "tokens",
         "train/loss",
         "train/grad_norm",
-        *(f"train/{name}_norm/{part}" for name in ("grad", "param", "update") for part in PARTS),
+        *(
+            f"train/{name}_norm/{part}"
+            for name in ("grad", "param", "update")
+            for part in COMPONENTS
+        ),
         "train/param_norm",
         "train/update_norm",
         "train/learning_rate",

@@ -55,6 +55,7 @@ train(dataclasses.replace(two, model=own), "gs://bucket/runs/own")
 source.unlink()  # the bucket has it
 width = load("gs://bucket/runs/own").model(np.zeros((1, 3), int)).shape[-1]
 main(["audit", bucket, "--replay", "1"])
+main(["report", bucket, "--out", str(folder / "drawn")])
 main(["export", f"{bucket}/checkpoints/4", str(folder / "exported")])
 print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name, width]))
 """
@@ -112,6 +113,9 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
         {name for name in names if not name.startswith("checkpoints/")} for names in (local, remote)
     )
     assert remote == local
+    assert list((tmp_path / "drawn" / "figures").glob("*.png"))
+    drawn = json.loads((tmp_path / "drawn" / "report.json").read_text())
+    assert [line["run"] for line in drawn] == ["gs://bucket/runs/tiny"]
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "all 4 steps of the run `tiny`" in card
     assert "**one trajectory**, steps 0 to 4 (sessions: 2, " in card

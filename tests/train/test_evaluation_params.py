@@ -1,0 +1,394 @@
+"""Which parameters are evaluated and exported: their average, or those that an optimizer names."""
+
+import dataclasses
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.contrib
+import pytest
+from refusals import refused
+from running import finish, records, start_two, wait_for_steps
+from safetensors.numpy import load_file
+from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
+from tiny import MODEL, batch_of, first_difference, short_config, tiny_config, validation_batches
+
+from maxmars.checkpoint import load as load_checkpoint
+from maxmars.checkpoint import read
+from maxmars.config import AdamWConfig, MeshConfig, ModuleConfig, OptaxConfig
+from maxmars.data.batches import open_data
+from maxmars.distributed import sharding
+from maxmars.eval import load
+from maxmars.eval.trained_model import export_model
+from maxmars.eval.validation import make_eval_step, validation_loss
+from maxmars.model.parameters import Parameters
+from maxmars.train import InitFrom, train
+from maxmars.train.audit import audit
+from maxmars.train.metrics import read_metrics
+from maxmars.train.step import (
+    abstract_saved_state,
+    abstract_train_state,
+    init_train_state,
+    make_train_step,
+)
+
+DECAY = 0.9
+OWN = """
+import os
+import jax, jax.numpy as jnp, optax, optax.contrib
+from flax import nnx
+
+class Bigrams(nnx.Module):
+    def __init__(self, size, dtype, rngs):
+        values = jax.random.normal(rngs.params(), (size, 16)).astype(dtype)
+        self.table = nnx.Param(values, out_sharding=("vocab", "embed"))
+        self.output_embedding = nnx.Param(values[::-1], out_sharding=("vocab", "embed"))
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return self.table[...][tokens]
+
+def bigrams(*, rngs, vocab_size, max_seq_len, dtype="float32"):
+    return Bigrams(vocab_size, dtype, rngs)
+
+def free(learning_rate):
+    return optax.contrib.schedule_free_adamw(learning_rate), optax.contrib.schedule_free_eval_params
+
+def alone(learning_rate):
+    return optax.contrib.schedule_free_adamw(learning_rate)
+
+def chained(learning_rate):
+    tx = optax.chain(optax.clip(1.0), optax.contrib.schedule_free_adamw(learning_rate))
+    return tx, lambda state, params: optax.contrib.schedule_free_eval_params(state[1], params)
+
+def lying(learning_rate):
+    factor = float(os.environ.get("FACTOR", "1"))
+    return optax.sgd(learning_rate), lambda _, params: jax.tree.map(lambda x: factor * x, params)
+
+def partial(learning_rate):
+    return optax.sgd(learning_rate), lambda state, params: params["table"]
+
+def number(learning_rate):
+    return optax.sgd(learning_rate), 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def own(file, name):
+    return OptaxConfig(make=f"{file}:{name}", learning_rate=1e-2)
+
+
+def small(file, dtype="float32"):
+    """A model that compiles in no time."""
+    return ModuleConfig(
+        make=f"{file}:bigrams", options={"dtype": dtype}, vocab_size=257, max_seq_len=16
+    )
+
+
+def config_of(folder, **changes):
+    changes = {"optimizer": AdamWConfig(learning_rate=1e-2), "num_steps": 4} | changes
+    return short_config(folder / "tokens", **changes)
+
+
+def one_device(config):
+    return Parameters(config.model, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+def saved_arrays(workdir, config, step=None):
+    """The state in a checkpoint of a run, on one device."""
+    train_step = make_train_step(config, one_device(config))
+    saved = read(workdir / "checkpoints", step)
+    return load_checkpoint(saved.path.parent, abstract_saved_state(train_step, saved), saved.step)
+
+
+def loss_of(params, config):
+    mesh = sharding.make_mesh(config.mesh)
+    on_mesh = jax.device_put(params, Parameters(config.model, mesh).shardings)
+    batches = validation_batches(open_data(config.data, "val", model=config.model), config, mesh)
+    return validation_loss(make_eval_step(config.model, mesh), mesh, on_mesh, batches).loss
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def assert_close(one, other):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
+
+
+def weighted(weights, trees):
+    return jax.tree.map(lambda *each: sum(map(np.multiply, weights, each)), *trees)
+
+
+def differs(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs)
+
+
+# --- the average ---------------------------------------------------------------------------------
+
+
+def test_the_average_is_that_of_the_parameters_after_each_update():
+    """In NumPy: weights (1 - d) d^(t - i) over 1 - d^t; a skipped step leaves it as it was."""
+    config = tiny_config(ema_decay=DECAY, num_microbatches=1, optimizer=AdamWConfig())
+    parameters = one_device(config)
+    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
+    assert_same(state.evaluation_params, state.params)
+    rng, history = np.random.default_rng(0), []
+    for number in range(5):
+        tokens = rng.integers(0, 257, step.abstract_batch["tokens"].shape).astype(np.int32)
+        batch = batch_of(step, tokens)
+        if number == 2:
+            batch["mask"] = jnp.zeros(tokens.shape, bool)
+        before = jax.device_get(state.evaluation_params)
+        state, metrics = step(state, batch)
+        if number == 2:
+            assert metrics["train/skipped"] == 1
+            assert_same(state.evaluation_params, before)
+            continue
+        history.append(jax.device_get(state.params))
+        t = len(history)
+        weights = np.array([(1 - DECAY) * DECAY ** (t - i) for i in range(1, t + 1)])
+        assert_close(state.evaluation_params, weighted(weights / (1 - DECAY**t), history))
+
+
+def test_it_lies_as_the_parameters_do():
+    config = tiny_config(ema_decay=DECAY, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    state = abstract_train_state(config, Parameters(MODEL, sharding.make_mesh(config.mesh)))
+    for leaf, param in zip(
+        *map(jax.tree.leaves, (state.evaluation_params, state.params)), strict=True
+    ):
+        assert (leaf.sharding, leaf.shape) == (param.sharding, param.shape)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run that averages, stopped after 2 of 4 steps and continued."""
+    folder = tmp_path_factory.mktemp("averaged")
+    config = config_of(folder, ema_decay=DECAY)
+    train(dataclasses.replace(config, num_steps=2, schedule=fixed(4)), folder / "run")
+    train(dataclasses.replace(config, schedule=fixed(4)), folder / "run")
+    return folder
+
+
+def fixed(steps):
+    return dataclasses.replace(tiny_config().schedule, warmup_steps=0, decay_steps=steps)
+
+
+def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
+    config = config_of(averaged, ema_decay=DECAY, schedule=fixed(4))
+    train(config, tmp_path / "undisturbed")
+    assert first_difference(averaged / "run", tmp_path / "undisturbed") is None
+    best = saved_arrays(tmp_path / "undisturbed", config, step=2)  # `keep_best` goes by its metric
+    loss = loss_of(best.state.evaluation_params, config)
+    assert best.checkpoint.metrics["eval/loss"] == pytest.approx(loss, abs=1e-6)
+    found = audit(averaged / "run", replay=2, log=lambda text: None)
+    assert found.problems == []
+    assert found.replayed
+
+
+def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
+    config, run = config_of(averaged, ema_decay=DECAY), averaged / "run"
+    state = saved_arrays(run, config).state
+    assert differs(state.evaluation_params, state.params)
+    last = [row for row in read_metrics(run) if "eval/loss" in row][-1]
+    assert last["eval/loss"] == pytest.approx(loss_of(state.evaluation_params, config), abs=1e-6)
+    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), abs=1e-6)
+    assert 0 < last["eval/params_distance"] < 1
+    for told in ("summary.json", "logs/host_000.log"):
+        assert f"ema_decay={DECAY}" in (run / told).read_text()
+    assert_same(load(run).params, state.evaluation_params)
+    export_model(run, tmp_path / "exported")
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    ours = np.asarray(state.evaluation_params["wpe"]["embedding"])
+    assert any(np.array_equal(array, ours) for array in weights.values())
+    trained = np.asarray(state.params["wpe"]["embedding"])
+    assert not any(np.array_equal(array, trained) for array in weights.values())
+
+
+def test_another_run_starts_from_it_and_with_the_optimizers_state_from_the_parameters(
+    averaged, tmp_path
+):
+    config = config_of(averaged, ema_decay=DECAY, num_steps=1)
+    state = saved_arrays(averaged / "run", config).state
+    for with_state, expected in ((False, state.evaluation_params), (True, state.params)):
+        source = InitFrom(path=str(averaged / "run"), optimizer_state=with_state)
+        train(config, tmp_path / str(with_state), init_from=source)
+        first = next(r for r in read_metrics(tmp_path / str(with_state)) if "eval/loss" in r)
+        assert first["step"] == 0
+        assert first["eval/loss"] == pytest.approx(loss_of(expected, config), abs=1e-6)
+
+
+def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_path):
+    plain = config_of(tmp_path, model=small(file), num_steps=2)
+    train(plain, tmp_path / "run")
+    assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
+    assert not any("eval/params_distance" in row for row in read_metrics(tmp_path / "run"))
+    config = dataclasses.replace(plain, num_steps=4, ema_decay=DECAY)
+    with refused(ValueError, "ema_decay (None there, 0.9 here)"):
+        train(config, tmp_path / "run")
+    train(config, tmp_path / "run", resume_overrides=["ema_decay"])
+    after = saved_arrays(tmp_path / "run", config).state
+    assert differs(after.evaluation_params, after.params)
+    off = dataclasses.replace(config, num_steps=5, ema_decay=None)
+    train(off, tmp_path / "run", resume_overrides=["ema_decay"])
+    assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
+    found = audit(tmp_path / "run", replay=2, log=lambda text: None)
+    assert found.problems == []
+
+
+def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
+    config = config_of(tmp_path, model=small(file, "bfloat16"), ema_decay=DECAY, num_steps=2)
+    train(dataclasses.replace(config, num_steps=1, schedule=fixed(2)), tmp_path / "run")
+    train(dataclasses.replace(config, schedule=fixed(2)), tmp_path / "run")
+    assert audit(tmp_path / "run", replay=2, log=lambda text: None).problems == []
+    average = saved_arrays(tmp_path / "run", config).state.evaluation_params
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), average)
+    assert differs(average, rounded)
+    assert_same(load(tmp_path / "run").params, rounded)
+
+
+def test_a_changed_average_is_found(averaged, tmp_path):
+    """An array that differs from its digest, and a checkpoint of another run, whose parameters are
+    the same ones and whose digests agree."""
+    shutil.copytree(averaged / "run", tmp_path / "array")
+    shutil.copytree(averaged / "run", tmp_path / "checkpoint")
+    config = config_of(averaged, ema_decay=0.5, schedule=fixed(4))
+    train(config, tmp_path / "other")
+    theirs, ours = (read(run / "checkpoints") for run in (tmp_path / "other", averaged / "run"))
+    same = {n for n, digest in ours.digests.items() if theirs.digests[n] == digest}
+    assert {n for n in ours.digests if n not in same} == {
+        n for n in ours.digests if n.startswith("evaluation_params/")
+    }
+    for run, part in (("array", "checkpoints/4/state"), ("checkpoint", "checkpoints/4")):
+        shutil.rmtree(tmp_path / run / part)
+        shutil.copytree(tmp_path / "other" / part, tmp_path / run / part)
+        assert audit(tmp_path / run, log=lambda text: None).problems, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL_OPTIMIZERS)
+def test_it_averages_under_every_optimizer(name, tmp_path):
+    config = config_of(tmp_path, ema_decay=DECAY, optimizer=ALL_OPTIMIZERS[name], num_steps=2)
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    train(dataclasses.replace(config, mesh=mesh), tmp_path / "run")
+    found = audit(tmp_path / "run", replay=1, log=lambda text: None)
+    assert found.problems == []
+
+
+# --- what an optimizer names ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["free", pytest.param("chained", marks=pytest.mark.slow)])
+def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
+    config = config_of(tmp_path, optimizer=own(file, name), schedule=fixed(4), model=small(file))
+    run = tmp_path / "run"
+    train(dataclasses.replace(config, num_steps=2), run)
+    train(config, run)
+    train(config, tmp_path / "undisturbed")
+    assert first_difference(run, tmp_path / "undisturbed") is None
+    assert audit(run, replay=2, log=lambda text: None).problems == []
+    state = saved_arrays(run, config).state
+    inner = state.opt_state if name == "free" else state.opt_state[1]
+    expected = optax.contrib.schedule_free_eval_params(inner, state.params)
+    assert differs(expected, state.params)
+    last = [row for row in read_metrics(run) if "eval/loss" in row][-1]
+    assert last["eval/loss"] == pytest.approx(loss_of(expected, config), abs=1e-6)
+    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), abs=1e-6)
+    assert "eval/params_distance" in last
+    loaded = load(run).params  # which runs none of the optimizer's code
+    assert_close(loaded, expected)
+    assert_same(loaded, state.evaluation_params)
+
+
+def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
+    config = config_of(tmp_path, optimizer=own(file, "alone"), num_steps=2, model=small(file))
+    train(config, tmp_path / "run")
+    for name, steps, has in (("free", 3, True), ("alone", 4, False)):
+        config = dataclasses.replace(config, optimizer=own(file, name), num_steps=steps)
+        train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
+        types = read(tmp_path / "run" / "checkpoints").types
+        assert any(n.startswith("evaluation_params/") for n in types) == has
+    assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
+
+
+def test_a_lie_about_what_is_named_is_found(file, tmp_path, monkeypatch):
+    config = config_of(tmp_path, optimizer=own(file, "lying"), num_steps=2, model=small(file))
+    monkeypatch.setenv("FACTOR", "2")
+    train(config, tmp_path / "run")
+    assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
+    monkeypatch.setenv("FACTOR", "1")
+    (problem,) = audit(tmp_path / "run", replay=1, log=lambda text: None).problems
+    assert "digest" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "ema_decay", "named"),
+    [
+        ("partial", None, ["own.py:partial", "evaluation_params"]),
+        ("number", None, ["own.py:number", "evaluation_params(opt_state, params)"]),
+        ("free", 0.5, ["own.py:free", "ema_decay=0.5"]),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(file, tmp_path, name, ema_decay, named):
+    config = config_of(tmp_path, optimizer=own(file, name), ema_decay=ema_decay, model=small(file))
+    with refused(ValueError, *named):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_a_decay_that_averages_nothing_is_refused(decay):
+    with refused(ValueError, "ema_decay", decay):
+        tiny_config(ema_decay=decay)
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+CONFIG = """
+import sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import CheckpointConfig, OptaxConfig
+from tiny import ADAMW, tiny_config
+
+def get_config():
+    return tiny_config(
+        num_steps=40,
+        num_microbatches=1,
+        checkpoint=CheckpointConfig(every=4, keep_last=99),
+        {change},
+    )
+"""
+CHANGES = {
+    "average": "optimizer=ADAMW, ema_decay=0.9",
+    "named": "optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2)",
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHANGES)
+def test_two_processes_are_killed_and_go_on_bit_by_bit(tmp_path, kind):
+    (tmp_path / "own.py").write_text(OWN)
+    text = CONFIG.format(tests=str(Path(__file__).parents[1]), change=CHANGES[kind])
+    (tmp_path / "config.py").write_text(text)
+    killed = start_two(tmp_path, "run")
+    wait_for_steps(tmp_path / "run", 9, killed[0])
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+    for name in ("run", "undisturbed"):
+        for code, output in map(finish, start_two(tmp_path, name)):
+            assert code == 0, output
+    assert records(tmp_path / "run") == records(tmp_path / "undisturbed")
+    assert first_difference(tmp_path / "run", tmp_path / "undisturbed") is None
+    found = audit(tmp_path / "run", log=lambda text: None)
+    assert (found.problems, found.sessions) == ([], 2)
+    assert any("eval/params_distance" in row for row in read_metrics(tmp_path / "run"))
