@@ -300,15 +300,17 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     assert finish(start(tmp_path, "alone"))[0] == 0
     shutil.copytree(alone, two)
     (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
+    until = "--num-steps 60 --checkpoint.every 10 --resume-overrides guard,optimizer"
     order = "--rewind 2 --skip-examples 5 --new-optimizer-state True"
-    order += " --num-steps 60 --checkpoint.every 10"
     guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
-    words = [*order.split(), *guard.split(), "--resume-overrides", "guard,optimizer"]
+    words = [*until.split(), *order.split(), *guard.split()]
 
     killed = start_two(tmp_path, "two", *words)
-    wait_until(lambda: (30, "train/loss") in records(two), killed[0])
-    for process in killed:
-        process.kill()
+    try:
+        wait_until(lambda: (30, "train/loss") in records(two), killed[0])
+    finally:
+        for process in killed:
+            process.kill()
     for process in killed:
         finish(process)
     assert not (two / "checkpoints" / "60").exists()
