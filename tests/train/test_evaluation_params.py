@@ -18,11 +18,11 @@ from tiny import MODEL, batch_of, first_difference, short_config, tiny_config, v
 
 from maxmars.checkpoint import load as load_checkpoint
 from maxmars.checkpoint import read
+from maxmars.cli import main
 from maxmars.config import AdamWConfig, MeshConfig, ModuleConfig, OptaxConfig
 from maxmars.data.batches import open_data
 from maxmars.distributed import sharding
 from maxmars.eval import load
-from maxmars.eval.trained_model import export_model
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.parameters import Parameters
 from maxmars.train import InitFrom, train
@@ -205,7 +205,8 @@ def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     for told in ("summary.json", "logs/host_000.log"):
         assert f"ema_decay={DECAY}" in (run / told).read_text()
     assert_same(load(run).params, state.evaluation_params)
-    export_model(run, tmp_path / "exported")
+    main(["export", str(run), str(tmp_path / "exported")])
+    assert f"ema_decay={DECAY}" in (tmp_path / "exported" / "README.md").read_text()
     weights = load_file(tmp_path / "exported" / "model.safetensors")
     ours = np.asarray(state.evaluation_params["wpe"]["embedding"])
     assert any(np.array_equal(array, ours) for array in weights.values())
