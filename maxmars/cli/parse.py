@@ -91,6 +91,10 @@ def parse_arguments(
 def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:
     """A hint at the choice of a CONFIG that an unknown option and its value mean, or a word alone;
     "" if they mean none."""
+    # What users write who take a choice of gpt2.py for an option, or forget the name:
+    #
+    #   gpt2 --optimizer mars          gpt2 --optimizer.name mars
+    #   gpt2 optimizer=mars            gpt2 mars               all mean gpt2:optimizer=mars
     choices, (_, text) = choices_of(spec), find_config(spec)
     name, rest = word.lstrip("-").replace("-", "_"), ""
     if word.startswith("-"):
@@ -102,6 +106,7 @@ def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:
     if name in choices and (not rest or value in choices[name]):
         words = choices[name]
         shown = value if value and (value in words or not words) else "|".join(words) or "TEXT"
+        # Of gpt2:size=small,optimizer=adamw the other choices stay: gpt2:size=small,optimizer=mars.
         kept = [item for item in text.split(",") if item and not item.startswith(f"{name}=")]
         base = spec.removesuffix(f":{text}").rstrip(":")
         meant = f"{base}:{','.join([*kept, f'{name}={shown}'])}"

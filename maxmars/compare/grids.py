@@ -110,6 +110,8 @@ def make_grid(
         scanned = tuple(sorted(_number(v, whole) for v in given or (own * f for f in factors)))
         values = _extended(scanned, 2.0)
     elif is_decay:
+        # What matters is the memory of 1 / (1 - b) steps: 10, 20, 50 for 0.9, 0.95, 0.98. So the
+        # grid is one of distances from 1.
         distances = sorted(1 - v for v in given) or sorted({*_DECAY_DISTANCES, 1 - own})
         values = [1 - d for d in (_extended(distances, 2.0) if given else distances)]
         scanned = (min(given or values, key=lambda v: abs(v - own)),)
@@ -131,6 +133,7 @@ def make_grid(
 
 def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) -> list[Number]:
     """Positive, increasing values, and those beyond both ends, in the steps that they end with."""
+    # 1, 2, 8 go on by the factors of their ends: ..., 0.25, 0.5 | 1, 2, 8 | 32, 128, ...
     low = values[1] / values[0] if len(values) > 1 else factor
     high = values[-1] / values[-2] if len(values) > 1 else factor
     below = [values[0] / low**k for k in range(num_below, 0, -1)]

@@ -301,6 +301,8 @@ class _Walk:
         queries = next(_dims(x) for x in operands if re.match(r"b?f\d+\[\d+,\d+,", x))
         *others, length, width = queries  # of splash [B, H, T, K], of flat attention [B, T, H K]
         tiles = math.prod(others) * (1 if name.startswith("splash") else math.ceil(width / 128))
+        # Causal attention in n x n blocks skips those above the diagonal, in which no query sees a
+        # key. One kernel computes them nevertheless.
         n = math.ceil(length / BLOCK)
         blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
         return tiles * blocks * table[name]

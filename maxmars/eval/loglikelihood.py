@@ -71,7 +71,7 @@ class _Row(NamedTuple):
     positions: Int32[np.ndarray, " T"]
     continuation_ids: Int32[np.ndarray, " T"]
     predictors: Int32[np.ndarray, " S"]
-    """For each target, the place in the row of the token that predicts it."""
+    """For each target, the position in the row of the token that predicts it."""
     targets: Int32[np.ndarray, " S"]
     owners: Int32[np.ndarray, " S"]
     """For each target, the number of its continuation, counted over all choices."""
@@ -143,7 +143,7 @@ def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _
     #   positions           0  1  2 |  3 |  3  4     as if each came right after the context
     #   continuation_ids    0  0  0 |  1 |  2  2     attention sees its own and those of 0
     #
-    #   predictors          2  3 |  2  4  5          the places that predict them: c2, at 2, the
+    #   predictors          2  3 |  2  4  5          the positions that predict them: c2, at 2, the
     #   targets            a0 a1 | b0 b1 b2          first of both
     end = len(context)
     tokens, positions, continuation_ids = [context], [np.arange(end)], [np.zeros(end)]
@@ -169,7 +169,7 @@ class ScoredChoices:
     log_likelihoods: list[Float64[np.ndarray, " _"]]
     """Log-likelihood given the context, in nats."""
     is_greedy: list[Bool[np.ndarray, " _"]]
-    """Whether greedy decoding gives the continuation: each token is the likeliest at its place."""
+    """Whether greedy decoding gives the continuation: each token is the likeliest one."""
 
 
 class LogLikelihoods:

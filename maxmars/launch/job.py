@@ -280,7 +280,7 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
         for path in paths
         if _is_needed(path)
         and path.parts[0] not in _LEFT_OUT_AT_TOP
-        and not any(part.startswith(".") or part in _LEFT_OUT for part in path.parts)
+        and not any(name.startswith(".") or name in _LEFT_OUT for name in path.parts)
     )
     return names, []
 

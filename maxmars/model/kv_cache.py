@@ -50,11 +50,11 @@ def attend_to_blocks(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     logits = []
     for keys, _, visible in blocks:
-        part = jnp.einsum("bhtk,bhsk->bhts", q, keys, preferred_element_type=wide) * scale
-        logits.append(jnp.where(visible[:, None, None], part, jnp.finfo(wide).min))
+        y = jnp.einsum("bhtk,bhsk->bhts", q, keys, preferred_element_type=wide) * scale
+        logits.append(jnp.where(visible[:, None, None], y, jnp.finfo(wide).min))
     weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(q.dtype)
     result, start = jnp.zeros_like(q), 0
     for _, values, visible in blocks:
-        part = weights[..., start : start + visible.shape[1]]
-        result, start = result + jnp.einsum("bhts,bhsk->bhtk", part, values), start + part.shape[-1]
+        own = weights[..., start : start + visible.shape[1]]
+        result, start = result + jnp.einsum("bhts,bhsk->bhtk", own, values), start + own.shape[-1]
     return result

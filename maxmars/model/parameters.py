@@ -148,7 +148,7 @@ class Parameters:
 
     @functools.cached_property
     def components(self) -> dict[str, Any]:
-        """The component of the model that each belongs to, one of `PARTS`."""
+        """The component of the model that each belongs to, one of `COMPONENTS`."""
 
         def component(kind: str, axes: _Names) -> str:
             if kind != "matrix":

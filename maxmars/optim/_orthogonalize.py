@@ -125,7 +125,7 @@ class Group:
     per_owner: int
     """Slots of an owner."""
     members: tuple[tuple[int, int], ...]
-    """Leaves, as places in `OrthogonalizationPlan.leaves`, and how many of their matrices."""
+    """Leaves, as indices into `Assignment.leaves`, and how many of their matrices."""
 
     @property
     def slots(self) -> int:

@@ -95,6 +95,7 @@ def read_trace(directory: Path, program: str) -> StepTrace:
     if not programs:
         raise ValueError(f"{files[-1]} holds no operation of the train step.")
     step = max(programs, key=lambda program: len(programs[program]))
+    # Averages over devices: each ran the same program, so that a sum would say how many there are.
     devices: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.program == step and event.name in known:
@@ -151,6 +152,7 @@ def _events(plane: Any, line: Any) -> Iterator[Event]:
 
 def busy_ns(events: Collection[Event]) -> float:
     """Nanoseconds in which at least one of the events lasts."""
+    # Events on several streams overlap: of 0-4, 2-6, 3-5 and 8-9 the device was busy for 6 + 1.
     covered, end = 0.0, 0.0
     for event in sorted(events, key=lambda e: e.start_ns):
         stop = event.start_ns + event.duration_ns

@@ -227,7 +227,7 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
     [
         ("1" * 40, [f"git checkout {'1' * 40}"]),
         (f"{'2' * 40}-dirty", [f"git checkout {'2' * 40}", "not committed"]),
-        (None, ["does not tell its git commit"]),
+        (None, ["git commit"]),
     ],
 )
 def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy, commit, named):

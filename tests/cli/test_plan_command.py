@@ -64,14 +64,14 @@ def test_the_text_of_the_compiled_step(config_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "maxmars plan needs --topology NAME"),
-        (["--topology", "cpu:8", "--max-memory", "chip"], "a fake CPU device has no memory"),
-        (["--topology", "cpu:8", "--max-memory", "much"], "--max-memory much must be a number or"),
-        (["--topology", "cpu:8", "--max-memory", "0"], "--max-memory 0.0 must be a positive"),
-        (["--topology", "cpu:8", "--max-memory", "1e400"], "--max-memory inf must be a finite"),
-        (["--topology", "cpu:8", "--num-slices", "2"], "--num-slices 2 needs a TPU topology"),
-        (["--topology", "cpu:8", "--mesh.fsdp", "3"], "needs a multiple of 3 devices"),
-        (["--topology", "cpu:8", "--price", "-1"], "--price -1.0 must not be negative"),
+        ([], "--topology"),
+        (["--topology", "cpu:8", "--max-memory", "chip"], "CPU"),
+        (["--topology", "cpu:8", "--max-memory", "much"], "--max-memory much"),
+        (["--topology", "cpu:8", "--max-memory", "0"], "--max-memory 0.0"),
+        (["--topology", "cpu:8", "--max-memory", "1e400"], "--max-memory inf"),
+        (["--topology", "cpu:8", "--num-slices", "2"], "--num-slices 2"),
+        (["--topology", "cpu:8", "--mesh.fsdp", "3"], "3 devices"),
+        (["--topology", "cpu:8", "--price", "-1"], "--price -1.0"),
     ],
 )
 def test_what_cannot_be_planned(config_file, capsys, words, message):
