@@ -57,7 +57,11 @@ def finish(process, timeout_s=240):
 
 def finish_well(processes):
     """Outputs of processes that must end with 0."""
-    results = [finish(process) for process in processes]
+    try:
+        results = [finish(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     for code, output in results:
         assert code == 0, output
     return [output for _, output in results]

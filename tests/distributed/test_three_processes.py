@@ -23,8 +23,8 @@ def get_config():
     return tiny_config(
         num_steps=12,
         global_batch_size=24,
-        num_microbatches=2,
-        model=dataclasses.replace(MODEL, num_layers=2, embed_dim=48),
+        num_microbatches=1,
+        model=dataclasses.replace(MODEL, num_layers=1, embed_dim=48),
         eval=EvalConfig(every=4, num_windows=20, batch_size=12),
         schedule=ScheduleConfig(warmup_steps=2, decay_steps=12),
         checkpoint=CheckpointConfig(every=4, keep_last=9),
