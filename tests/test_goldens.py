@@ -164,6 +164,7 @@ def test_hyperparameters_of_one_size(check_golden):
     check_golden("recipes.txt", text)
 
 
+@pytest.mark.seconds
 def test_how_sizes_and_data_differ(check_golden):
     text, small = "", by_optimizer(recipe, "small")
     for size in SIZES:

@@ -59,6 +59,7 @@ def place(finished_run, byte_tokens, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "code"), PYTHON)
 def test_python_runs(name, code, place):
     code = re.sub(r"num_steps=\d+", "num_steps=2", code)

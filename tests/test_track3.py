@@ -82,6 +82,7 @@ def plain_logits(params, tokens):
     return 15 * logits / np.sqrt(logits**2 + 15**2)
 
 
+@pytest.mark.seconds
 def test_the_model_computes_the_published_formulas():
     model = tiny(load_config(str(TRACK3)).model)
     params = random_params(model)

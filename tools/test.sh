@@ -3,8 +3,9 @@
 #
 #   bash tools/test.sh [arguments of pytest; paths are relative to the checkout]
 #
-# Without -m, leaves out what is marked slow, long, gpu or peers. MAXMARS_TEST_WORKERS says how many
-# processes run the tests (2); -n 0 runs them in one, which --pdb needs.
+# Without -m, leaves out what is marked seconds, slow, long, gpu or peers; .ci/run runs the first two
+# of these. MAXMARS_TEST_WORKERS says how many processes run the tests (2); -n 0 runs them in one,
+# which --pdb needs.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -13,7 +14,7 @@ source "$root/tools/venv.sh"
 prepare_venv dev
 cd "$root"
 
-selection=(-m "not slow and not long and not gpu and not peers")
+selection=(-m "not seconds and not slow and not long and not gpu and not peers")
 for argument in "$@"; do
   case "$argument" in
     --*) ;;

@@ -153,6 +153,7 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
     assert "Traceback" not in capfd.readouterr().err  # Orbax's unfinished reads
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("flips", [4, pytest.param(10, marks=pytest.mark.slow)])
 def test_flipped_bits_are_caught_or_harmless(saved, copy, flips):
     """So many bits of each file with arrays, and one of each other."""

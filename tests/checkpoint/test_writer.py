@@ -36,6 +36,7 @@ CUTS = [("fsdp", "tensor"), ("tensor", "fsdp"), (None, ("data", "fsdp")), ("data
 places = st.tuples(st.sampled_from(SIZES), st.sampled_from(CUTS))
 
 
+@pytest.mark.seconds
 @settings(max_examples=12, deadline=None, database=None, derandomize=True)
 @given(places, places, st.sampled_from([PARTITION, ADAMW]))
 def test_round_trip_onto_any_other_mesh_is_bit_exact(one, other, tx):
@@ -98,6 +99,7 @@ def test_keeps_the_newest_the_best_and_some_for_good_over_restarts(tmp_path):
     assert read(tmp_path).metrics == {"eval/loss": 9.0}
 
 
+@pytest.mark.seconds
 def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path):
     state = place(make_state())
     with Checkpointer(tmp_path, config(), mesh=MESH) as checkpointer:
@@ -113,6 +115,7 @@ def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "4.damaged"]
 
 
+@pytest.mark.seconds
 def test_damaged_checkpoints_are_set_aside_and_stay(tmp_path, caplog):
     states = {step: place(make_state(seed=step)) for step in (1, 2)}
     with Checkpointer(tmp_path, config(keep_last=2), mesh=MESH) as checkpointer:

@@ -27,6 +27,7 @@ def test_train_continues_and_starts_from_weights(finished_run, byte_tokens, tmp_
     assert (tmp_path / "new" / "checkpoints" / "3").is_dir()
 
 
+@pytest.mark.seconds
 def test_the_default_workdir_and_a_warmup_that_is_longer_than_the_run(
     byte_tokens, tmp_path, monkeypatch, capsys
 ):
@@ -67,6 +68,7 @@ def test_generate(finished_run, tmp_path, capsys):
     assert all(row["continuation"] for row in found)
 
 
+@pytest.mark.seconds
 def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tmp_path, capsys):
     main(["export", str(finished_run), str(tmp_path / "hf")])
     assert (tmp_path / "hf" / "model.safetensors").is_file()
@@ -92,6 +94,7 @@ def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tm
     assert error.count("\n") == 1
 
 
+@pytest.mark.seconds
 def test_report(finished_run, tmp_path, capsys):
     shutil.copytree(finished_run, tmp_path / "other")
     out = tmp_path / "report"
@@ -116,6 +119,7 @@ def test_verify_resume(byte_tokens, tmp_path, capsys):
     assert "identical" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_plan(tmp_path, capsys):
     main(
         [

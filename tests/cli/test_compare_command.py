@@ -54,6 +54,7 @@ def config_file(tmp_path):
     return str(file)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -94,6 +95,7 @@ def get_comparison(most: Literal["3", "5"] = "5"):
 """
 
 
+@pytest.mark.seconds
 def test_a_comparison_in_a_config_file(config_file, tmp_path, capsys):
     """What is typed counts more, for all contenders."""
     Path(config_file).write_text(Path(config_file).read_text() + IN_FILE)
@@ -114,6 +116,7 @@ def test_a_comparison_in_a_config_file(config_file, tmp_path, capsys):
     assert compared["lion"][2]["scanned"] == [0.9]
 
 
+@pytest.mark.seconds
 def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, capsys):
     write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
     (tmp_path / "mine.py").write_text(

@@ -19,6 +19,7 @@ COMMAND = [sys.executable, "-m", "maxmars", "generate"]
 LONG = "300000"  # tokens: a minute or more
 
 
+@pytest.mark.seconds
 def test_text_is_that_of_the_python_function_and_rates_come_last(finished_run, capsys):
     prompts = ["the ", "a", "", "the "]
     given = [word for prompt in prompts for word in ("--prompt", prompt)]

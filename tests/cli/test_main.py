@@ -181,6 +181,7 @@ def test_an_error_is_one_line(code, words, message, tmp_path, monkeypatch, capsy
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.seconds
 def test_a_wrong_flag_names_the_one_that_was_meant(capsys):
     assert exit_code("train", QUICKSTART, "--model.num-layer", "3") == 2
     assert "--model.num-layers" in capsys.readouterr().err
@@ -296,6 +297,7 @@ def test_output_into_a_closed_pipe_is_quiet(arguments, unbuffered):
     assert result.stderr == ""
 
 
+@pytest.mark.seconds
 def test_data_prepare_and_inspect(tmp_path, capsys):
     for i in range(4):
         (tmp_path / f"{i}.jsonl").write_text(f'{{"body": "{i} text "}}\n' * 40)
@@ -394,6 +396,7 @@ def test_output_that_nobody_can_read(line, code, told):
     assert errors.count("\n") == bool(told)  # no traceback, also not of Python's last flush
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "line",
     [

@@ -22,6 +22,7 @@ def documents(tmp_path_factory):
     return path
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys, exact):
     prepare = ["data", "prepare", str(documents), str(tmp_path / "tokens"), "--workers", "0"]

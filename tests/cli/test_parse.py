@@ -156,6 +156,7 @@ def test_what_is_wrong_is_one_line(write, capsys, tmp_path, body, words, named):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.py"]
 
 
+@pytest.mark.seconds
 def test_the_value_of_an_unknown_option_is_not_told(write, capsys):
     """It may be a secret, and schedulers keep what a job printed."""
     for words in (["--data.options.api-keyy", "hunter2"], ["--data.options.api-keyy=hunter2"]):

@@ -32,6 +32,7 @@ def config_file(tmp_path, monkeypatch):
     return str(path)
 
 
+@pytest.mark.seconds
 def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     output = tmp_path / "plan.json"
     words = [config_file, "--topology", "cpu:8", "--mesh.fsdp", "8", "--max-memory", "1"]
@@ -50,6 +51,7 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     assert written["eval"]["peak_bytes"] > 0
 
 
+@pytest.mark.seconds
 def test_the_text_of_the_compiled_step(config_file, tmp_path, capsys):
     words = ["plan", config_file, "--topology", "cpu:1", "--eval.every", "None"]
     plain, small = tmp_path / "step.txt", tmp_path / "step.txt.gz"

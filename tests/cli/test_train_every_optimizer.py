@@ -44,6 +44,7 @@ TINY = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("spec", SPECS)
 def test_three_steps_as_a_user_runs_them(spec, byte_tokens, tmp_path):
     # A user has neither the fake devices of the tests nor their compiler flags.

@@ -86,6 +86,7 @@ def wrong_values(value):
     return ["no such value"] if kinds & NUMBERS or is_choice else []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command(command, call, options_of):
     config = set(options_of("train quickstart")) if command in COMMANDS[1:4] else set()
@@ -103,6 +104,7 @@ def test_every_option_of_a_command(command, call, options_of):
     assert f"no option {flag}x" in refusal(call, [*command.split(), f"{flag}x", "1"])
 
 
+@pytest.mark.seconds
 def test_every_integer_of_a_config_refuses_what_no_machine_holds(call, options_of):
     """Beyond 64 bits everywhere, beyond 32 where JAX counts."""
     counts = {"global-batch-size", "model.vocab-size", "eval.batch-size", "guard.history"}

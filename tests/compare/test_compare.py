@@ -66,6 +66,7 @@ def copied(compared, tmp_path):
     return shutil.copytree(compared, tmp_path / "copied")
 
 
+@pytest.mark.seconds
 def test_what_a_comparison_leaves_behind(compared):
     assert {p.name for p in compared.iterdir()} == {
         "cells",
@@ -168,6 +169,7 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
     assert result.environment["jax"] == jax.__version__
 
 
+@pytest.mark.seconds
 def test_only_unfinished_cells_are_run_and_give_the_same_again(copied, comparison, capsys):
     before = read_results(comparison, copied)
     forget(copied, LION)
@@ -201,6 +203,7 @@ def test_a_larger_budget_extends_the_grid_and_keeps_the_finished_cells(
         assert not min(rates[:2]) <= rates[2] <= max(rates[:2]) or outcome["name"] == "adamw"
 
 
+@pytest.mark.seconds
 def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path, capsys):
     """What is compared is recorded before the first cell begins, which here is refused."""
     words = [*compare_command, str(tmp_path), "--optimizers", "adamw", "lion"]
@@ -232,6 +235,7 @@ def test_a_start_from_a_setting_of_an_earlier_search_over_more_fields(
     assert "b1 too" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_dry_run_says_cells_and_time_and_writes_nothing(
     compare_command, compared, tmp_path, capsys
 ):
@@ -275,6 +279,7 @@ def make(learning_rate, *, matrix_specs, mesh, damping):
 """
 
 
+@pytest.mark.seconds
 def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     compare_command, tmp_path, capsys
 ):
@@ -312,6 +317,7 @@ def test_a_value_that_an_own_optimizer_refuses_counts_as_diverged(
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.seconds
 def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_path):
     """Each grid is one of its own: AdEMAMix takes a b1 of 0.95, and a b3 of 0.92."""
     first = comparison.contenders[0]
@@ -398,6 +404,7 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path):
     assert not (kept / "report.md").exists()
 
 
+@pytest.mark.seconds
 def test_several_comparisons_are_a_column_as_sizes_are(compared, tmp_path, capsys):
     for name, width in (("a-large", 32), ("small", 16)):
         (tmp_path / name).mkdir()
@@ -421,6 +428,7 @@ def test_several_comparisons_are_a_column_as_sizes_are(compared, tmp_path, capsy
     assert f"{compared} holds report.md" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_comparison_of_the_format_before_continues(copied, comparison, capsys):
     """It had no sizes: its fields stood where now those of each size do, and no row named one."""
     before = read_results(comparison, copied)
@@ -518,6 +526,7 @@ def test_one_rate_and_one_seed(compared, comparison, tmp_path):
     assert lion["test"] is None
 
 
+@pytest.mark.seconds
 def test_the_report_of_a_comparison_from_the_command_line(compared, tmp_path, capsys):
     run = shutil.copytree(LION.directory(compared), tmp_path / "one")
     cli.main(["report", str(compared)])

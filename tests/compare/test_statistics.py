@@ -122,6 +122,7 @@ def compare_made_up(rng, gains, *, num_seeds=3, noise=0.004):
     return holm([t.p for t in tests]), [t.difference.mean for t in tests]
 
 
+@pytest.mark.seconds
 def test_planted_differences_are_detected():
     rng = np.random.default_rng(1)
     found = [compare_made_up(rng, (0.0, 0.05, -0.05)) for _ in range(30)]

@@ -128,6 +128,7 @@ def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     assert lower not in text
 
 
+@pytest.mark.seconds
 def test_cells_of_several_devices_are_told_apart(tmp_path):
     write(tmp_path, LOSSES)
     report_of(tmp_path)
@@ -143,6 +144,7 @@ def test_cells_of_several_devices_are_told_apart(tmp_path):
     assert "1 x H100: a; 1 x H200: b." in text
 
 
+@pytest.mark.seconds
 def test_sizes_that_are_unfinished_or_not_begun_are_told_as_such(tmp_path, capsys):
     write(tmp_path, LOSSES, size="0.3M")
     write(tmp_path, LOSSES | {"b": (2.0, None, None)}, size="1M")

@@ -41,6 +41,7 @@ def verify(kept, *options, contender="lion"):
     return 0
 
 
+@pytest.mark.seconds
 def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     (report,) = json.loads((compared / "report.json").read_text())["sizes"]
     best = min((o for o in report["outcomes"]), key=lambda o: o["loss"]["mean"])["name"]
@@ -52,6 +53,7 @@ def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.seconds
 def test_a_copy_of_the_rows_is_repeated(kept, capsys):
     assert verify(kept, "--seed", "1") == 0
     assert "lion, seed 1, 4 steps: " in capsys.readouterr().out
@@ -199,6 +201,7 @@ def make(learning_rate, *, matrix_specs, mesh, damping):
 """
 
 
+@pytest.mark.seconds
 def test_own_code_is_kept_and_must_be_the_same(compare_command, tmp_path, capsys):
     own, config = tmp_path / "own.py", tmp_path / "config.py"
     own.write_text(OWN)

@@ -236,6 +236,7 @@ batches.close()
 """
 
 
+@pytest.mark.seconds
 def test_closed_batches_leave_no_message_at_the_end_of_the_process(directory):
     tests = str(Path(__file__).parents[1])
     program = EXIT.format(tests=tests, path=str(directory))

@@ -75,6 +75,7 @@ def with_crc32c(shard, content):
     shard["crc32c"] = fake_gcs.crc32c(content)
 
 
+@pytest.mark.seconds
 def test_windows_are_read_by_ranges_also_from_a_store_that_fails_now_and_then(directory):
     stream = open_split(directory, "train")
     starts = np.random.default_rng(0).permutation(stream.num_tokens - LENGTH)[:WINDOWS]

@@ -131,6 +131,7 @@ print(size, peak() - before)
 """
 
 
+@pytest.mark.seconds
 def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
     table = pyarrow.table({"text": [f"{i}" * 10**6 for i in range(10)] * 25})

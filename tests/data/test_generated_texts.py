@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def documents(name, text, *options, tasks=1):
     return found
 
 
+@pytest.mark.seconds
 @settings
 @given(long_text, st.integers(2, 5), st.sampled_from([0.0, 0.1, 0.5]))
 def test_the_tasks_of_a_text_give_the_text(text, tasks, fraction):

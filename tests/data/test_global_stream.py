@@ -87,6 +87,7 @@ def run(
     return found.reshape(-1, LENGTH + 1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "order"),
     [

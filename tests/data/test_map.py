@@ -91,6 +91,7 @@ def test_every_window_is_changed_and_the_stream_stays(tokens, even, kind, mesh):
     np.testing.assert_equal(later, batches_of(mapped)[2:])
 
 
+@pytest.mark.seconds
 def test_the_windows_of_every_part_of_a_mixture_are_changed(tokens, even, tmp_path):
     (tmp_path / "own.py").write_text(WINDOWS)
     own = GrainPart(source=f"{tmp_path / 'own.py'}:windows", weight=0.5, num_workers=1)
@@ -192,6 +193,7 @@ def get_config():
 """
 
 
+@pytest.mark.seconds
 def test_a_run_on_mapped_windows_resumes_bit_for_bit_and_refuses_another_map(tmp_path, capsys):
     short_config(tmp_path / "tokens")
     config, mask = tmp_path / "config.py", tmp_path / "mask.py"

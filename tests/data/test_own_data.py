@@ -139,6 +139,7 @@ def windows(*, split, length, weights=(0.0, 0.25, 1.0), first=float):
 """
 
 
+@pytest.mark.seconds
 def test_a_mask_of_floats_weights_the_losses(tmp_path):
     (tmp_path / "own.py").write_text(WEIGHTED)
     source = f"{tmp_path / 'own.py'}:windows"
@@ -217,6 +218,7 @@ def test_texts_of_hugging_face(tmp_path):
     assert mask[1].all()
 
 
+@pytest.mark.seconds
 def test_workers_read_the_same_stream(counting):
     data = GrainConfig(source=counting)
     expected = rows_of(batches_of(data, steps=5, position=7))

@@ -218,6 +218,7 @@ def gpt2(reference_dir, monkeypatch):
     return GPT2Tokenizer()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("workers", "task_bytes"), [(0, None), (2, 300_000)])
 def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, gpt2, workers, task_bytes):
     """Token for token, although long texts are cut for tasks."""
@@ -240,6 +241,7 @@ def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, gpt2, wo
         assert val[:-1].tolist() == encoding.encode_ordinary(data[border:].decode())
 
 
+@pytest.mark.seconds
 def test_odd_texts_are_the_same_texts_in_any_tasks(tmp_path, gpt2):
     draw = np.random.default_rng(0)
     text = "".join(draw.choice(list("ab1.'s \n\t\u00a0\u3000é—"), 1000))
@@ -301,6 +303,7 @@ def test_a_text_that_cannot_be_cut_is_one_task(tmp_path):
     assert read_metadata(tmp_path / "out").splits["train"].num_documents == 1
 
 
+@pytest.mark.seconds
 def test_json_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
@@ -483,6 +486,7 @@ def test_another_process_may_complete_it_during_a_task(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.seconds
 def test_workers_do_not_show(tmp_path):
     docs = [(f"doc {i}", f"{i} {'ä long text ' * (1 + i % 9 * 5)}") for i in range(250)]
     run(docs, tmp_path / "two", workers=2, task_bytes=3000)

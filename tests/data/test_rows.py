@@ -254,6 +254,7 @@ BAD = [
 ]
 
 
+@pytest.mark.seconds
 def test_bad_rows_of_all_tasks_are_counted_together(tmp_path, capsys):
     rows = GOOD.copy()
     for number, row in enumerate(BAD):

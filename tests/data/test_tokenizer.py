@@ -107,6 +107,7 @@ def test_gpt2_without_network(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.seconds
 def test_gpt2_tokens_are_those_of_its_library(gpt2):
     """Of texts drawn at random, with runs of every kind of white space, long ones among them."""
     tiktoken = pytest.importorskip("tiktoken")
@@ -135,6 +136,7 @@ def test_gpt2_tokens_are_those_of_its_library(gpt2):
         assert gpt2.decode(tokens) == text
 
 
+@pytest.mark.seconds
 def test_long_runs_of_white_space_are_prepared_in_time(reference_dir, tmp_path):
     """A million of them take a fraction of a second; what looks back at each would take hours."""
     pytest.importorskip("tiktoken")
@@ -289,6 +291,7 @@ def write_files(directory, files):
     return directory
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
 def test_one_form_in_every_directory(gpt2, json_file, tmp_path, name):
     tokenizer = kind_of(name, gpt2, json_file)
@@ -348,6 +351,7 @@ def test_tokens_of_other_programs_have_no_files(gpt2, tmp_path):
             assert load(tmp_path / name).name == tokenizer_of_tokens(tokens).name == name
 
 
+@pytest.mark.seconds
 def test_gpt2_is_read_where_tiktoken_has_no_vocabulary(gpt2, tmp_path, reference_dir):
     """In a process of its own: tiktoken keeps a vocabulary that it has loaded."""
     save(gpt2, tmp_path / "saved")
@@ -468,6 +472,7 @@ def test_every_end_that_the_files_name(tmp_path, case):
         assert found.vocab_size - 1 not in found.encode("a<turn>b")
 
 
+@pytest.mark.seconds
 def test_gpt2_may_end_at_other_tokens_too(gpt2, tmp_path):
     save(gpt2, tmp_path)
     write_files(tmp_path, {"generation_config.json": {"eos_token_id": [198, 50256]}})

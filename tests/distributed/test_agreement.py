@@ -154,6 +154,7 @@ def start_both(folder, *variants):
     return processes
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k is other_tokens else pytest.mark.slow) for k in KINDS],

@@ -199,6 +199,7 @@ def train_step():
     return config, step, step.lower().compile()
 
 
+@pytest.mark.seconds
 def test_collectives_of_the_train_step():
     config, step, compiled = train_step()
     text = compiled.as_text()
@@ -243,6 +244,7 @@ def test_collectives_of_the_train_step():
     assert sum(c.count for c in large) == 4 * repeats + 2 * config.num_microbatches
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(SophiaConfig(), marks=pytest.mark.slow)])
 def test_gradients_cross_data_once_a_step(optimizer):
     def bytes_over_data(num_microbatches):

@@ -138,6 +138,7 @@ def assert_same_losses(one, two):
         assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
+@pytest.mark.seconds
 def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
     config, one, two = write_config(folder), folder / "one", folder / "two"
     train_here(config, one)

@@ -62,6 +62,7 @@ def join(arguments, environments):
     return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in started]
 
 
+@pytest.mark.seconds
 @pytest.mark.multiprocess
 def test_two_processes_of_slurm_find_each_other_and_agree():
     slurm = SLURM | {"JAX_COORDINATOR_PORT": str(free_port())}

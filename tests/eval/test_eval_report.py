@@ -64,6 +64,7 @@ def report(run, finished_run, questions, tmp_path_factory):
     return json.loads(path.read_text()), path.parent
 
 
+@pytest.mark.seconds
 def test_the_command_finds_what_the_loop_found(run, report):
     scores, _ = report
     assert scores["name"] == "seed0, step 2"
@@ -144,6 +145,7 @@ def test_the_mesh_and_the_batch_size_do_not_show(run, questions, report):
     assert found["hellaswag"] == expected["hellaswag"]
 
 
+@pytest.mark.seconds
 def test_a_loss_on_other_tokens(run, tokens, tmp_path):
     write_shards(tmp_path / "other", np.arange(100), np.arange(100), vocab_size=257)
     mesh = make_mesh(MeshConfig())

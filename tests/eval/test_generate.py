@@ -213,6 +213,7 @@ def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
         np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
 
 
+@pytest.mark.seconds
 def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
     vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
     vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

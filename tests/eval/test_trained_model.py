@@ -280,6 +280,7 @@ def made(kind):
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("bpe", "word_level")]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["unigram", *SLOW_KINDS])
 def test_a_model_ends_where_its_files_say_in_every_command(kind, tmp_path, capsys):
     theirs, hf, run, again = made(kind), *(tmp_path / name for name in ("hf", "run", "again"))
@@ -355,6 +356,7 @@ def test_gpt2s_rows_may_be_padded_where_no_tokenizer_is(tmp_path):
     assert "gpt2" in found.stderr
 
 
+@pytest.mark.seconds
 def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     largest = max((tmp_path / "run/checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size)

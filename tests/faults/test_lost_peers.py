@@ -48,6 +48,7 @@ def assert_ended(process, reason):
     return output
 
 
+@pytest.mark.seconds
 def test_one_is_killed_in_the_middle_of_training(folder):
     other, victim = start_two(folder, "run")
     wait_for_steps(folder / "run", 6, other)

@@ -47,6 +47,7 @@ def undisturbed(folder):
     return found
 
 
+@pytest.mark.seconds
 def test_a_signal_stops_after_the_step_and_the_run_goes_on(folder):
     found = stop_and_continue(folder, "once", signal.SIGTERM)
     steps = range(41)
@@ -142,6 +143,7 @@ def test_the_first_save_of_two_that_continue_is_that_at_a_signal(folder):
 LONG = ("--eval.num-windows", "400000", "--eval.batch-size", "2")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("step", "at"),
     [

@@ -196,6 +196,7 @@ def test_words_are_quoted_in_the_script(capsys, tmp_path):
     subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
+@pytest.mark.seconds
 def test_what_is_created(cloud, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "it's: $hush")
     assert launch(*TPU, "--env", "WANDB_API_KEY", "--namespace", "team") == 0
@@ -270,6 +271,7 @@ def test_refusals(cloud, capsys, changed, named):
     assert not (cloud / "calls").exists()
 
 
+@pytest.mark.seconds
 def test_what_fails_outside(cloud, capsys, monkeypatch):
     (cloud / "setup.sh").write_bytes(os.urandom(1_100_000))
     assert launch(*TPU, "--setup", str(cloud / "setup.sh")) == 1
@@ -298,6 +300,7 @@ def test_tokens_that_the_pods_do_not_have(cloud, capsys, options, reached):
         assert f"--data.path {path}" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_topology_is_also_named_by_googles_type(cloud, capsys):
     shown = []
     for topology in ("v5p:4x4x4", "v5p-128"):

@@ -139,6 +139,7 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
         assert task["env"]["SLURM_CPUS_PER_TASK"] == "12"
 
 
+@pytest.mark.seconds
 def test_a_run_that_saved_is_queued_again(cloud, capsys):
     path = submit(cloud, capsys, "--max-restarts", "3")
     show = "show job 42"
@@ -309,6 +310,7 @@ def test_longer_time_limits_go_to_sbatch(cloud, capsys, limit):
     assert f"#SBATCH --time={limit}\n" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_functions_that_a_config_names_go_along(cloud, capsys):
     (cloud / "mine").mkdir()
     (cloud / "mine" / "config.py").write_text(OWN)
@@ -325,6 +327,7 @@ def test_functions_that_a_config_names_go_along(cloud, capsys):
     assert "mine/data.py:data" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_sbatch_refuses_or_is_not_there(cloud, capsys, monkeypatch):
     (cloud / "refuse").touch()
     assert start() == 1

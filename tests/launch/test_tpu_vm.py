@@ -33,6 +33,7 @@ def cloud(tmp_path, monkeypatch):
     cloud.switch_off()
 
 
+@pytest.mark.seconds
 def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, tmp_path):
     waiting = ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
     cloud.write("creations", [{"queued": waiting, "node": [*["CREATING"] * 3, "READY"]}])
@@ -159,6 +160,7 @@ def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
     assert len(cloud.read("outages")) == 70
 
 
+@pytest.mark.seconds
 def test_ssh_that_never_works_ends(cloud, capsys):
     cloud.write("ssh_failures", 10_000)
     assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
@@ -168,6 +170,7 @@ def test_ssh_that_never_works_ends(cloud, capsys):
     assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 4, 1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "says",
     [
@@ -198,6 +201,7 @@ def test_a_missing_permission_or_project_is_told_before_anything_is_created(clou
     assert "--project" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("agent", "created"), [("echo ssh-ed25519 AAother me", 0), ("exit 1", 1), (None, 1)]
 )
@@ -215,6 +219,7 @@ def test_an_agent_without_the_key_is_told_before_anything_is_created(
     assert (cloud.count(" create ") if calls.exists() else 0) == created
 
 
+@pytest.mark.seconds
 def test_a_host_that_does_not_answer_ends_the_launch(cloud, capsys):
     cloud.write("unreachable", [1])
     assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
@@ -224,6 +229,7 @@ def test_a_host_that_does_not_answer_ends_the_launch(cloud, capsys):
     assert (cloud.count(" create "), cloud.count(" delete ")) == (1, 0)
 
 
+@pytest.mark.seconds
 def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
     options = ["--gcloud-flag", "--internal-ips", "--gcloud-flag=--network=my net", "--alpha"]
     assert launch(*START, *options, "--tunnel-through-iap") == 0
@@ -236,6 +242,7 @@ def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
     assert cloud.count(" --internal-ip ", " follow ") == 1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("code", [1, 127])
 def test_a_run_that_fails_is_not_started_again(cloud, capsys, code):
     cloud.train(f"""echo "maxmars: error: no data"
@@ -261,6 +268,7 @@ echo "trained on $FAKE_HOST"
 """
 
 
+@pytest.mark.seconds
 def test_each_host_starts_its_process_again(cloud, capsys):
     cloud.train(ENDS_TWICE)
     assert launch(*START) == 0
@@ -272,6 +280,7 @@ def test_each_host_starts_its_process_again(cloud, capsys):
     assert log.rstrip().endswith("trained on 0")
 
 
+@pytest.mark.seconds
 def test_restarts_of_the_hosts_are_limited(cloud, capsys):
     cloud.train(ENDS_TWICE)
     assert launch(*START, "--max-restarts", "1") == 1
@@ -304,6 +313,7 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.seconds
 def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
     cloud.train(TRAIN_UNTIL_STOPPED)
     assert launch("launch", "tpu-vm", "status", *WHERE) == 0
@@ -509,6 +519,7 @@ def test_tokens_that_the_hosts_do_not_have(cloud, capsys, options, reached):
         assert path in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_type_is_also_named_by_its_chips_and_the_price_is_said(cloud, capsys):
     words = ["--dry-run", "--price", "4.2"]
     by_type, by_chips = ([*words, "--accelerator", name] for name in ("v5p-16", "v5p:2x2x2"))

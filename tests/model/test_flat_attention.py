@@ -131,6 +131,7 @@ def attention_of_a_layer(config, flat, x, params):
     return layer(x, scale_of, attend)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("use_bias", [True, pytest.param(False, marks=slow)])
 def test_a_layer_of_gpt2_is_the_same_by_either_form(use_bias):
     """The scale goes into the queries' weights and biases in place of the queries."""

@@ -101,6 +101,7 @@ def test_several_files_with_an_index(tmp_path):
             load(tmp_path)
 
 
+@pytest.mark.seconds
 def test_the_reference_model_on_one_device_and_on_eight(reference_dir):
     directory = reference_dir / "reference" / "hf_gpt2_tiny"
     reference = np.load(reference_dir / "reference" / "hellaswag_reference.npz")

@@ -71,6 +71,7 @@ def one_by_one(texts):
     return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *found)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("on_mesh", "attention"),
     [

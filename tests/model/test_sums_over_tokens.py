@@ -69,6 +69,7 @@ def gradients(model, mesh, microbatches):
     return jax.device_get(found)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("microbatches", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mesh",

@@ -53,6 +53,7 @@ def run_on_mesh(mesh, dtype, names, steps=5):
     return run(tx, trees[0], trees[1:], put)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("shape", "dtype", "atol", "names"),
     [

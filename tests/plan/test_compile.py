@@ -27,6 +27,7 @@ from maxmars.train.step import abstract_train_state, make_train_step
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "mars", "average")]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["shampoo", *SLOW])
 def test_memory_is_the_compilers(plan_of, name):
     plan = plan_of(name)

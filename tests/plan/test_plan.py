@@ -49,6 +49,7 @@ def test_soap_whose_state_travels_is_said(config_of, layers):
         assert 0.5 < float(size) * MB / sum(state.values()) < 1
 
 
+@pytest.mark.seconds
 def test_mars_shampoo_moves_what_its_plan_says(plan_of):
     plan = plan_of("shampoo")
     rows = rows_of(plan, "optimizer")

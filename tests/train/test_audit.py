@@ -62,6 +62,7 @@ def check(workdir, **arguments):
     return audit(workdir, log=lambda text: None, **arguments)
 
 
+@pytest.mark.seconds
 def test_a_sound_run_is_one_trajectory(sound, tmp_path, capsys, caplog):
     main(["audit", str(sound / "run"), "--replay", "2", "--output", str(tmp_path / "out.json")])
     assert ": one trajectory, steps 0 to 6 (sessions: 2, " in capsys.readouterr().out

@@ -31,6 +31,7 @@ def losses(run, key, step):
     return next(row[key] for row in rows if row["step"] == step and key in row)
 
 
+@pytest.mark.seconds
 def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
     fields, text, sections = export(finished_run, tmp_path / "mine")
     assert fields["library_name"] == "transformers"
@@ -90,6 +91,7 @@ def test_a_checkpoint_tells_the_losses_of_its_step(finished_run, tmp_path):
     assert read(finished_run / "checkpoints", 4).digest in sections["Audit"]
 
 
+@pytest.mark.seconds
 def test_scores_of_a_report(finished_run, byte_tokens, tmp_path, capsys):
     questions = str(write_questions_file(tmp_path / "q.jsonl"))
     target, report = finished_run / "checkpoints" / "6", tmp_path / "scores.json"

@@ -74,6 +74,7 @@ def flip(tokens, name="train_00003.bin", byte=7):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("damage", [slow(zero), slow(swap), flip])
 def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, tmp_path, damage):
     tokens, config = tmp_path / "tokens", short_config(num_steps=500)
@@ -99,6 +100,7 @@ def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
     assert not (tmp_path / "run" / "verified").exists()
 
 
+@pytest.mark.seconds
 def test_other_data_at_the_same_path_are_refused(copied, tmp_path, capsys):
     _, workdir = copied
     recorded = read(workdir / "checkpoints").data_digest
@@ -218,6 +220,7 @@ def test_two_processes_read_the_same_stream_from_a_bucket_that_fails_now_and_the
     assert sum(name == "tokens/meta.json" for name, _ in server.reads) == 2
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["numpy", "letters"])
 def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys, name):
     directory = tmp_path / name
@@ -238,6 +241,7 @@ def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys, n
     assert "--model.vocab-size" not in printed
 
 
+@pytest.mark.seconds
 def test_a_vocabulary_far_smaller_than_the_models_is_hinted_at(finished, tmp_path, capsys):
     config = tiny.short_config(finished / "tokens", eval=EvalConfig(every=None), num_steps=1)
     model = dataclasses.replace(config.model, vocab_size=600)

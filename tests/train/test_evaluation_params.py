@@ -135,6 +135,7 @@ def differs(one, other):
 # --- the average ---------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_the_average_is_that_of_the_parameters_after_each_update():
     """In NumPy: weights (1 - d) d^(t - i) over 1 - d^t; a skipped step leaves it as it was."""
     config = tiny_config(ema_decay=DECAY, num_microbatches=1, optimizer=AdamWConfig())
@@ -182,6 +183,7 @@ def fixed(steps):
     return dataclasses.replace(tiny_config().schedule, warmup_steps=0, decay_steps=steps)
 
 
+@pytest.mark.seconds
 def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
     config = config_of(averaged, ema_decay=DECAY, schedule=fixed(4))
     train(config, tmp_path / "undisturbed")
@@ -194,6 +196,7 @@ def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
     assert found.replayed
 
 
+@pytest.mark.seconds
 def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     config, run = config_of(averaged, ema_decay=DECAY), averaged / "run"
     state = saved_arrays(run, config).state
@@ -214,6 +217,7 @@ def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     assert not any(np.array_equal(array, trained) for array in weights.values())
 
 
+@pytest.mark.seconds
 def test_another_run_starts_from_it_and_with_the_optimizers_state_from_the_parameters(
     averaged, tmp_path
 ):
@@ -227,6 +231,7 @@ def test_another_run_starts_from_it_and_with_the_optimizers_state_from_the_param
         assert first["eval/loss"] == pytest.approx(loss_of(expected, config), abs=1e-6)
 
 
+@pytest.mark.seconds
 def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_path):
     plain = config_of(tmp_path, model=small(file), num_steps=2)
     train(plain, tmp_path / "run")
@@ -245,6 +250,7 @@ def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_pa
     assert found.problems == []
 
 
+@pytest.mark.seconds
 def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
     config = config_of(tmp_path, model=small(file, "bfloat16"), ema_decay=DECAY, num_steps=2)
     train(dataclasses.replace(config, num_steps=1, schedule=fixed(2)), tmp_path / "run")
@@ -256,6 +262,7 @@ def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
     assert_same(load(tmp_path / "run").params, rounded)
 
 
+@pytest.mark.seconds
 def test_a_changed_average_is_found(averaged, tmp_path):
     """An array that differs from its digest, and a checkpoint of another run, whose parameters are
     the same ones and whose digests agree."""
@@ -287,6 +294,7 @@ def test_it_averages_under_every_optimizer(name, tmp_path):
 # --- what an optimizer names ---------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["free", pytest.param("chained", marks=pytest.mark.slow)])
 def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     config = config_of(tmp_path, optimizer=own(file, name), schedule=fixed(4), model=small(file))
@@ -309,6 +317,7 @@ def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     assert_same(loaded, state.evaluation_params)
 
 
+@pytest.mark.seconds
 def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
     config = config_of(tmp_path, optimizer=own(file, "alone"), num_steps=2, model=small(file))
     train(config, tmp_path / "run")
@@ -320,6 +329,7 @@ def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
     assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
 
 
+@pytest.mark.seconds
 def test_a_lie_about_what_is_named_is_found(file, tmp_path, monkeypatch):
     config = config_of(tmp_path, optimizer=own(file, "lying"), num_steps=2, model=small(file))
     monkeypatch.setenv("FACTOR", "2")

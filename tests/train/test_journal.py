@@ -51,6 +51,7 @@ def go_on(folder, run):
     return audit(run, log=lambda text: None)
 
 
+@pytest.mark.seconds
 def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(folder, run):
     with (run / "journal.jsonl").open("a") as file:
         file.write('{"kind": "saved", "step": 3, "dig')

@@ -149,6 +149,7 @@ def test_lives_of_another_job_do_not_count(tmp_path, in_job):
     assert len(lives(tmp_path)["lives"]) == 1
 
 
+@pytest.mark.seconds
 def test_a_start_in_a_workdir_of_another_run_touches_no_file_of_a_life(tmp_path, in_job):
     in_job(1)
     begin(tmp_path)

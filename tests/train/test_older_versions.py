@@ -77,6 +77,7 @@ def refusal(capsys, *arguments):
     return lines[0]
 
 
+@pytest.mark.seconds
 def test_a_run_of_format_3_is_continued(folder, capsys):
     take("format_3")
     before = read("run/checkpoints")
@@ -91,6 +92,7 @@ def test_a_run_of_format_3_is_continued(folder, capsys):
     assert "one trajectory" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_the_parameters_of_both_formats_are_used(folder, older, capsys):
     take(older)
     options = "--num-processes 1 --tasks loss --data.path tokens --data.num-windows 8"
@@ -107,6 +109,7 @@ def test_the_parameters_of_both_formats_are_used(folder, older, capsys):
     )
 
 
+@pytest.mark.seconds
 def test_the_tokens_of_both_are_sound_and_trained_on(folder, older):
     """And the parameters begin a new run."""
     take(older)

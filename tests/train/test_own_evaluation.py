@@ -107,6 +107,7 @@ def scores(workdir):
     }
 
 
+@pytest.mark.seconds
 def test_its_numbers_are_those_of_eval_on_the_finished_run(folder, capsys):
     train("run", "--log.tensorboard", "True")
     found = scores(folder / "run")
@@ -127,6 +128,7 @@ def test_its_numbers_are_those_of_eval_on_the_finished_run(folder, capsys):
     main(["audit", "run", "--replay", "2"])  # which makes no evaluation
 
 
+@pytest.mark.seconds
 def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
     train("run")
     words = ["--tasks", "own", "--own", "mine.py:spoken", "--against", "run/checkpoints/4"]
@@ -176,6 +178,7 @@ def test_a_kill_in_an_evaluation_loses_no_number(folder):
     main(["audit", "killed"])
 
 
+@pytest.mark.seconds
 def test_a_changed_function_goes_on_and_is_recorded(folder):
     train("run", "--num-steps", "2")
     (folder / "mine.py").write_text(MINE.replace('"length": ', '"tokens": 2 * '))

@@ -98,6 +98,7 @@ def trained(run):
     return load(run)
 
 
+@pytest.mark.seconds
 def test_a_run_from_the_command_line_is_evaluated_as_it_evaluated_itself(run, capsys):
     report = run.parent / "report.json"
     questions = str(run.parent / "questions.jsonl")
@@ -123,6 +124,7 @@ def test_questions_are_scored_as_each_ending_alone(run, trained):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
+@pytest.mark.seconds
 def test_continuations_share_a_row_where_the_module_takes_their_numbers(trained, run_of_the_page):
     choices = [encode_choices("a b", [" c", " d"], trained.tokenizer)]
     assert len(pack_choices(choices, trained.config).rows) == 1
@@ -206,6 +208,7 @@ def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.seconds
 def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     recorded = sha256_of(EXAMPLE)
@@ -236,6 +239,7 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
         load(copy)
 
 
+@pytest.mark.seconds
 def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
     source = shutil.copy(EXAMPLE, tmp_path / "mine.py")
     model = dataclasses.replace(OWN, make=f"{source}:make")
@@ -303,6 +307,7 @@ def run_of_the_page(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.seconds
 def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
     run_of_the_page, tmp_path, capsys
 ):
@@ -326,6 +331,7 @@ def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
 # --- rematerialisation ----------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_a_module_has_policies_of_rematerialisation_of_its_own(tmp_path):
     options = OPTIONS | {"num_layers": 8, "embed_dim": 64}
     model = dataclasses.replace(OWN, options=options, max_seq_len=64)
@@ -342,6 +348,7 @@ def test_a_module_has_policies_of_rematerialisation_of_its_own(tmp_path):
     assert sizes[0] < sizes[1] < sizes[2]
 
 
+@pytest.mark.seconds
 def test_the_policy_of_a_run_is_chosen_written_down_and_kept(tmp_path, capsys):
     model = dataclasses.replace(OWN, remat="auto")
     config = own_config(tmp_path, model=model, optimizer=ADAMW, num_steps=1)
@@ -492,6 +499,7 @@ def test_a_config_with_it_survives_json():
     assert hash(config) == hash(dataclasses.replace(config))
 
 
+@pytest.mark.seconds
 def test_options_change_on_the_command_line():
     arguments = ["--model.options.num-layers", "3", "--model.max-seq-len", "64"]
     config = parse_arguments(
@@ -725,6 +733,7 @@ def test_layers_in_a_list_are_trained_saved_and_read(tmp_path, plain, byte_token
     assert model(np.zeros((1, 3), np.int32)).shape == (1, 3, 257)
 
 
+@pytest.mark.seconds
 def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
     shape = MeshConfig(data=2, fsdp=2)
     sizes = {"global_batch_size": 16, "num_microbatches": 2}

@@ -148,6 +148,7 @@ def losses(workdir):
     return {key: value for key, value in series(workdir).items() if key[1] == "train/loss"}
 
 
+@pytest.mark.seconds
 def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, source):
     config = short_config(
         tmp_path / "tokens",
@@ -181,6 +182,7 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
         train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
 
 
+@pytest.mark.seconds
 def test_a_run_of_an_older_maxmars_continues_with_its_text_alone(tmp_path, source):
     """Its config names the function alone, and its journal, or a kept file, tells the text."""
     own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
@@ -208,6 +210,7 @@ def test_a_run_of_an_older_maxmars_continues_with_its_text_alone(tmp_path, sourc
         train(changed, tmp_path / run, resume_overrides=["optimizer.make"])
 
 
+@pytest.mark.seconds
 def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
     own = OptaxConfig(make=f"{source}:counting", learning_rate=1e-2)
     checkpoints = CheckpointConfig(every=None)
@@ -277,6 +280,7 @@ def test_what_is_allowed_is_none_of_these(source, make):
     check_optimizer(own, Parameters(MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1])))
 
 
+@pytest.mark.seconds
 def test_a_rate_that_the_optimizer_leaves_aside_is_no_metric(tmp_path, source):
     def trained(make):
         optimizer = OptaxConfig(make=f"{source}:{make}", learning_rate=1e-3)
@@ -288,6 +292,7 @@ def test_a_rate_that_the_optimizer_leaves_aside_is_no_metric(tmp_path, source):
     assert "train/learning_rate" in trained("plain")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("save_every", [1, None])
 def test_what_a_rate_of_zero_makes_not_finite_is_told_apart(tmp_path, source, save_every):
     """Prodigy divides by sums that are zero after a step at the rate 0, where a warm-up begins."""

@@ -41,6 +41,7 @@ def run(microbatches, mesh, optimizer):
     return jax.device_get(state.params), history
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -72,6 +72,7 @@ def rows_of(workdir, key):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+@pytest.mark.seconds
 def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(source, workdir)
@@ -286,6 +287,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), jax.device_get(other))
 
 
+@pytest.mark.seconds
 @pytest.mark.smoke
 def test_a_run_starts_where_another_ended(source, started):
     workdir, _ = started
@@ -336,6 +338,7 @@ def test_weights_alone_begin_everything_anew(source, short_config):
     assert jax.tree.all(jax.tree.map(lambda x, a: x.sharding == a.sharding, state, abstract))
 
 
+@pytest.mark.seconds
 def test_the_first_step_of_exact_mars_reads_no_earlier_parameters(source, short_config):
     config = short_config(optimizer=MarsConfig(exact=True))
     step = make_train_step(config, Parameters(config.model, mesh_of(config)))

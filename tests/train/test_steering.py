@@ -59,6 +59,7 @@ def position(run, step):
     return read(run / "checkpoints", step).data_position
 
 
+@pytest.mark.seconds
 def test_back_to_a_checkpoint_the_steps_are_the_same(run):
     digest = read(run / "checkpoints").digest
     steer(run, rewind=2)
@@ -69,6 +70,7 @@ def test_back_to_a_checkpoint_the_steps_are_the_same(run):
     assert found.orders == ["at step 2, back from step 6"]
 
 
+@pytest.mark.seconds
 def test_left_out_examples_are_told_and_replayed(run, capsys):
     digest = read(run / "checkpoints").digest
     steer(run, rewind=2, skip_examples=5)
@@ -105,6 +107,7 @@ def test_an_order_is_carried_out_once(run):
     assert len(found.orders) == 2
 
 
+@pytest.mark.seconds
 def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run):
     steer(run, rewind=2, skip_examples=5)
     for step in (4, 6):
@@ -116,6 +119,7 @@ def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run)
     assert "6" in found.orders[0]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("moved", [[4], [4, 6]])
 def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_start(run, moved):
     for step in moved:
@@ -127,6 +131,7 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_sta
     assert found.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
 
 
+@pytest.mark.seconds
 def test_checkpoints_deleted_by_hand_are_made_again(run):
     digest = read(run / "checkpoints").digest
     for step in (2, 6):
@@ -251,6 +256,7 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
             assert jax.tree.all(jax.tree.map(np.array_equal, wanted, arrays))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("field", ["skip_examples", "position"])
 def test_a_lie_about_what_was_left_out_is_found(run, field):
     steer(run, rewind=2, skip_examples=5)

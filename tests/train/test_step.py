@@ -116,6 +116,7 @@ RUNS = [
 
 
 # The warmup ends at step 10; one of them runs to the end of the schedule by default.
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
@@ -190,6 +191,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "steps"),
     [
@@ -299,6 +301,7 @@ def test_initialisation_never_holds_the_whole_model_on_one_device():
     assert memory.temp_size_in_bytes < 0.3 * sharding.bytes_of(abstract.params)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [MarsConfig(), MarsConfig(variant="m", exact=True)])
 def test_programs_are_the_same_for_all_seeds_and_learning_rates(optimizer):
     """So the cells of a comparison compile them once."""
@@ -315,6 +318,7 @@ def test_programs_are_the_same_for_all_seeds_and_learning_rates(optimizer):
     assert programs(0, 1e-3) == programs(1, 3e-3)
 
 
+@pytest.mark.seconds
 def test_state_carries_the_parameters_shardings_and_keeps_them():
     config = tiny_config(mesh=MESHES["2,2,2"])
     state, _ = run(config, batches(config, 2))
@@ -333,6 +337,7 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
 # --- the step itself -----------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 @pytest.mark.smoke
 @pytest.mark.parametrize("microbatches", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_microbatches_change_nothing_but_rounding(microbatches):
@@ -347,6 +352,7 @@ def test_microbatches_change_nothing_but_rounding(microbatches):
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.seconds
 def test_a_gradient_multiplier_acts_before_the_clip():
     def first(**changes):
         config = tiny_config(optimizer=ADAMW, num_microbatches=1, **changes)
@@ -401,6 +407,7 @@ def test_the_state_is_used_up():
     assert state.params["wte"]["embedding"].is_deleted()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "mars shampoo"]
 )

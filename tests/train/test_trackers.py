@@ -52,6 +52,7 @@ def same(found, expected):
     )
 
 
+@pytest.mark.seconds
 def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_path):
     directory = tmp_path / "run"
     keep = CheckpointConfig(every=1, keep_last=9)

@@ -73,6 +73,7 @@ def finished(tmp_path_factory, cache):
     return workdir
 
 
+@pytest.mark.seconds
 @pytest.mark.smoke
 def test_what_a_run_leaves_behind(finished):
     names = {path.name for path in finished.iterdir()}
@@ -223,6 +224,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(finished, capsys):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.seconds
 def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
     schedule = ScheduleConfig(warmup_steps=1)
     config = tiny_config(num_steps=2, schedule=schedule, eval=EvalConfig(every=None), **QUICK)
@@ -311,6 +313,7 @@ def make(learning_rate, *, matrix_specs, mesh):
 """
 
 
+@pytest.mark.seconds
 def test_the_last_finite_checkpoint_stays_while_steps_are_skipped(tmp_path):
     (tmp_path / "own.py").write_text(BREAKS)
     config = tiny_config(
@@ -342,6 +345,7 @@ def test_a_second_gradient_that_is_not_finite_is_no_spike_of_the_loss(tmp_path):
     assert np.isfinite([found["train/loss"], found["train/grad_norm"]]).all()
 
 
+@pytest.mark.seconds
 def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
     config = tiny_config(
         optimizer=dataclasses.replace(ADAMW, learning_rate=1e30),
@@ -405,6 +409,7 @@ def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(finished, tm
     assert "all 6 steps are done" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_nothing_compiles_after_the_first_of_each(tmp_path):
     metrics, steps_reported = tmp_path / "run" / "metrics.jsonl", []
 

@@ -55,6 +55,7 @@ def test_a_resume_is_identical_on_this_machine(
     assert "identical to the undisturbed run" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_a_run_that_fails_is_named_with_its_log(tmp_path):
     config = tiny_config(global_batch_size=2**20)
     with refused(ValueError, "1/3", "code 1", tmp_path / "out" / "run.log"):
