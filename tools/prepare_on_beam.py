@@ -2,7 +2,7 @@
 
     python3 -m venv beam
     beam/bin/pip install 'apache-beam[gcp]==2.77.*' 'protobuf<7' 'pyarrow<26' \
-      etils[epath] gcsfs jaxtyping numpy rich tiktoken
+      etils[epath] gcsfs jaxtyping numpy rich tiktoken tyro
     beam/bin/pip install --no-deps .
     beam/bin/python tools/prepare_on_beam.py 'gs://BUCKET/texts/*.jsonl' gs://BUCKET/tokens \
       --tokenizer gpt2 --runner DataflowRunner --project PROJECT --region REGION \

@@ -509,7 +509,7 @@ def _together(path: Any, read_own: Callable[[], Any]) -> Any:
         gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
         raise damage
     if not processes.all_processes(True):
-        raise DamagedError("another process could not read its shards of it")
+        raise DamagedError("another process could not read its share")
     return result
 
 

@@ -18,7 +18,7 @@ from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule, UsageError
 from maxmars.distributed.files import why_not_written
-from maxmars.distributed.progress import Progress
+from maxmars.distributed.progress import Progress, loading_jax
 
 if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wait for
     from maxmars.eval.generate import TextPiece
@@ -171,7 +171,7 @@ class _Model:
     """The model that the command line names, which continues prompts as the options say."""
 
     def __init__(self, arguments: GenerateArguments, progress: Progress) -> None:
-        with progress.waiting("loading JAX"):
+        with loading_jax(stderr=True):
             from maxmars.distributed import programs, sharding
             from maxmars.eval import load
             from maxmars.eval.generate import Sampling

@@ -232,9 +232,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 
 @contextlib.contextmanager
-def loading_jax() -> Generator[None]:
-    """Say on a terminal that the block imports what loads JAX, which takes seconds."""
-    with Progress(quiet=True) as progress, progress.waiting("loading JAX"):
+def loading_jax(*, stderr: bool = False) -> Generator[None]:
+    """Say on a terminal that the block imports what loads JAX, which takes seconds; for `stderr`
+    see `Progress`."""
+    with Progress(stderr=stderr, quiet=True) as progress, progress.waiting("loading JAX"):
         yield
 
 
