@@ -50,7 +50,7 @@ class Logged:
     """Step -> tokens trained on."""
     series: Mapping[str, Sequence[tuple[int, float]]]
     """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, `NORMS` by
-    part of the model, and evaluations of the user's own, as far as the run has them."""
+    component of the model, and evaluations of the user's own, as far as the run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
 
 
 def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
-    """The norms by part of the model that lines have: metric -> how a report calls it."""
+    """The norms by component of the model that lines have: metric -> how a report calls it."""
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
         for norm, name in NORMS.items()

@@ -237,7 +237,7 @@ def write_run_report(
     blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
     path = figures.path("norms_by_part")
     if draw_rates_and_norms(lines, path, norms_by_component(lines), columns=4):
-        blocks.append(figures.image("norms_by_part", "Norms by part of the model."))
+        blocks.append(figures.image("norms_by_part", "Norms by component of the model."))
     path = figures.path("evaluations")
     if draw_rates_and_norms(lines, path, own_evaluations(lines)):
         words = "Evaluations by functions of one's own (`eval.own`)."

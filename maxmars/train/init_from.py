@@ -135,13 +135,13 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
 
 
 def _read_run(
-    directory: Any,
+    directory: Workdir,
     step: int | None,
     config: TrainConfig,
     abstract: TrainState,
     *,
     optimizer_state: bool,
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, Any], Workdir]:
     """The fields of the state that come from a checkpoint, and the path of that checkpoint."""
     for candidate in candidates(directory, step):
         with candidate as saved:

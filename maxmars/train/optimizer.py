@@ -385,21 +385,25 @@ def _exponential_decay(steps: int, final: float) -> optax.Schedule:
     return decay
 
 
-# --- the parts of the model that metrics tell apart ----------------------------------------------
+# --- the components of the model that metrics tell apart -----------------------------------------
 def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
-    """The learning rate of each part that has its own, as a multiple of the run's."""
-    parts = jax.tree.leaves(parameters.components)
-    rules = dict(zip(parts, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
-    scales = {part: rules[part].learning_rate_scale or 1.0 for part in COMPONENTS if part in rules}
-    return {part: scale for part, scale in scales.items() if scale != 1.0}
+    """The learning rate of each component that has its own, as a multiple of the run's."""
+    components = jax.tree.leaves(parameters.components)
+    rules = dict(zip(components, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
+    scales = {
+        component: rules[component].learning_rate_scale or 1.0
+        for component in COMPONENTS
+        if component in rules
+    }
+    return {component: scale for component, scale in scales.items() if scale != 1.0}
 
 
-def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
+def named_norms(norms: Num[np.ndarray, "3 components"]) -> dict[str, float]:
     """The train step's `train/norms` as metrics `train/QUANTITY_norm/PART`, for gradients,
     parameters and updates.
 
-    Also `train/param_norm` and `train/update_norm` of all parts together; the step itself reports
-    `train/grad_norm`.
+    Also `train/param_norm` and `train/update_norm` of all components together; the step itself
+    reports `train/grad_norm`.
     """
     found = {}
     for quantity, row in zip(("grad", "param", "update"), norms.astype(np.float64), strict=True):
@@ -407,6 +411,7 @@ def named_norms(norms: Num[np.ndarray, "3 parts"]) -> dict[str, float]:
         if quantity != "grad":
             found[name] = float(np.linalg.norm(row))
         found |= {
-            f"{name}/{part}": float(value) for part, value in zip(COMPONENTS, row, strict=True)
+            f"{name}/{component}": float(value)
+            for component, value in zip(COMPONENTS, row, strict=True)
         }
     return found

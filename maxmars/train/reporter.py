@@ -175,7 +175,7 @@ class StepReporter:
         else:
             way_out = (
                 "The parameters are not finite since an earlier update, though its gradient was. "
-                f"{way_out}"
+                + way_out
             )
         raise DivergedError(
             text,

@@ -243,7 +243,7 @@ def _check_changes(
     misfit: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Check that every change is on purpose, and that nothing of the checkpoint does not fit."""
+    """Check that every change is on purpose, and that there is no `misfit`."""
     names = [name for name, _, _ in rows]
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     if not refused and misfit is None:

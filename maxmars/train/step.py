@@ -347,7 +347,7 @@ class TrainStep:
             applied;
           * `train/clip_fraction` of optimizers that clip each matrix, and
             `train/orthogonality_error` if it is measured;
-          * with `log.norms` the array `train/norms` [3, parts], which `optimizer.named_norms`
+          * with `log.norms` the array `train/norms` [3, components], which `optimizer.named_norms`
             names: norms of gradients, of parameters after the step, and of updates.
         """
         with jax.set_mesh(self.mesh):
@@ -446,7 +446,7 @@ def _step(
 ) -> tuple[TrainState, Metrics]:
     batch = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
-    parts = parameters.components
+    components = parameters.components
 
     def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
         return mean_loss(make_model(config.model, params), **rows)
@@ -474,8 +474,8 @@ def _step(
     reason, guard = check_step(config.guard, state.guard, loss, norms)
     apply = reason == 0
     of_gradients = {
-        part: config.gradient_multiplier**2 * square
-        for part, square in squared_norms(parts, gradients.unscaled).items()
+        component: config.gradient_multiplier**2 * square
+        for component, square in squared_norms(components, gradients.unscaled).items()
     }
 
     def update() -> tuple[_Written, Metrics]:
@@ -491,7 +491,7 @@ def _step(
             prev_params=state.params if _is_exact(config) else None,
             evaluation_params=_averaged(config, state, params),
         )
-        return written, squared_norms(parts, updates)
+        return written, squared_norms(components, updates)
 
     def skip() -> tuple[_Written, Metrics]:
         old = _Written(*(getattr(state, name) for name in _Written._fields))
@@ -506,21 +506,22 @@ def _step(
             written, of_updates = jax.tree.map(
                 lambda new, old: jnp.where(apply, new, old), update(), skip()
             )
-        of_params = squared_norms(parts, written.params)
+        of_params = squared_norms(components, written.params)
     metrics = {
         "train/loss": loss,
         "train/grad_norm": gradients.norm,
         "train/skipped": guard.num_skipped,
         "train/consecutive_skips": guard.consecutive_skips,
         "train/skip_reason": reason,
-        **_update_metrics(parts, state.params, of_updates, written.opt_state),
+        **_update_metrics(components, state.params, of_updates, written.opt_state),
     }
     if follows_rate(config.optimizer, parameters):
         metrics["train/learning_rate"] = learning_rate
     if config.log.norms:
         # One array rather than twelve scalars: each output of the step costs the host time.
         squares = [
-            [of[part] for part in COMPONENTS] for of in (of_gradients, of_params, of_updates)
+            [of[component] for component in COMPONENTS]
+            for of in (of_gradients, of_params, of_updates)
         ]
         metrics["train/norms"] = jnp.sqrt(jnp.stack([*map(jnp.stack, squares)])).astype(jnp.float32)
     if config.gradient_clip_norm is not None:
@@ -771,31 +772,31 @@ def _widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def squared_norms(parts: Any, tree: Any) -> dict[str, Float[Array, ""]]:
-    """The sum of squares of each part of the model.
+def squared_norms(components: Any, tree: Any) -> dict[str, Float[Array, ""]]:
+    """The sum of squares of each component of the model.
 
     Args:
-      parts: the part of each parameter; see `Parameters.components`.
+      components: the component of each parameter; see `Parameters.components`.
       tree: a tree of the parameters' structure.
     """
     sums: dict[str, Any] = dict.fromkeys(COMPONENTS, jnp.zeros([], jnp.float32))
-    for part, leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(tree), strict=True):
-        sums[part] += jnp.sum(jnp.square(_widened(leaf)))
+    for component, leaf in zip(jax.tree.leaves(components), jax.tree.leaves(tree), strict=True):
+        sums[component] += jnp.sum(jnp.square(_widened(leaf)))
     return sums
 
 
 def _update_metrics(
-    parts: Any, params: Any, squares: Mapping[str, jax.Array], opt_state: Any
+    components: Any, params: Any, squares: Mapping[str, jax.Array], opt_state: Any
 ) -> Metrics:
     """Root mean square of the update of each kind of parameter, and the optimizer's own metrics."""
     sizes: collections.Counter[str] = collections.Counter()
-    for part, param in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True):
-        sizes[part] += param.size
+    for component, param in zip(jax.tree.leaves(components), jax.tree.leaves(params), strict=True):
+        sizes[component] += param.size
     kinds = {"linear": ("attention", "mlp"), "embedding": ("embedding",), "vector": ("vector",)}
     metrics = {}
     for kind, of in kinds.items():
-        total = sum(squares[part] for part in of)
-        size = sum(sizes[part] for part in of) or 1  # a model may have none of a kind
+        total = sum(squares[component] for component in of)
+        size = sum(sizes[component] for component in of) or 1  # a model may have none of a kind
         # JAX takes a Python integer for an int32, which a size of 2^31 or more is not.
         metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / float(size))
     for name in ("clip_fraction", "orthogonality_error"):
