@@ -5,6 +5,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import tempfile
@@ -22,7 +23,7 @@ from maxmars.data.sources import read_metadata
 
 TEXTS = ["one", 'zwei ä\nlines, "quoted";\tand more', "", "𝄞 four"] * 3
 any_texts = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=6)
-settings = hypothesis.settings(max_examples=40, deadline=None, database=None, derandomize=True)
+settings = hypothesis.settings(max_examples=25, deadline=None, database=None, derandomize=True)
 
 
 def lines(texts):
@@ -98,9 +99,10 @@ KINDS = {
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
-def texts_of(path, parts=1, **options):
+def texts_of(path, count=1, **options):
+    """The texts of a file that is read in so many runs."""
     corpus = TextFiles([str(path)], **options)
-    runs = [Run(0, part, parts) for part in range(parts)]
+    runs = [Run(0, part, count) for part in range(count)]
     return ["".join(d.blocks) for run in runs for d in corpus.read(run)]
 
 
@@ -113,23 +115,23 @@ def read(kind, data, field="text", **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
-def test_every_kind(tmp_path, kind, compression):
+def test_every_kind(tmp_path, kind):
     write, field = KINDS[kind]
     path, data = tmp_path / f"rows.{kind}", write(TEXTS)
-    if compression:
-        path = tmp_path / f"rows.{kind}.{compression}"
-        data = COMPRESSIONS[compression](data)
     path.write_bytes(data)
-    if compression and kind.endswith(("parquet", "arrow", "feather")):
-        with refused(ValueError, path):
-            TextFiles([str(path)])
-        return
     assert texts_of(path, text_field=field) == TEXTS
     if kind != "strings.json":
         for name in ("body", "text.b"):
             with refused(ValueError, path, name):
                 texts_of(path, text_field=name)
+    for compression, compress in COMPRESSIONS.items():
+        path = tmp_path / f"rows.{kind}.{compression}"
+        path.write_bytes(compress(data))
+        if kind.endswith(("parquet", "arrow", "feather")):
+            with refused(ValueError, path):
+                TextFiles([str(path)])
+        else:
+            assert texts_of(path, text_field=field) == TEXTS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,59 +147,55 @@ def test_files_that_are_empty_or_cut(kind):
         data = write(texts)
         assert read(kind, data, field) == texts
         try:
-            found = read(kind, data[: int(len(data) * share)], field)
+            begin = read(kind, data[: int(len(data) * share)], field)
         except ValueError:
             return
-        if found[-1:] == [""] and kind.endswith(("csv", "tsv")):
-            found.pop()  # a row that is cut where its last field begins is one with an empty field
-        assert found == texts[: len(found)]
+        if begin[-1:] == [""] and kind.endswith(("csv", "tsv")):
+            begin.pop()  # a row that is cut where its last field begins is one with an empty field
+        assert begin == texts[: len(begin)]
 
     check()
 
 
 @settings
 @given(any_texts, st.sampled_from(["\n", "<|endoftext|>", "aab", "%%"]), st.integers(1, 9))
-def test_documents_between_separators(texts, separator, parts):
-    """However a text is cut into parts, the documents are those between its separators."""
+def test_documents_between_separators(texts, separator, count):
+    """However a text is cut into runs, the documents are those between its separators."""
     text = separator.join(texts)
     documents = [document.strip("\r\n") for document in text.split(separator)]
     mark = codecs.BOM_UTF8 if text else b""
-    found = read("txt", mark + text.encode(), separator=separator)
-    assert [t for t in found if t] == [t for t in documents if t]
+    whole = read("txt", mark + text.encode(), separator=separator)
+    assert [t for t in whole if t] == [t for t in documents if t]
     if len(set(separator)) > 1 or len(separator) == 1:
-        assert found == read("txt", mark + text.encode(), separator=separator, parts=parts)
+        assert whole == read("txt", mark + text.encode(), separator=separator, count=count)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["jsonl", "array.json", "csv", "txt"])
 def test_a_row_of_70_mb(tmp_path, kind):
     path, large = tmp_path / f"rows.{kind}", "abcdefg" * 10_000_000
     texts = ["one", large, "three"]
     path.write_bytes("|".join(texts).encode() if kind == "txt" else KINDS[kind][0](texts))
     separator = "|" if kind == "txt" else None
-    with refused(ValueError, path):
-        texts_of(path, separator=separator)
-    if kind in ("jsonl", "txt"):
-        bad = []
-        corpus = TextFiles([str(path)], separator=separator)
-        found = [(d.name, *d.blocks) for d in corpus.read(Run(0), bad.append)]
-        first, last = [text for _, text in found]
-        assert (first, last, len(bad)) == ("one", "three", 1)
-        place = path.read_bytes().rindex(b"three") - (
-            0 if kind == "txt" else len('{"n": 1, "text": "')
-        )
-        assert found[1][0] == f"rows.{kind}:{place}"
+    corpus, bad = TextFiles([str(path)], separator=separator), []
+    if kind not in ("jsonl", "txt"):
+        with refused(ValueError, path):
+            list(corpus.read(Run(0), bad.append))
+        return
+    (first,), (last,) = (document.blocks for document in corpus.read(Run(0), bad.append))
+    assert (first, last, len(bad)) == ("one", "three", 1)
+    begin = 0 if kind == "txt" else len('{"n": 1, "text": "')
+    name = f"rows.{kind}:{path.read_bytes().rindex(b'three') - begin}"
+    assert [document.name for document in corpus.read(Run(0), bad.append)][1] == name
 
 
-@pytest.mark.parametrize("compression", ["", "gz"])
-def test_the_mark_and_the_encoding_of_a_text(tmp_path, compression):
-    def written(data):
-        path = tmp_path / f"a.txt{compression and '.gz'}"
-        path.write_bytes(gzip.compress(data) if compression else data)
-        return path
-
-    assert texts_of(written(codecs.BOM_UTF8 + b"one\ntwo")) == ["one\ntwo"]
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_the_mark_and_the_encoding_of_a_text(tmp_path, compress):
+    path = tmp_path / f"a.txt{'' if compress is bytes else '.gz'}"
+    path.write_bytes(compress(codecs.BOM_UTF8 + b"one\ntwo"))
+    assert texts_of(path) == ["one\ntwo"]
     for encoding in ("utf-16", "utf-32"):
-        path = written("one\ntwo".encode(encoding))
+        path.write_bytes(compress("one\ntwo".encode(encoding)))
         with refused(ValueError, path, encoding.upper()):
             texts_of(path)
 
@@ -212,22 +210,6 @@ def test_a_page_whose_checksum_is_wrong(tmp_path):
     path.write_bytes(data[:place] + b"M" + data[place + 1 :])
     with refused(ValueError, path):
         texts_of(path, text_field="a.b")
-
-
-def test_zstd_of_a_long_window_is_not_called_damaged(tmp_path):
-    """A frame with a window of 2^28 bytes, as `zstd --long=28` makes, and one block as it is."""
-    pytest.importorskip("pyarrow")
-    line = b'{"text": "a"}\n'
-    for exponent, is_read in ((27, True), (28, False)):
-        frame = bytes.fromhex("28b52ffd00") + bytes([exponent - 10 << 3])
-        path = tmp_path / "a.jsonl.zst"
-        path.write_bytes(frame + (len(line) << 3 | 1).to_bytes(3, "little") + line)
-        if is_read:
-            assert texts_of(path) == ["a"]
-            continue
-        with refused(ValueError, path, "--long") as raised:
-            texts_of(path)
-        assert "damaged" not in str(raised.value)
 
 
 # --- Through the command line --------------------------------------------------------------------
@@ -261,65 +243,53 @@ def test_bad_rows_of_all_tasks_are_counted_together(tmp_path, capsys):
         rows.insert(12 * number + 5, row)
     path, out = tmp_path / "rows.jsonl", tmp_path / "out"
     path.write_bytes(b"".join(rows))
-    error = refusal(capsys, path, out)
-    assert f"{path}, line 6" in error
+    assert f"{path}, line 6" in refusal(capsys, path, out)
     assert not out.exists()
-    tasks = "--task-bytes", 400
-    for task in range(4):
-        job = (path, out, *tasks, "--skip-bad", 4, "--tasks", f"{task}/4")
-        if task < 3:
+    for task in range(2):
+        job = (path, out, "--task-bytes", 800, "--skip-bad", 4, "--tasks", f"{task}/2")
+        if task == 0:
             prepare(*job)
-        else:
-            error = refusal(capsys, *job)
-    assert "line 6" in error
-    assert "5" in error
-    assert "--skip-bad" in error
-    prepare(path, out, *tasks, "--skip-bad", 5)
-    told = capsys.readouterr().out
-    assert "line 6" in told
+    error = refusal(capsys, *job)
+    for word in ("line 6", "5", "--skip-bad"):
+        assert word in error
+    prepare(path, out, "--task-bytes", 800, "--skip-bad", 5)
+    assert "line 6" in capsys.readouterr().out
     metadata = read_metadata(out)
     assert metadata.skipped.count == len(BAD)
     assert sum(split.num_documents for split in metadata.splits.values()) == len(GOOD)
     main(["data", "inspect", str(out)])
     assert "line 6" in capsys.readouterr().out
-    (tmp_path / "good.jsonl").write_bytes(b"".join(GOOD))
-    prepare(tmp_path / "good.jsonl", tmp_path / "good")
-    assert read_metadata(tmp_path / "good").skipped is None
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "json"])
-def test_bad_rows_of_other_kinds(tmp_path, capsys, kind):
-    path, out = tmp_path / f"rows.{kind}", tmp_path / "out"
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_bad_rows_of_other_kinds(tmp_path, kind):
+    path = tmp_path / f"rows.{kind}"
     if kind == "json":
         path.write_text(json.dumps([{"text": "a"}, {}, None, {"text": "b"}, {"text": "c"}]))
     else:
-        mark = {"csv": ",", "tsv": "\t"}[kind]
         rows = [["n", "text"], ["1", "a"], ["1"], ["1", '"b" b'], ["1", "b"], ["1", "c"]]
-        path.write_text("".join(mark.join(row) + "\n" for row in rows))
-    assert str(path) in refusal(capsys, path, out, "--skip-bad", 1)
-    prepare(path, out, "--skip-bad", 2)
-    found = read_metadata(out)
-    assert found.skipped.count == 2
-    assert sum(split.num_documents for split in found.splits.values()) == 3
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
+    bad = []
+    documents = TextFiles([str(path)]).read(Run(0), bad.append)
+    assert [*itertools.chain(*(document.blocks for document in documents))] == ["a", "b", "c"]
+    assert len(bad) == 2
 
 
 @pytest.mark.parametrize(("mark", "written"), [("<|endoftext|>", "<|endoftext|>"), ("\n", r"\n")])
 def test_a_text_of_many_documents(tmp_path, capsys, mark, written):
-    text = f"\n{mark}\n".join(f"Story {i}, made up." for i in range(40))
-    (tmp_path / "a.txt").write_text(text)
+    texts = [f"Story {i}, made up." for i in range(40)]
+    (tmp_path / "a.txt").write_text(f"\n{mark}\n".join(texts))
     prepare(tmp_path / "*.txt", tmp_path / "one")
     assert ("--document-separator" in capsys.readouterr().err) == (mark != "\n")
-    separated = tmp_path / "*.txt", tmp_path / "many", "--document-separator", written
-    prepare(*separated, "--task-bytes", 100)
+    separated = ("--document-separator", written, "--validation-fraction", 0, "--task-bytes", 100)
+    prepare(tmp_path / "*.txt", tmp_path / "many", *separated)
     assert "--document-separator" not in capsys.readouterr().err
     metadata = read_metadata(tmp_path / "many")
-    assert sum(split.num_documents for split in metadata.splits.values()) == 40
+    assert metadata.splits["train"].num_documents == 40
     assert written in metadata.command
-    rows = [json.dumps({"text": f"Story {i}, made up."}) for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     prepare(tmp_path / "rows.jsonl", tmp_path / "lines", "--validation-fraction", 0)
-    prepare(*separated[:1], tmp_path / "again", *separated[2:], "--validation-fraction", 0)
-    main(["data", "inspect", str(tmp_path / "lines"), "--compare", str(tmp_path / "again")])
+    main(["data", "inspect", str(tmp_path / "lines"), "--compare", str(tmp_path / "many")])
 
 
 def test_hints(tmp_path, capsys, monkeypatch):
