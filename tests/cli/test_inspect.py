@@ -1,3 +1,5 @@
+import shlex
+
 import numpy as np
 import pytest
 import tokenizers
@@ -36,14 +38,21 @@ def test_counts_and_sample(directory, capsys):
     code, text = inspect(capsys, directory)
     assert code == 0
     split = read_metadata(directory).splits["train"]
-    assert f"{split.num_tokens:,}" in text
-    assert f"{split.num_documents:,}" in text
-    assert "21.0" in text  # tokens a document
-    assert "1.00" in text  # bytes a token
-    assert "a [test]" in text
-    assert "train: '0000 xxxxxxxxxxxxxxx'" in text
-    assert "checksum" in text
+    for shown in (
+        f"{split.num_tokens:,}",
+        f"{split.num_documents:,}",
+        "21.0",  # tokens a document
+        "1.00",  # bytes a token
+        "a [test]",
+        "train: '0000 xxxxxxxxxxxxxxx'",
+        "checksum",
+    ):
+        assert shown in text
     assert text.endswith(f"next: maxmars train quickstart:data={directory}\n")
+    (directory / "tokenizer.json").write_text("{}")
+    code, text = inspect(capsys, directory)
+    assert code == 0
+    assert "no sample: " in text
 
 
 def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, capsys):
@@ -67,14 +76,18 @@ def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, capsys):
     assert "2.17%" in error
     assert error.count("\n") == 1
     assert not out.exists()
-    main([*words, "--allow-lossy"])
+    main([*words, "--allow-lossy", "--task-bytes", "20000"])
     assert "2.17%" in capsys.readouterr().out
     assert "2.17%" in inspect(capsys, out)[1]
-    assert "--allow-lossy" in read_metadata(out).command
+    given = f"--tokenizer {tmp_path}/own.json --validation-fraction 0.1 --task-bytes 20000"
+    assert (
+        read_metadata(out).command
+        == f"maxmars {' '.join(words[:2])} {shlex.quote(words[2])} {out} {given} --allow-lossy"
+    )
 
 
 @pytest.mark.parametrize("name", ["train_00001.bin", "val_documents.bin"])
-def test_damage_is_found(directory, capsys, name):
+def test_damage_is_named(directory, capsys, name):
     data = bytearray((directory / name).read_bytes())
     data[2] ^= 1  # another token of the vocabulary
     (directory / name).write_bytes(data)
@@ -88,87 +101,57 @@ def test_damage_is_found(directory, capsys, name):
     assert f"lacks {name}" in text
 
 
-def test_the_same_stream_in_other_files(directory, tmp_path, capsys):
-    other = run(tmp_path / "other", task_bytes=700)
-    code, text = inspect(capsys, directory, "--compare", other)
+def test_streams_are_compared_whatever_their_files(directory, tmp_path, capsys):
+    same = run(tmp_path / "same", task_bytes=700)
+    code, text = inspect(capsys, directory, "--compare", same)
     assert code == 0
     assert "same tokens" in text
-    assert differences(other, directory) == []
-
-
-def test_another_stream(directory, tmp_path, capsys):
+    assert differences(same, directory) == []
     changed = [(name, text.replace("0250", "025!")) for name, text in DOCUMENTS]
     other = run(tmp_path / "other", changed)
     code, text = inspect(capsys, directory, "--compare", other)
     assert code == 1
-    (found,) = differences(directory, other)
-    assert found in text
-    place = int(found.removeprefix("train from token ").removesuffix(" on").replace(",", ""))
-    assert place % 21 == 3
+    (difference,) = differences(directory, other)
+    assert difference in text
+    token = difference.removeprefix("train from token ").removesuffix(" on").replace(",", "")
+    assert int(token) % 21 == 3
     longer = run(tmp_path / "longer", [*DOCUMENTS, ("last", "last")])
-    assert [line.partition(":")[0] for line in differences(directory, longer)] == [
-        "tokens of train"
-    ]
-
-
-def test_no_sample_without_the_tokenizer(directory, capsys):
-    (directory / "tokenizer.json").write_text("{}")
-    code, text = inspect(capsys, directory)
-    assert code == 0
-    assert "no sample: " in text
+    assert [line.partition(":")[0] for line in differences(directory, longer)] == (
+        ["tokens of train"]
+    )
 
 
 def test_no_such_directory(tmp_path, capsys):
-    code, text = inspect(capsys, tmp_path / "none")
-    assert code == 1
-    assert "does not exist" in text
     (tmp_path / "file.txt").touch()
-    code, text = inspect(capsys, tmp_path / "file.txt")
-    assert code == 1
-    assert "file.txt" in text
-    code, text = inspect(capsys, "https://example.com/tokens")
-    assert code == 1
-    assert "gs://BUCKET/PATH" in text
+    for path, named in (
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "file.txt", "file.txt"),
+        ("https://example.com/tokens", "gs://BUCKET/PATH"),
+    ):
+        code, text = inspect(capsys, path)
+        assert code == 1
+        assert named in text
 
 
 STREAM, VAL = np.arange(900) % 300, np.arange(70)
 
 
-def write_llm_c_files(directory, train, val):
-    for i, part in enumerate(np.split(train, [400])):
-        write_llm_c(directory / f"books_train_{i:06d}.bin", part)
-    write_llm_c(directory / "books_val_000000.bin", val)
-
-
-@pytest.mark.parametrize(("write", "num_files"), [(write_nanogpt, 1), (write_llm_c_files, 2)])
-def test_files_of_other_programs(tmp_path, capsys, write, num_files):
-    write(tmp_path / "theirs", STREAM, VAL)
-    code, text = inspect(capsys, tmp_path / "theirs")
+def test_files_of_other_programs(tmp_path, capsys):
+    write_nanogpt(tmp_path / "nanogpt", STREAM, VAL)
+    for i, tokens in enumerate(np.split(STREAM[:-1], [400])):
+        write_llm_c(tmp_path / "llm.c" / f"books_train_{i:06d}.bin", tokens)
+    write_llm_c(tmp_path / "llm.c" / "books_val_000000.bin", VAL)
+    dataset = write_tfds(tmp_path, {"train": np.split(STREAM, 9), "val": np.split(VAL, 2)})
+    code, text = inspect(capsys, tmp_path / "llm.c")
     assert code == 0
     assert "another program" in text
     rows = [line.replace("│", " ").split()[:3] for line in text.splitlines()]
-    assert ["train", "900", str(num_files)] in rows
+    assert ["train", "899", "2"] in rows
     assert ["val", "70", "1"] in rows
-    assert text.endswith(f"--data.path {tmp_path / 'theirs'}\n")
-
-
-def test_the_command_says_what_is_not_the_default(tmp_path):
-    (tmp_path / "a.txt").write_text("one line\n" * 40)
-    arguments = ["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "out")]
-    given = ["--shard-tokens", "100", "--task-bytes", "300"]
-    main([*arguments, *given, "--workers", "0"])
-    command = read_metadata(tmp_path / "out").command
-    assert command.startswith(f"maxmars {' '.join(arguments)} --tokenizer byte ")
-    assert command.endswith(" ".join(given))
-
-
-def test_files_of_another_program_and_a_dataset_of_tfds(tmp_path, capsys):
-    write_nanogpt(tmp_path / "nanogpt", STREAM, VAL)
-    dataset = write_tfds(tmp_path, {"train": np.split(STREAM, 9), "val": np.split(VAL, 2)})
+    assert text.endswith(f"--data.path {tmp_path / 'llm.c'}\n")
     code, text = inspect(capsys, dataset, "--compare", tmp_path / "nanogpt")
     assert code == 0, text
     assert "same tokens" in text
-    write_nanogpt(tmp_path / "cut", STREAM[:-1], VAL)
-    code, text = inspect(capsys, tmp_path / "nanogpt", "--compare", tmp_path / "cut")
+    code, text = inspect(capsys, tmp_path / "nanogpt", "--compare", tmp_path / "llm.c")
     assert code == 1
     assert "tokens of train: 900 and 899" in text

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -11,17 +12,17 @@ from fake_hub import fake_hub
 from refusals import refused
 from token_directories import make_builder
 
-from maxmars.data.corpus import PythonSources, Run, TextFiles
-from maxmars.data.open_corpus import PRESETS, TfdsCorpus, open_corpus
+from maxmars.data.corpus import Run
+from maxmars.data.open_corpus import PRESETS, open_corpus
 from maxmars.data.prepare import prepare
-from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"text {i} ä\n" for i in range(250)]
 
 
-def texts_of(corpus, parts=1):
-    runs = [Run(f, part, parts) for f in range(len(corpus.files)) for part in range(parts)]
+def texts_of(corpus, count=1):
+    """The texts of a corpus whose files are read in so many runs each."""
+    runs = [Run(f, part, count) for f in range(len(corpus.files)) for part in range(count)]
     return [text for run in runs for d in corpus.read(run) for text in d.blocks]
 
 
@@ -56,29 +57,23 @@ def tfds_dir(tmp_path_factory):
     return str(directory)
 
 
-def test_tfds(tfds_dir):
+def test_tfds(tfds_dir, tmp_path):
+    for source, expected in (
+        ("tfds:prose", TEXTS),
+        ("tfds:prose:test", ["a", "b", "c"]),
+        ("tfds:prose:1.0.0:test", ["a", "b", "c"]),
+        ("tfds:prose:1.0.0", TEXTS),
+        ("tfds:prose:train[:10%]", TEXTS[:25]),
+    ):
+        assert texts_of(open_corpus(source, data_dir=tfds_dir)) == expected
     corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
     assert len(corpus.files) == 3
-    assert texts_of(corpus) == TEXTS
-    assert texts_of(corpus, parts=7) == TEXTS
-    assert texts_of(open_corpus("tfds:prose:test", data_dir=tfds_dir)) == ["a", "b", "c"]
-    assert texts_of(open_corpus("tfds:prose:1.0.0:test", data_dir=tfds_dir)) == ["a", "b", "c"]
-    assert texts_of(open_corpus("tfds:prose:1.0.0", data_dir=tfds_dir)) == TEXTS
-    assert texts_of(open_corpus("tfds:prose:train[:10%]", data_dir=tfds_dir)) == TEXTS[:25]
-
-
-def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
-    corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
-    options = {"source": "tfds:prose", "workers": 1, "task_bytes": 1000}
-    metadata = prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), **options)
-    found = {}
-    for name, split in metadata.splits.items():
-        tokens = TokenShards(tmp_path / "out", name).read(0, split.num_tokens)
-        assert tokens[-1] == ByteTokenizer.eot
-        found[name] = ByteTokenizer().decode(tokens).split("<|endoftext|>")[:-1]
-    assert 5 < len(found["val"]) < 60
-    assert found["train"] == [text for text in TEXTS if text not in set(found["val"])]
-    assert sorted(found["train"] + found["val"]) == sorted(TEXTS)
+    assert texts_of(corpus, count=7) == TEXTS
+    assert texts_of(pickle.loads(pickle.dumps(corpus))) == TEXTS  # as workers get it
+    # Its few files are no texts and small, so that the last rows of each are held out.
+    options = {"source": "tfds:prose", "tokenizer": ByteTokenizer(), "task_bytes": 1000}
+    metadata = prepare(corpus, tmp_path / "out", **options)
+    assert metadata.splits["train"].num_documents + metadata.splits["val"].num_documents == 250
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,6 @@ def test_a_tfds_dataset_is_prepared(tmp_path, tfds_dir):
     [
         ("prose", "body", ValueError),
         ("prose:nowhere", None, FileNotFoundError),
-        ("verse", None, FileNotFoundError),
         ("prose:2.0.0", None, FileNotFoundError),
         ("lm1b", None, FileNotFoundError),
     ],
@@ -117,17 +111,8 @@ def write_parquet(path, rows, field="text"):
 def write_card(folder, config, pattern):
     """The part of a dataset's README that names the files of a config."""
     folder.mkdir(parents=True, exist_ok=True)
-    card = [
-        "---",
-        "configs:",
-        f"- config_name: {config}",
-        "  data_files:",
-        "  - split: train",
-        f"    path: {pattern}",
-        "---",
-        "",
-    ]
-    (folder / "README.md").write_text("\n".join(card))
+    files = f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n"
+    (folder / "README.md").write_text(f"---\n{files}    path: {pattern}\n---\n")
 
 
 @pytest.fixture
@@ -171,70 +156,52 @@ PROGRAM = """
 import json, sys
 from maxmars.data.corpus import Run
 from maxmars.data.open_corpus import open_corpus
-found = {}
+read = {}
 for source in sys.argv[1:]:
     try:
         corpus = open_corpus(source)
         files = range(len(corpus.files))
-        found[source] = [[b for d in corpus.read(Run(f)) for b in d.blocks] for f in files]
+        read[source] = [[b for d in corpus.read(Run(f)) for b in d.blocks] for f in files]
         assert corpus.fingerprint == open_corpus(source).fingerprint
     except Exception as error:
-        found[source] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
+        read[source] = f"{type(error).__name__}: {error}"
+print(json.dumps(read))
 """
 
 
+@pytest.mark.seconds
 def test_presets_against_an_imitation_of_the_hub(hub):
     sources = [*PRESETS, "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train", "hf:no/such"]
-    run = [sys.executable, "-c", PROGRAM, *sources]
-    result = subprocess.run(run, env=hub, capture_output=True, text=True, check=True)
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["openwebtext"] == [["owt a", "owt b"], ["owt c"]]
-    assert found["fineweb-edu"] == [["edu a", "edu b"]]
-    assert found["c4"] == [["c4 a", "c4 b"]]
+    command = [sys.executable, "-c", PROGRAM, *sources]
+    read = json.loads(subprocess.check_output(command, env=hub, text=True).splitlines()[-1])
+    assert read["openwebtext"] == [["owt a", "owt b"], ["owt c"]]
+    assert read["fineweb-edu"] == [["edu a", "edu b"]]
+    assert read["c4"] == [["c4 a", "c4 b"]]
     articles = [" = First = \n Words = x . \n = = Part = = \n", " = Second = \n E \n"]
-    assert [t for t in found["wikitext-103"][0] if t] == articles
-    message = found["hf:no/such"]
-    assert message.startswith("ConnectionError: ")
-    assert "no/such" in message
+    assert [t for t in read["wikitext-103"][0] if t] == articles
+    assert read["hf:no/such"].startswith("ConnectionError: ")
+    assert "no/such" in read["hf:no/such"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_local_directory_of_a_dataset(tmp_path):
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "set" / "train-00000.parquet", TEXTS[:5], field="content")
     write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:9], field="content")
     corpus = open_corpus(f"hf:{tmp_path / 'set'}::train", text_field="content")
-    assert texts_of(corpus) == TEXTS[:9]
-    options = {"source": "hf", "workers": 1, "validation_fraction": 0.0}
-    prepare(corpus, tmp_path / "out", tokenizer=ByteTokenizer(), **options)
-    tokens = TokenShards(tmp_path / "out", "train")
-    text = ByteTokenizer().decode(tokens.read(0, tokens.num_tokens))
-    assert text.split("<|endoftext|>")[:-1] == TEXTS[:9]
+    assert texts_of(pickle.loads(pickle.dumps(corpus))) == TEXTS[:9]  # as workers get it
     write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:8], field="content")
     assert open_corpus(f"hf:{tmp_path / 'set'}::train").fingerprint != corpus.fingerprint
     with refused(ValueError, "'text'", "content, n"):
         texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
 
 
-def test_without_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for source in ("openwebtext", "hf:a/b"):
-        with refused(ImportError, "'.[hf]'"):
-            open_corpus(source)
-
-
-def test_parquet_without_the_extra(monkeypatch, tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused(ImportError, tmp_path / "a.parquet", "'.[hf]'"):
-        open_corpus(str(tmp_path / "a.parquet"))
-
-
-def test_other_sources(tmp_path, tfds_dir):
-    (tmp_path / "a.txt").write_text("a")
-    assert isinstance(open_corpus("python"), PythonSources)
-    assert isinstance(open_corpus(str(tmp_path / "*.txt")), TextFiles)
-    assert isinstance(open_corpus("tfds:prose", data_dir=tfds_dir), TfdsCorpus)
+def test_sources_that_cannot_be_opened(monkeypatch, tmp_path):
     with refused(ValueError, "hf:a/b:c:d:e"):
         open_corpus("hf:a/b:c:d:e")
+    (tmp_path / "a.parquet").write_bytes(b"")
+    for library in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
+    for source in ("openwebtext", "hf:a/b", str(tmp_path / "a.parquet")):
+        with refused(ImportError, "'.[hf]'"):
+            open_corpus(source)

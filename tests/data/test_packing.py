@@ -29,10 +29,10 @@ END = 256
 
 
 def test_segments_and_positions():
-    found = segments_and_positions(np.array([[0, 0, 1, 1, 0], [1, 0, 0, 0, 1]], bool))
-    assert found["segment_ids"].tolist() == [[0, 0, 1, 2, 2], [1, 1, 1, 1, 2]]
-    assert found["positions"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]]
-    assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
+    arrays = segments_and_positions(np.array([[0, 0, 1, 1, 0], [1, 0, 0, 0, 1]], bool))
+    assert arrays["segment_ids"].tolist() == [[0, 0, 1, 2, 2], [1, 1, 1, 1, 2]]
+    assert arrays["positions"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]]
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
 
 
 def one_by_one(sizes, capacity):
@@ -90,7 +90,7 @@ def test_windows_of_many_documents_are_full():
     sizes = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int) + 1
     plan = plan_best_fit(np.cumsum(sizes) - sizes, int(sizes.sum()), 1024)
     assert plan.fill > 0.999
-    first, last = (plan.starts[plan.windows[:-1]][part] for part in (slice(100), slice(-100, None)))
+    first, last = (plan.starts[plan.windows[:-1]][ends] for ends in (slice(100), slice(-100, None)))
     assert abs(first.mean() / last.mean() - 1) < 0.5  # in random order, not from the longest on
 
 
@@ -134,12 +134,12 @@ def test_split_windows_tell_their_documents_apart(directory):
     assert set(batch) == {"tokens", "segment_ids", "positions"}
     np.testing.assert_array_equal(batch["tokens"], plain["tokens"])
     for i, tokens in enumerate(batch["tokens"]):
-        parts = documents_of({name: array[i] for name, array in batch.items()})
-        assert all(END not in part[1:] for part in parts)
-        assert all(part[0] == END for part in parts[1:])
-        positions = np.concatenate([np.arange(len(part)) for part in parts])
+        segments = documents_of({name: array[i] for name, array in batch.items()})
+        assert all(END not in segment[1:] for segment in segments)
+        assert all(segment[0] == END for segment in segments[1:])
+        positions = np.concatenate([np.arange(len(segment)) for segment in segments])
         np.testing.assert_array_equal(batch["positions"][i], positions)
-        assert len(parts) - (tokens[0] != END) == np.sum(tokens == END)
+        assert len(segments) - (tokens[0] != END) == np.sum(tokens == END)
 
 
 def test_best_fit_windows_hold_whole_documents(directory):

@@ -557,11 +557,3 @@ def test_an_unfinished_preparation_of_an_earlier_version_is_not_continued(tmp_pa
     with refused(ValueError, tmp_path / "out", "version 2", "delete"):
         run(documents(3), tmp_path / "out")
     assert files() == before
-
-
-def test_fields_that_earlier_versions_wrote_are_read(tmp_path):
-    run(documents(30), tmp_path / "out")
-    path = tmp_path / "out" / "meta.json"
-    fields = json.loads(path.read_text()) | {"part": {"index": 0, "count": 2, "shard_tokens": 9}}
-    path.write_text(json.dumps(fields))
-    assert read(tmp_path / "out", "train")[-1] == EOT

@@ -32,25 +32,22 @@ def first(dataset, count):
     return [dataset[i] for i in range(count)]
 
 
-@pytest.mark.parametrize("length", [1, 7, 33, 98, 99])
+@pytest.mark.parametrize("length", [1, 7, 98])
 def test_windows(stream, length):
     windows = TokenWindows(stream, length)
     expected = [STREAM[i : i + length + 1] for i in range(0, 100 - length, length)]
     assert len(windows) == len(expected)
-    found = windows.read(np.arange(len(windows)))["tokens"]
-    assert np.array_equal(found, expected)
-    targets = found[:, 1:].ravel()
+    tokens = windows.read(np.arange(len(windows)))["tokens"]
+    assert np.array_equal(tokens, expected)
+    targets = tokens[:, 1:].ravel()
     assert len(np.unique(targets)) == len(targets)  # each token is predicted once
     at_every_token = TokenWindows(stream, length, at_every_token=True)
     assert len(at_every_token) == 100 - length
     (last,) = at_every_token.read(np.array([99 - length]))["tokens"]
     assert np.array_equal(last, STREAM[99 - length :])
-
-
-@pytest.mark.parametrize("at_every_token", [True, False])
-def test_too_few_tokens_for_a_window(stream, at_every_token):
-    with refused(ValueError, "100 tokens", "100 + 1"):
-        TokenWindows(stream, 100, at_every_token=at_every_token)
+    for at_every_token in (True, False):
+        with refused(ValueError, "100 tokens", "100 + 1"):
+            TokenWindows(stream, 100, at_every_token=at_every_token)
 
 
 # The starts of seed 7's first windows of 9 tokens among 100, and of one far away.
@@ -86,13 +83,6 @@ def test_random_windows_are_uniform_over_every_start():
     assert first(order_of(1), 5) == [0] * 5
 
 
-def test_random_windows_of_other_seeds_and_indices_differ():
-    starts = [first(order_of(91, seed=seed), 50) for seed in range(4)]
-    for a, b in itertools.combinations(starts, 2):
-        assert sum(one == other for one, other in zip(a, b, strict=True)) < 6
-        assert sum(one == other for one, other in itertools.pairwise(a)) < 6
-
-
 settings = hypothesis.settings(max_examples=50, deadline=None, database=None, derandomize=True)
 some_weights = st.decimals(0, 10, places=9) | st.sampled_from([0, 1, 1 / 3, 0.7, 0.3, 0.1, 1e-9])
 
@@ -119,14 +109,6 @@ def test_a_mixture_has_every_share_in_every_run(weights, begin):
         assert interleaving.counts(i + 1) == seen
 
 
-def test_shares_are_exact_far_away():
-    interleaving = Interleaving([0.7, 0.3])
-    assert interleaving.counts(10**18) == [7 * 10**17, 3 * 10**17]
-    located = [interleaving.locate(10**18 + i) for i in range(10)]
-    assert [part for part, _ in located] == [interleaving.locate(i)[0] for i in range(10)]
-    assert sum(part == 0 for part, _ in located) == 7
-
-
 def test_a_mixture_changes_exactly_at_its_examples():
     """Each part goes on after its last example, in the new shares, however far away one asks."""
     stages = [(0, (0.7, 0.3, 0.0)), (10**9 + 1, (0.0, 0.5, 0.5)), (10**12, (0.1, 0.0, 0.9))]
@@ -141,25 +123,6 @@ def test_a_mixture_changes_exactly_at_its_examples():
             assert shares[index] == (part, position + taken[part])
         taken += alone.counts(end - begin)
     assert taken.sum() == 10**15
-
-
-@settings
-@given(
-    st.lists(st.tuples(st.integers(1, 30), weights_of(3)), min_size=1, max_size=4), weights_of(3)
-)
-def test_a_mixture_whose_weights_change_misses_and_repeats_nothing(stages, last):
-    begins = list(itertools.accumulate(length for length, _ in stages))
-    weights = [*(weights for _, weights in stages), last]
-    shares = SharesByWeight(weights[0], list(zip(begins, weights[1:], strict=True)))
-    seen = [0, 0, 0]
-    for index in range(begins[-1] + 50):
-        part, position = shares[index]
-        assert position == seen[part]
-        assert weights[sum(begin <= index for begin in begins)][part] > 0
-        seen[part] += 1
-
-
-SIZES = (3, 15, 30)
 
 
 some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=3)
@@ -181,30 +144,14 @@ def test_each_part_runs_through_its_own_epochs(mixture, seed, order):
             assert order == "shuffled" or epoch == sorted(epoch)
 
 
-def test_parts_of_the_same_size_have_orders_of_their_own():
-    numbers = first(order_of(30, 30, weights=(1.0, 1.0), seed=3, order="shuffled"), 60)
-    ours, theirs = numbers[::2], [number - 30 for number in numbers[1::2]]
-    assert sorted(ours) == sorted(theirs)
-    assert ours != theirs
-
-
-@pytest.mark.parametrize("order", ["shuffled", "sequential", "random_windows"])
-def test_a_mixture_seeks(order):
-    options = {"weights": (0.2, 0.3, 0.5), "seed": 1, "order": order}
-    forwards = first(order_of(*SIZES, **options), 100)
-    numbers = order_of(*SIZES, **options)
-    assert [numbers[i] for i in reversed(range(100))] == forwards[::-1]
-    assert 0 <= numbers[10**12] < sum(SIZES)
-
-
 @settings
 @given(some_sizes.flatmap(lambda sizes: st.tuples(st.just(sizes), weights_of(len(sizes)))))
 def test_validation_windows_of_a_mixture_end_before_a_part_repeats(mixture):
     sizes, weights = mixture
     numbers = validation_numbers(sizes, weights)
-    found = first(numbers, len(numbers))
-    assert len(set(found)) == len(found)
-    parts = np.searchsorted(np.cumsum(sizes), found, "right")
+    windows = first(numbers, len(numbers))
+    assert len(set(windows)) == len(windows)
+    parts = np.searchsorted(np.cumsum(sizes), windows, "right")
     counts = np.bincount(parts, minlength=len(sizes)).tolist()
     assert Interleaving(weights).counts(len(numbers)) == counts
     more = Interleaving(weights).counts(len(numbers) + 1)

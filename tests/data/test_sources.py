@@ -21,60 +21,46 @@ def directory(tmp_path):
 def test_metadata_round_trip(tmp_path):
     metadata = write_shards(tmp_path / "tokens", STREAM)
     assert read_metadata(tmp_path / "tokens") == metadata
-    fields = json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    path = tmp_path / "tokens" / "meta.json"
+    fields = json.loads(path.read_text())
     assert (fields["format"], fields["version"]) == ("maxmars-tokens", 3)
     assert "command" not in fields
+    earlier = {"part": {"index": 0, "count": 2, "shard_tokens": 9}, "version": 2}
+    path.write_text(json.dumps(fields | earlier))
+    assert read_metadata(tmp_path / "tokens") == metadata
 
 
-@pytest.mark.parametrize(
-    ("place", "named"), [("nothing", "nothing"), ("", "meta.json"), ("file", "file")]
-)
-def test_what_is_no_directory_of_tokens(tmp_path, place, named):
+@pytest.mark.parametrize("name", ["nothing", "", "file"])
+def test_what_is_no_directory_of_tokens(tmp_path, name):
     (tmp_path / "file").write_text("text")
-    with refused(FileNotFoundError, tmp_path / place, named, "maxmars data prepare SOURCE"):
-        read_metadata(tmp_path / place)
+    with refused(FileNotFoundError, tmp_path / name, "maxmars data prepare SOURCE"):
+        read_metadata(tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (b"", ""),
+        (b"[]", ""),
+        (b"\xff\xfe", ""),
         ({"format": "other"}, "'other'"),
         ({"version": 1}, "version 1"),
         ({"dtype": "float32"}, "float32"),
-        ({"splits": 3}, "splits: 3"),
         ({"splits": {"train": {}}}, "splits: train: it lacks the field num_documents"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"vocab_size": "257"}, 'vocab_size: "257"'),
-        ({"vocab_size": True}, "vocab_size: true"),
         ({"vocab_size": -1}, "vocab_size=-1"),
-        ({"vocab_size": 2.5}, "vocab_size: 2.5"),
-        ({"tokenizer": None}, "tokenizer: null"),
-        ({"source": ["a"]}, 'source: ["a"]'),
-        ({"splits": {"train": []}}, "train: []"),
-        ({"splits": {"train": {"shards": {}}}}, "splits: "),
-        ({"splits": {"train": SPLIT | {"shards": [1]}}}, "shards: 1"),
         ({"splits": {"train": SPLIT | {"documents": 1}}}, "documents: 1"),
         ({"splits": {"train": SPLIT | {"shards": [SHARD | {"file": "../a"}]}}}, "../a"),
         ({"splits": {"train": SPLIT | {"shards": [SHARD | {"num_tokens": 31}]}}}, "add up"),
-        ({"splits": {"train": SPLIT | {"shards": [SHARD | {"num_tokens": -30}]}}}, "-30"),
         ({"splits": {"train": SPLIT | {"shards": [SHARD | {"sha256": None}]}}}, "sha256: null"),
     ],
 )
-def test_damaged_fields(directory, change, named):
+def test_a_damaged_description(directory, change, named):
     path = directory / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with refused(ValueError, path, named):
         read_metadata(directory)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"3", b'"a"', b"\xff\xfe"])
-def test_damaged_file(directory, content):
-    (directory / "meta.json").write_bytes(content)
-    with refused(ValueError, directory / "meta.json"):
-        read_metadata(directory)
-
-
-def test_a_directory_for_a_description(tmp_path):
-    (tmp_path / "meta.json").mkdir()
-    with pytest.raises(IsADirectoryError):
-        read_metadata(tmp_path)

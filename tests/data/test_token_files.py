@@ -11,7 +11,7 @@ from token_directories import write_llm_c, write_nanogpt, write_shards, write_tf
 
 from maxmars.config import TokenDirectory
 from maxmars.data.formats import open_split
-from maxmars.data.token_files import TokenStream, digest_of, merge_ranges
+from maxmars.data.token_files import TokenStream, digest_of
 from maxmars.data.tokenizer import (
     ByteTokenizer,
     copy_tokenizer,
@@ -26,15 +26,15 @@ LLAMA = {"magic": 20240801, "version": 7, "dtype": "<u4"}
 
 
 def write_llm_c_shards(directory, stream=STREAM, val=VAL):
-    for i, part in enumerate(np.split(stream, [400, 401])):
-        write_llm_c(directory / f"fineweb_train_{i + 9:06d}.bin", part)
+    for i, tokens in enumerate(np.split(stream, [400, 401])):
+        write_llm_c(directory / f"fineweb_train_{i + 9:06d}.bin", tokens)
     write_llm_c(directory / "fineweb_val_000000.bin", val)
 
 
 def write_numpy_shards(directory, stream=STREAM, val=VAL, dtype="uint16"):
     directory.mkdir(exist_ok=True)
-    for i, part in enumerate(np.split(stream, [400, 401])):
-        np.save(directory / f"edufineweb_train_{i + 1:06d}.npy", part.astype(dtype))
+    for i, tokens in enumerate(np.split(stream, [400, 401])):
+        np.save(directory / f"edufineweb_train_{i + 1:06d}.npy", tokens.astype(dtype))
     np.save(directory / "edufineweb_val_000000.npy", val.astype(dtype))
 
 
@@ -85,7 +85,7 @@ def test_every_format_gives_the_same_stream(directories, name):
         assert (stream.tokenizer, stream.num_tokens) == (tokenizer, len(expected))
         assert stream.vocab_size == (128256 if tokenizer == "llama-3" else 50257)
         assert str(directory) in repr(stream)
-        for length in (0, 1, 13, 65, len(expected)):
+        for length in (0, 1, 65, len(expected)):
             starts = np.append(np.arange(0, len(expected) - length, 29), len(expected) - length)
             starts = np.random.default_rng(2).permutation(starts)
             windows = stream.read_windows(starts, length)
@@ -95,54 +95,44 @@ def test_every_format_gives_the_same_stream(directories, name):
         for start, length in ((-1, 5), (len(expected) - 3, 4), (len(expected), 1), (0, -1)):
             with refused(ValueError, f"the {len(expected)} tokens"):
                 stream.read(start, length)
+    if "tfds" not in name:  # which does not travel to another process; others do as their paths
+        stream = open_split(directory, "train")
+        assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(0, 1000), STREAM)
+        size = len(pickle.dumps(stream))
+        stream.read(0, 1000)
+        assert len(pickle.dumps(stream)) == size
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_token_is_found_on_disk(directories, name):
+@pytest.mark.parametrize("name", ["shards", "tiny", "llm.c", "numpy", "llama", "tfds ragged"])
+def test_every_token_is_located_on_disk(directories, name):
     stream = open_split(directories[name], "train")
     width = "<u4" if name in ("llama", "tiny") else "<u2"
     for token in (0, 299, 300, 400, 401, 999):
-        place = stream.locate(token)
-        if "file" in place:
-            (found,) = np.fromfile(place["file"], width, count=1, offset=place["byte_in_file"])
+        where = stream.locate(token)
+        if "file" in where:
+            (read,) = np.fromfile(where["file"], width, count=1, offset=where["byte_in_file"])
         else:
             records = tfds.builder_from_directory(directories[name]).as_data_source(split="train")
-            found = records[place["record"]]["tokens"][place["token_in_record"]]
-        assert found == STREAM[token]
+            read = records[where["record"]]["tokens"][where["token_in_record"]]
+        assert read == STREAM[token]
 
 
-@pytest.mark.parametrize("name", ["shards", "nanogpt", "llm.c", "numpy"])
-def test_a_stream_travels_to_another_process_as_its_paths(directories, name):
-    stream = open_split(directories[name], "train")
-    size = len(pickle.dumps(stream))
-    stream.read(0, 1000)
-    assert len(pickle.dumps(stream)) == size
-    assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(0, 1000), STREAM)
+def test_the_digest_is_of_the_data_and_not_of_the_path(directories, tmp_path):
+    digests = {name: digest_of(open_split(path, "train")) for name, path in directories.items()}
+    assert len(set(digests.values())) == len(directories)
+    for name in ("shards", "llm.c", "tfds fixed"):
+        shutil.copytree(directories[name], tmp_path / name)
+        assert digest_of(open_split(tmp_path / name, "train")) == digests[name]
+        # Of the whole directory: the validation split counts too.
+        assert digest_of(open_split(tmp_path / name, "val")) == digests[name]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_digest_is_of_the_data_and_not_of_the_path(directories, name, tmp_path):
-    digest = digest_of(open_split(directories[name], "train"))
-    shutil.copytree(directories[name], tmp_path / "copy")
-    assert digest_of(open_split(tmp_path / "copy", "train")) == digest
-    # Of the whole directory: the validation split counts too.
-    assert digest_of(open_split(tmp_path / "copy", "val")) == digest
-    others = {digest_of(open_split(path, "train")) for path in directories.values()}
-    assert len(others) == len(directories)
-
-
-@pytest.mark.parametrize("write", [write_nanogpt, write_llm_c_shards, write_shards])
+@pytest.mark.parametrize("write", [write_nanogpt, write_shards])
 def test_other_data_of_the_same_sizes_have_another_digest(tmp_path, write):
     vocabulary = {"vocab_size": 50257} if write is write_shards else {}
     for name, stream in (("a", STREAM), ("b", np.append(STREAM[1:], 0))):
         write(tmp_path / name, stream, VAL, **vocabulary)
     assert len({digest_of(open_split(tmp_path / name, "train")) for name in "ab"}) == 2
-
-
-def test_large_ids(tmp_path):
-    stream = np.array([0, 65_535, 65_536, 2**31 - 1])
-    write_shards(tmp_path / "tokens", stream, sizes=(3, 1), dtype="uint32", vocab_size=2**31)
-    assert open_split(tmp_path / "tokens", "train").read(0, 4).tolist() == stream.tolist()
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
@@ -151,9 +141,16 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
     write_nanogpt(tmp_path / "nanogpt", stream, VAL)
     with refused(ValueError, "id 60000", "'gpt2'", "--data.vocab-size"):
         open_split(tmp_path / "nanogpt", "train")
-    write_shards(tmp_path / "tokens", np.array([1, 2**32 - 1]), sizes=(2,), dtype="uint32")
+    large = np.array([1, 65_536, 2**31 - 1, 2**32 - 1])
+    options = {"sizes": (3, 1), "dtype": "uint32", "vocab_size": 2**31}
+    write_shards(tmp_path / "tokens", large, **options)
+    tokens = open_split(tmp_path / "tokens", "train")
+    assert tokens.read(0, 3).tolist() == large[:3].tolist()
     with refused(ValueError, f"id {2**32 - 1}"):  # not taken for -1
-        open_split(tmp_path / "tokens", "train").read(0, 2)
+        tokens.read(0, 4)
+    path = write_raw(tmp_path / "wide", "int64", np.array([1, 2**32 + 1]))
+    with refused(ValueError, f"id {2**32 + 1}"):  # not cut to 32 bits
+        open_split(TokenDirectory(path=path, dtype="int64"), "train")
 
 
 # --- other programs' files that are not GPT-2's ---------------------------------------------------
@@ -170,7 +167,7 @@ def write_raw(directory, dtype, train, val=VAL):
     return str(directory)
 
 
-@pytest.mark.parametrize("name", ["meta.pkl", "tokenizer.json", "tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize("name", ["meta.pkl", "tokenizer.json"])
 def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_path, name):
     path = write_raw(tmp_path / "tokens", "<u2", LETTERS, LETTERS)
     loaded = b"cos\nsystem\n(S'exit 1'\ntR."  # is never loaded
@@ -187,9 +184,7 @@ def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_p
     ("dtype", "ids", "named"),
     [
         ("uint8", TEXT, {"tokenizer": "byte"}),
-        ("uint8", LETTERS, {"vocab_size": 65}),
-        ("uint32", SPREAD, {"tokenizer": "gpt2"}),
-        ("int32", LETTERS, {"vocab_size": 65}),
+        ("uint8", TEXT[:-1], {"tokenizer": "byte"}),
         ("int64", SPREAD, {}),
         ("uint32", SPREAD + 60_000, {"vocab_size": 128_256}),
         (None, LETTERS, {"vocab_size": 65}),
@@ -204,18 +199,6 @@ def test_what_cannot_be_gpt2s_is_refused_until_it_is_named(tmp_path, dtype, ids,
     assert np.array_equal(stream.read(0, len(ids)), ids)
 
 
-def test_an_id_of_64_bits_is_not_cut_to_32(tmp_path):
-    path = write_raw(tmp_path / "tokens", "int64", np.array([1, 2**32 + 1]))
-    with refused(ValueError, f"id {2**32 + 1}"):
-        open_split(TokenDirectory(path=path, dtype="int64"), "train")
-
-
-def test_files_of_an_odd_size_are_of_another_type(tmp_path):
-    path = write_raw(tmp_path / "tokens", "uint8", TEXT[:-1])
-    with refused(ValueError, "--data.dtype"):
-        open_split(path, "train")
-
-
 def test_a_tokenizer_of_foreign_tokens_may_lie_anywhere(tmp_path):
     save(ByteTokenizer(), tmp_path / "tokenizer")
     path = write_raw(tmp_path / "tokens", "<u2", TEXT)
@@ -223,11 +206,8 @@ def test_a_tokenizer_of_foreign_tokens_may_lie_anywhere(tmp_path):
         stream = open_split(TokenDirectory(path=path, tokenizer=str(place)), "train")
         assert stream.vocab_size == 257
         assert tokenizer_of_tokens(stream).decode(stream.read(0, 11)) == "Many a byte"
-        copy_tokenizer(stream, tmp_path / f"copy of {place.stem} {place.is_dir()}")
-        assert (
-            load(tmp_path / f"copy of {place.stem} {place.is_dir()}").decode(stream.read(0, 4))
-            == "Many"
-        )
+        copy_tokenizer(stream, tmp_path / f"copy of {place.name}")
+        assert load(tmp_path / f"copy of {place.name}").decode(stream.read(0, 4)) == "Many"
     with refused(FileNotFoundError, "no_such"):
         open_split(TokenDirectory(path=path, tokenizer="no_such"), "train")
 
@@ -241,19 +221,13 @@ def test_what_a_directory_says_itself_is_not_named_again(directories):
     assert open_split(TokenDirectory(path=path, vocab_size=200_000), "train").tokenizer == "unknown"
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64"])
-def test_numpys_shards_say_their_type(tmp_path, dtype):
-    write_numpy_shards(tmp_path, dtype=dtype)
+def test_numpys_arrays_say_their_type(tmp_path):
+    write_numpy_shards(tmp_path, dtype="int64")
     assert np.array_equal(open_split(tmp_path, "train").read(0, 1000), STREAM)
-
-
-@pytest.mark.parametrize(
-    "array", [np.zeros(4), np.zeros((2, 2), int), np.zeros(4, ">u2"), np.array([None])]
-)
-def test_arrays_that_hold_no_tokens_are_named(tmp_path, array):
-    np.save(tmp_path / "books_train_000001.npy", array)
-    with refused(ValueError, "books_train_000001.npy"):
-        open_split(tmp_path, "train")
+    for array in (np.zeros(4), np.zeros((2, 2), int), np.zeros(4, ">u2"), np.array([None])):
+        np.save(tmp_path / "edufineweb_train_000001.npy", array)
+        with refused(ValueError, "edufineweb_train_000001.npy"):
+            open_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
@@ -321,34 +295,28 @@ def replace_text(name, old, new):
     return damage
 
 
-TFDS_ERRORS = [
-    (lambda d: None, "val", "'val'"),
-    (replace_text("meta.json", '"record_tokens": 100', '"record_tokens": 90'), "train", "1000"),
-    (replace_text("meta.json", '"tokenizer"', '"tok"'), "train", "meta.json"),
-    (replace_text("features.json", '"tokens"', '"ids"'), "train", "features: ids"),
-    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "TFDS"),
-]
-
-
-@pytest.mark.parametrize(("damage", "split", "named"), TFDS_ERRORS)
-def test_a_tfds_dataset_that_does_not_fit_says_why(tmp_path, damage, split, named):
-    directory = write_tfds(tmp_path, {"train": np.split(STREAM, 10)}, tokenizer="gpt2")
-    damage(directory)
-    with refused(ValueError, directory, named):
-        open_split(directory, split)
-
-
-def test_a_damaged_record_is_named(tmp_path):
-    records = {"train": np.split(STREAM, 10)}
-    directory = write_tfds(tmp_path, records, shape=(100,), num_shards=1)
+def flip_a_byte(directory):
     path = next(directory.glob("*.array_record*"))
     data = bytearray(path.read_bytes())
     data[700] ^= 1
     path.write_bytes(data)
-    with refused(ValueError, directory, "record", "'train'"):
-        open_split(directory, "train").read(0, 1000)
 
 
-def test_ranges_that_overlap_or_touch_are_read_once():
-    ranges = [(1, 0, 4), (0, 10, 20), (0, 30, 40), (0, 18, 22), (0, 22, 25), (0, 31, 33)]
-    assert merge_ranges(ranges) == [(0, 10, 25), (0, 30, 40), (1, 0, 4)]
+TFDS_ERRORS = [
+    (lambda d: None, "val", "'val'"),
+    (replace_text("meta.json", '"record_tokens": 100', '"record_tokens": 90'), "train", "1000"),
+    (replace_text("features.json", '"tokens"', '"ids"'), "train", "features: ids"),
+    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "TFDS"),
+    (flip_a_byte, "train", "record"),
+]
+
+
+def test_a_tfds_dataset_that_does_not_fit_says_why(tmp_path):
+    records = {"train": np.split(STREAM, 10)}
+    whole = write_tfds(tmp_path, records, tokenizer="gpt2", num_shards=1)
+    for number, (damage, split, named) in enumerate(TFDS_ERRORS):
+        directory = tmp_path / str(number) / "tokens" / "1.0.0"
+        shutil.copytree(whole, directory)
+        damage(directory)
+        with refused(ValueError, directory, named):
+            open_split(directory, split).read(0, 1000)
