@@ -31,7 +31,7 @@ from maxmars.config import (
     TokenShardsConfig,
     TrainConfig,
 )
-from maxmars.data.sources import read_metadata
+from maxmars.data.metadata import read_metadata
 
 Optimizer = Literal[
     "adamw",

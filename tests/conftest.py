@@ -54,8 +54,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 20, 20)
 
 
-# What is on a disk shows only when the power is cut, which no test does, and waiting for it was most
-# of the time of tests that prepare text.
+# What is on the disk itself shows only when the power is cut, which no test does. Waiting for it
+# was most of the time of tests that prepare text.
 os.fsync = lambda descriptor: None
 
 

@@ -6,7 +6,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from maxmars.data.sources import Metadata, Shard, Split, write_metadata
+from maxmars.data.metadata import Metadata, Shard, Split, write_metadata
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
 
 DIGESTS = {tokenizer.name: tokenizer.digest for tokenizer in (ByteTokenizer, GPT2Tokenizer)}

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from maxmars.cli.parse import HELP, parse_options
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
 from maxmars.config.secrets import hide, hide_words
 from maxmars.data.formats import open_split
-from maxmars.data.sources import (
+from maxmars.data.metadata import (
     FORMAT,
     METADATA,
     DocumentStarts,
@@ -37,6 +37,8 @@ from maxmars.distributed.progress import Progress
 _SAMPLE_TOKENS = 1 << 14
 _SAMPLE_CHARACTERS = 300
 _BLOCK_TOKENS = 1 << 22
+_RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}
+_NOT_RECORDED = {"source", "out", "workers", "tasks", "pack", "pack_length"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,9 @@ class PrepareArguments(CheckedConfig):
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Part to hold out for validation; None is 0.1, of the large datasets above less. Of fewer than
-    100 files that are texts, or below 100 MB together, the end of each is held out; else, a hash of
-    its name and its place in its file decides whether a document is."""
+    """Share to hold out for validation; None is 0.1, of the large datasets above less. Of fewer
+    than 100 files that are texts, or below 100 MB together, the end of each is held out; else, a
+    hash of its name and its place in its file decides whether a document is."""
     text_field: str | None = None
     """Where the text is in a line or row: a field, or one within a field as in `document.text`;
     None is `text`, or what the dataset above has."""
@@ -141,27 +143,12 @@ def _prepare(arguments: PrepareArguments) -> int:
     from maxmars.data.packing import write_plans
     from maxmars.data.prepare import Preparation
 
-    source, tokenizer, pack = arguments.source, arguments.tokenizer, arguments.pack
-    validation_fraction = arguments.validation_fraction
-    if validation_fraction is None:
-        validation_fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
-    options = {
-        "--tokenizer": tokenizer,
-        "--validation-fraction": validation_fraction,
-        "--text-field": arguments.text_field,
-        "--document-separator": arguments.document_separator,
-        "--skip-bad": arguments.skip_bad or None,
-        "--data-dir": arguments.data_dir,
-        "--eot-token": arguments.eot_token,
-    }
-    for name in ("shard_tokens", "task_bytes"):
-        if getattr(arguments, name) != getattr(PrepareArguments, name):
-            options[f"--{name.replace('_', '-')}"] = getattr(arguments, name)
-    given = [word for k, v in options.items() if v is not None for word in (k, str(v))]
-    given += ["--allow-lossy"] * arguments.allow_lossy
+    source, pack, separator = arguments.source, arguments.pack, arguments.document_separator
+    fraction = arguments.validation_fraction
+    if fraction is None:
+        fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     out = resolve(arguments.out)
-    separator = arguments.document_separator
     corpus = open_corpus(
         source,
         text_field=arguments.text_field,
@@ -171,16 +158,14 @@ def _prepare(arguments: PrepareArguments) -> int:
     preparation = Preparation(
         corpus=corpus,
         out=out,
-        tokenizer=load(tokenizer, eot_token=arguments.eot_token),
+        tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
         source=hide(source),
-        validation_fraction=validation_fraction,
+        validation_fraction=fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
         allow_lossy=arguments.allow_lossy,
         skip_bad=arguments.skip_bad,
-        command=shlex.join(
-            hide_words(["maxmars", "data", "prepare", source, arguments.out, *given])
-        ),
+        command=_command(replace(arguments, validation_fraction=fraction)),
     )
     workers = arguments.workers
     if workers is None:
@@ -219,6 +204,18 @@ def _prepare(arguments: PrepareArguments) -> int:
     return 0
 
 
+def _command(arguments: PrepareArguments) -> str:
+    """The command line to record: whichever job completes the directory, it is the same."""
+    words = ["maxmars", "data", "prepare", arguments.source, arguments.out]
+    for field in fields(arguments):
+        value, option = getattr(arguments, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name in _RECORDED_ALWAYS or (
+            field.name not in _NOT_RECORDED and value != field.default
+        ):
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(hide_words(words))
+
+
 def _parse_tasks(tasks: str) -> tuple[int, int]:
     index, slash, count = tasks.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
@@ -237,7 +234,7 @@ def _inspect(arguments: InspectArguments) -> int:
             else:
                 _verify(root, metadata)
                 print(f"{root}: every file matches its checksum")
-    splits = _splits_of(directory, described[directory])
+    splits = dict(_open_splits(directory))
     _print_summary(directory, described[directory], splits)
     if other is None:
         config = [f"quickstart:data={path}"]
@@ -259,25 +256,25 @@ def differences(one: Workdir, other: Workdir) -> list[str]:
     The number and format of the files do not matter. Files are compared by checksum where both
     directories cut the stream alike, else token by token.
     """
-    ours, theirs = _metadata_of(one), _metadata_of(other)
-    a, b = _splits_of(one, ours), _splits_of(other, theirs)
+    metadata = _metadata_of(one), _metadata_of(other)
+    ours, theirs = dict(_open_splits(one)), dict(_open_splits(other))
     rows = []
     for name in ("tokenizer", "tokenizer_digest", "vocab_size"):
-        values = [getattr(next(iter(splits.values())), name) for splits in (a, b)]
+        values = [getattr(next(iter(splits.values())), name) for splits in (ours, theirs)]
         if values[0] != values[1] and None not in values:  # not every format has the digest
             rows.append(f"{name}: {values[0]!r} and {values[1]!r}")
-    if a.keys() != b.keys():
-        rows.append(f"splits: {', '.join(a)} and {', '.join(b)}")
-    for name in a.keys() & b.keys():
-        counts = a[name].num_tokens, b[name].num_tokens
+    if ours.keys() != theirs.keys():
+        rows.append(f"splits: {', '.join(ours)} and {', '.join(theirs)}")
+    for name in ours.keys() & theirs.keys():
+        counts = ours[name].num_tokens, theirs[name].num_tokens
         if counts[0] != counts[1]:
             rows.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
-        cuts = [meta and (meta.dtype, meta.splits[name].shards) for meta in (ours, theirs)]
+        cuts = [meta and (meta.dtype, meta.splits[name].shards) for meta in metadata]
         if cuts[0] is not None and cuts[0] == cuts[1]:
             continue
-        where = _first_difference(a[name], b[name], name)
-        if where is not None:
-            rows.append(f"{name} from token {where:,} on")
+        token = _first_difference(ours[name], theirs[name], name)
+        if token is not None:
+            rows.append(f"{name} from token {token:,} on")
     return sorted(rows)
 
 
@@ -305,12 +302,6 @@ def _metadata_of(directory: Workdir) -> Metadata | None:
     if not is_described and next(_open_splits(directory), None) is not None:
         return None
     return read_metadata(directory, format=None)
-
-
-def _splits_of(directory: Workdir, metadata: Metadata | None) -> dict[str, TokenStream]:
-    if metadata is None:
-        return dict(_open_splits(directory))
-    return {name: open_split(directory, name) for name in metadata.splits}
 
 
 def _open_splits(directory: Workdir) -> Iterator[tuple[str, TokenStream]]:
@@ -350,8 +341,13 @@ def _print_summary(
     """Print the origin of the tokens, their counts, and a sample of each split."""
     console = Console(highlight=False, soft_wrap=True)
     first = next(iter(splits.values()))
+    written = "files of another program, without source and counts of documents"
+    if metadata is not None and metadata.record_tokens is None:
+        written = f"token shards ({FORMAT}, {metadata.dtype})"
+    elif metadata is not None:
+        written = f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
     facts = {
-        "format": _format(metadata),
+        "format": written,
         "source": metadata and metadata.source,
         "command": metadata and metadata.command,
         "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
@@ -393,14 +389,6 @@ def _print_summary(
     console.print(table)
     for sample in samples:
         console.print(sample, markup=False)
-
-
-def _format(metadata: Metadata | None) -> str:
-    if metadata is None:
-        return "files of another program, without source and counts of documents"
-    if metadata.record_tokens is None:
-        return f"token shards ({FORMAT}, {metadata.dtype})"
-    return f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
 
 
 _USAGE = """\

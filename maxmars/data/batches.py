@@ -166,15 +166,15 @@ class SplitTokens:
         """Where a window is, JSON-ready; see `Windows.locate`."""
         k = bisect.bisect_right(self._firsts, number) - 1
         part, origin = self.parts[k], self.parts[k].origin
-        place = part.locate(number - self._firsts[k])
-        return {"directory": str(origin.directory), "split": origin.split, **place}
+        where = part.locate(number - self._firsts[k])
+        return {"directory": str(origin.directory), "split": origin.split, **where}
 
     def digest(self) -> str:
         """Digest of the data, whatever its path; of a mixture, over its parts'."""
-        found, *others = (part.digest() for part in self.parts)
+        digest, *others = (part.digest() for part in self.parts)
         if others:
-            found = hashlib.sha256("".join([found, *others]).encode()).hexdigest()
-        return found if self.map is None else self.map.digest(found)
+            digest = hashlib.sha256("".join([digest, *others]).encode()).hexdigest()
+        return digest if self.map is None else self.map.digest(digest)
 
     def describe(self) -> dict[str, Any]:
         """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
@@ -191,10 +191,10 @@ class SplitTokens:
         return {"parts": parts, "num_tokens": sum(part["num_tokens"] for part in parts)}
 
 
-def _union(found: Sequence[Types]) -> Types:
+def _union(of_all: Sequence[Types]) -> Types:
     """The arrays that some data have; a mask is of weights where one is."""
-    names = {name for types in found for name in types}
-    is_weighted = any(types.get("mask") is np.float32 for types in found)
+    names = {name for types in of_all for name in types}
+    is_weighted = any(types.get("mask") is np.float32 for types in of_all)
     return {n: np.float32 if n == "mask" and is_weighted else TYPES[n] for n in TYPES if n in names}
 
 
@@ -209,14 +209,14 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
       ValueError: own data or what the map returns are not as they should be.
     """
     packing = config.packing if isinstance(config, TokenOptions) else "none"
-    found = [_WINDOWS[packing].types]
+    of_parts = [_WINDOWS[packing].types]
     for part in _parts(config):
         if isinstance(part, GrainSource):
             try:
-                found.append(_own_windows(part, "train", model).types)
+                of_parts.append(_own_windows(part, "train", model).types)
             except OSError as error:
                 _LOGGER.warning("data.source=%r: planned as tokens alone (%s)", part.source, error)
-    types = _union(found)
+    types = _union(of_parts)
     if config.map is None:
         return types
     zeros = {name: np.zeros((1, model.max_seq_len + 1), dtype) for name, dtype in types.items()}
@@ -312,9 +312,9 @@ def _token_windows(
 
 def _check_all_have(digest: str, what: str) -> None:
     """Check that data are the same in every process; all must call."""
-    found = processes.first_other(digest)
-    if found is not None:
-        process, other, first = found
+    unlike = processes.first_other(digest)
+    if unlike is not None:
+        process, other, first = unlike
         raise ValueError(
             f"{what}: process {process} has other data than process 0, with the digest "
             f"{other[:16]} and not {first[:16]}; give all hosts the same files."
@@ -363,9 +363,9 @@ def _check_tokenizers(origins: Sequence[Origin]) -> None:
     for first, other in itertools.pairwise(origins):
         digests = {first.tokenizer_digest, other.tokenizer_digest} - {None}
         if first.tokenizer != other.tokenizer or len(digests) > 1:
-            found = [f"{s.directory} ({s.tokenizer}, {s.tokenizer_digest})" for s in (first, other)]
+            both = [f"{s.directory} ({s.tokenizer}, {s.tokenizer_digest})" for s in (first, other)]
             raise ValueError(
-                f"the parts of a mixture need one tokenizer, but {' and '.join(found)} have two; "
+                f"the parts of a mixture need one tokenizer, but {' and '.join(both)} have two; "
                 "prepare the text of one again with the tokenizer of the other."
             )
 

@@ -38,11 +38,11 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
     waiting = list(range(len(ranges)))
     while waiting:
         paths, starts, ends = zip(*(ranges[i] for i in waiting), strict=True)
-        found = _file_system().cat_ranges(
+        answers = _file_system().cat_ranges(
             list(map(os.fspath, paths)), list(starts), list(ends), on_error="return"
         )
         failed = []
-        for i, content in zip(waiting, found, strict=True):
+        for i, content in zip(waiting, answers, strict=True):
             if isinstance(content, bytes):
                 contents[i] = _check_length(ranges[i], content)
             elif may_pass(content, ranges[i][0]) and time.monotonic() < deadline:
@@ -63,8 +63,8 @@ def list_objects(directory: Workdir) -> dict[str, dict[str, Any]]:
     """
     require_access(directory)
     with reporting(directory):
-        found = _file_system().ls(os.fspath(directory), detail=True)
-    return {fields["name"].rpartition("/")[2]: fields for fields in found}
+        objects = _file_system().ls(os.fspath(directory), detail=True)
+    return {fields["name"].rpartition("/")[2]: fields for fields in objects}
 
 
 @functools.cache

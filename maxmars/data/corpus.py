@@ -182,11 +182,11 @@ class TextFiles(Corpus):
     def __init__(
         self, patterns: Sequence[str], *, text_field: str = "text", separator: str | None = None
     ) -> None:
-        found: dict[str, tuple[int, str]] = {}
+        files: dict[str, tuple[int, str]] = {}
         for pattern in patterns:
-            found |= _matches(os.path.expanduser(pattern))
-        self._paths = sorted(found)
-        self._sizes = [found[path][0] for path in self._paths]
+            files |= _matches(os.path.expanduser(pattern))
+        self._paths = sorted(files)
+        self._sizes = [files[path][0] for path in self._paths]
         self._text_field = text_field
         self._separator = (separator or "").encode()
         self._kinds = [kind_of(path) for path in self._paths]
@@ -202,7 +202,7 @@ class TextFiles(Corpus):
             size * (_COMPRESSION if compression or kind == ".parquet" else 1)
             for (kind, compression), size in zip(self._kinds, self._sizes, strict=True)
         ]
-        versions = (" ".join(map(str, found[path])) for path in self._paths)
+        versions = (" ".join(map(str, files[path])) for path in self._paths)
         listing = [" ".join(row) for row in zip(self.files, versions, strict=True)]
         how = [text_field, *([separator] if separator else [])]
         self.fingerprint = _digest([*how, *listing])
@@ -236,13 +236,13 @@ class TextFiles(Corpus):
                 separator=self._separator,
             )
             if run.is_of_whole:
-                count, found = None, rows(run.of if run.parts > 1 else None)
+                count, wanted = None, rows(run.of if run.parts > 1 else None)
             else:
                 count = sum(1 for _ in rows(None))  # which reads no text
-                found = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))
+                wanted = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))
                 if count == 1 and (run.share[0], run.part) != (0.0, 0):
                     on_bad = _leave_out  # the run that begins the file has told of its only row
-            for place, text in texts_of(found, path, on_bad):
+            for place, text in texts_of(wanted, path, on_bad):
                 document = f"{name}:{place}"
                 yield _part_of(document, text, run) if count == 1 else Document(document, (text,))
 
@@ -314,11 +314,11 @@ def _matches(pattern: str) -> dict[str, tuple[int, str]]:
     with _reporting(pattern):
         store, path = fsspec.core.url_to_fs(pattern)
         is_directory = store.isdir(path)
-        found = {path: store.info(path)} if store.isfile(path) else {}
-        found = found or store.glob(f"{path}/**" if is_directory else path, detail=True)
+        objects = {path: store.info(path)} if store.isfile(path) else {}
+        objects = objects or store.glob(f"{path}/**" if is_directory else path, detail=True)
     files = {
         f"gs://{name}": (info["size"], str(info.get("generation")))
-        for name, info in found.items()
+        for name, info in objects.items()
         if info["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
     }
     if is_directory:
@@ -330,23 +330,22 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
     """As `_matches`; links are followed, which the glob of fsspec leaves out."""
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
-        found = glob.glob("**", root_dir=path, recursive=True)
-        inside = [name for name in found if os.path.isfile(os.path.join(path, name))]
+        names = glob.glob("**", root_dir=path, recursive=True)
+        inside = [name for name in names if os.path.isfile(os.path.join(path, name))]
         raise _no_directory(glob.escape(pattern), inside)
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     if "**" in pattern:  # a link to a directory above leads to the same names again and again
-        found = sorted(names, key=len, reverse=True)
-        places = [(os.path.realpath(os.path.dirname(n)), os.path.basename(n)) for n in found]
-        names = list(dict(zip(places, found, strict=True)).values())  # the shortest of each
+        names.sort(key=len, reverse=True)
+        real = [(os.path.realpath(os.path.dirname(n)), os.path.basename(n)) for n in names]
+        names = list(dict(zip(real, names, strict=True)).values())  # the shortest of each
     broken = [name for name in names if not os.path.exists(name)]
     if broken:
         raise FileNotFoundError(
             f"{min(broken)} is a link to a file that is not there; restore the file or delete the "
             "link."
         )
-    names = [name for name in names if os.path.isfile(name)]
-    status = {name: os.stat(name) for name in names}
-    files = {name: (found.st_size, str(found.st_mtime)) for name, found in status.items()}
+    status = {name: os.stat(name) for name in names if os.path.isfile(name)}
+    files = {name: (of_file.st_size, str(of_file.st_mtime)) for name, of_file in status.items()}
     return _not_empty(files, pattern)
 
 

@@ -1,6 +1,6 @@
 """The formats of token directories that can be read, and how they are told apart.
 
-* Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `sources`.
+* Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `metadata`.
 * TFDS in its own layout (`dataset_info.json`), see `tfds_stream`.
 * nanoGPT: `train.bin` and `val.bin`, without a header. GPT-2's uint16 are assumed, unless the
   config names something else. They are refused where a file beside them says that they are not,
@@ -25,7 +25,7 @@ from maxmars.config import TokenDirectory
 from maxmars.config.checks import read_as
 from maxmars.config.errors import about
 from maxmars.data.bucket import list_objects
-from maxmars.data.sources import (
+from maxmars.data.metadata import (
     METADATA,
     PLAN,
     PREPARE,
@@ -179,8 +179,8 @@ def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> N
         )
     for name, split in metadata.splits.items():
         for file, shard in zip(files[name], split.shards, strict=True):
-            found = objects.get(shard.file)
-            if found is None:
+            stored = objects.get(shard.file)
+            if stored is None:
                 raise FileNotFoundError(f"the token shard {file.path} is missing; upload it again.")
             told: dict[str, int | str] = {"size": file.num_bytes}
             if checksums and shard.crc32c is not None:
@@ -188,10 +188,10 @@ def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> N
             elif checksums and shard.generation is not None:
                 told["generation"] = shard.generation
             for field, recorded in told.items():
-                if str(found.get(field)) != str(recorded):
+                if str(stored.get(field)) != str(recorded):
                     raise ValueError(
                         f"the token shard {file.path} is not the one that was prepared: its "
-                        f"{field} is {found.get(field)}, but meta.json says {recorded}; upload it "
+                        f"{field} is {stored.get(field)}, but meta.json says {recorded}; upload it "
                         "again."
                     )
 
@@ -209,16 +209,16 @@ class _Told:
 
 def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenFiles:
     """One split of a directory of nanoGPT, llm.c or build-nanogpt."""
-    found = [(path, m) for path in sorted(directory.iterdir()) if (m := _NAME.fullmatch(path.name))]
-    bins = [(path, m) for path, m in found if path.suffix == ".bin"]
+    files = [(path, m) for path in sorted(directory.iterdir()) if (m := _NAME.fullmatch(path.name))]
+    bins = [(path, m) for path, m in files if path.suffix == ".bin"]
     headless = False
     if any(_read_header(path)[0] in {magic for magic, _ in _LLM_C} for path, _ in bins):
-        found, read = bins, _told_by_llm_c
+        files, read = bins, _told_by_llm_c
     elif plain := [(path, m) for path, m in bins if m["name"] is m["number"] is None]:
-        found, read, headless = plain, functools.partial(_told_by_nanogpt, tokens), True
+        files, read, headless = plain, functools.partial(_told_by_nanogpt, tokens), True
     else:
-        found, read = [(path, m) for path, m in found if path.suffix == ".npy"], _told_by_numpy
-    if not found:
+        files, read = [(path, m) for path, m in files if path.suffix == ".npy"], _told_by_numpy
+    if not files:
         raise FileNotFoundError(
             f"{directory} holds no tokens that can be read. What can be: a directory made by "
             "`maxmars data prepare` (meta.json), a TFDS dataset with a feature `tokens` in "
@@ -232,7 +232,7 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
             f"dtype={tokens.dtype} is set for {directory}, whose files say the type of their "
             "tokens; leave it out."
         )
-    names = sorted({m["name"] or "" for _, m in found})
+    names = sorted({m["name"] or "" for _, m in files})
     if len(names) > 1:
         raise ValueError(
             f"{directory} holds the files of several data sets ({', '.join(names)}); move each to "
@@ -240,7 +240,7 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
         )
     splits: dict[str, list[TokenFile]] = {}
     kinds: dict[tuple[str, Vocabulary], Path] = {}
-    for path, m in sorted(found, key=lambda item: (item[1]["split"], int(item[1]["number"] or 0))):
+    for path, m in sorted(files, key=lambda item: (item[1]["split"], int(item[1]["number"] or 0))):
         told = read(path)
         kinds[told.dtype.name, told.vocabulary] = path
         num_bytes = told.header_bytes + told.count * told.dtype.itemsize
@@ -256,10 +256,10 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
     if split not in splits:
         raise NoSuchSplitError(
             f"{directory} has no file of the split {split!r}, only of {', '.join(splits)}; put one "
-            f"there whose name is like {found[0][0].name}'s"
+            f"there whose name is like {files[0][0].name}'s"
             + (", or train without validation: --eval.every None." if split == "val" else ".")
         )
-    _warn_of_gaps([(path, m) for path, m in found if m["split"] == split])
+    _warn_of_gaps([(path, m) for path, m in files if m["split"] == split])
     (dtype, vocabulary), _ = kinds.popitem()
     stream = TokenFiles(
         directory, split, splits, dtype=dtype, vocabulary=_vocabulary(tokens, vocabulary)
@@ -281,11 +281,11 @@ def _vocabulary(tokens: TokenDirectory, told: Vocabulary) -> Vocabulary:
             return Vocabulary(tokenizer=name, size=size or ByteTokenizer.vocab_size)
         case GPT2Tokenizer.name:
             return Vocabulary(tokenizer=name, size=size or GPT2Tokenizer.vocab_size)
-    found = load(name)
+    own = load(name)
     return Vocabulary(
-        tokenizer=found.name,
-        size=size or found.vocab_size,
-        digest=found.digest,
+        tokenizer=own.name,
+        size=size or own.vocab_size,
+        digest=own.digest,
         place=resolve(name),
     )
 
@@ -302,10 +302,10 @@ def _check_samples(stream: TokenFiles, *, guessed: bool) -> None:
     """
     length = min(_WINDOW, stream.num_tokens)
     starts = np.linspace(0, stream.num_tokens - length, _WINDOWS).astype(np.int64) // 2 * 2
-    found = stream.read_windows(np.unique(starts), length)
+    samples = stream.read_windows(np.unique(starts), length)
     if not guessed or length < _MANY:
         return
-    ids = found.astype("<u2")
+    ids = samples.astype("<u2")
     if not ids[:, 1::2].any():
         why = "every second one is 0, as in integers of 32 or 64 bits"
     elif np.mean(ids.view(np.uint8) > 127) < _FEW_HIGH_BYTES:  # of GPT-2's, a third of the lower
@@ -318,12 +318,12 @@ def _check_samples(stream: TokenFiles, *, guessed: bool) -> None:
     )
 
 
-def _warn_of_gaps(found: list[tuple[Path, re.Match[str]]]) -> None:
+def _warn_of_gaps(files: list[tuple[Path, re.Match[str]]]) -> None:
     """Warn of numbers that are missing between those of the files of a split."""
-    paths = {int(m["number"]): path for path, m in found if m["number"]}
+    paths = {int(m["number"]): path for path, m in files if m["number"]}
     missing = sorted(set(range(min(paths, default=0), max(paths, default=0))) - paths.keys())
     if missing:
-        first, width = found[0][0], len(found[0][1]["number"])
+        first, width = files[0][0], len(files[0][1]["number"])
         stem = first.stem[:-width]
         names = [f"{stem}{number:0{width}d}{first.suffix}" for number in missing[:3]]
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

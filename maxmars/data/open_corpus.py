@@ -192,8 +192,8 @@ class TfdsCorpus(Corpus):
         def rows() -> Iterator[Row]:
             for begin in range(first, last, _TFDS_ROWS):
                 indices = range(begin, min(begin + _TFDS_ROWS, last))
-                found = self._records.__getitems__(indices)
-                yield from _rows(found, self._text_field, begin - start)
+                records = self._records.__getitems__(indices)
+                yield from _rows(records, self._text_field, begin - start)
 
         for place, text in texts_of(rows(), name, on_bad):
             yield Document(f"{name}:{place}", (text,))
@@ -224,8 +224,8 @@ class HubCorpus(Corpus):
     def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a file."""
         name = self.files[run.file]
-        found = _read_rows(self._stream.shard(num_shards=len(self.files), index=run.file), name)
-        texts = texts_of(_rows(found, self._text_field), name, on_bad)
+        rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=run.file), name)
+        texts = texts_of(_rows(rows, self._text_field), name, on_bad)
         for number, text in enumerate(self._joined(text for _, text in texts)):
             yield Document(f"{name}:{number}", (text,))
 
@@ -281,14 +281,14 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
             repository, name=dataset.config, revision=dataset.revision, data_files=files
         )
         stream = builder.as_streaming_dataset(split=dataset.split)
-    found = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
-    if any("/partial-" in file for file in found):
+    data_files = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
+    if any("/partial-" in file for file in data_files):
         print(
             f"warning: the hub's Parquet files hold only a part of {dataset.repository}, as their "
             "names say",
             file=sys.stderr,
         )
-    return stream, "\n".join(map(_identity, found))
+    return stream, "\n".join(map(_identity, data_files))
 
 
 def _identity(file: str) -> str:

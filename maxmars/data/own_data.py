@@ -65,8 +65,8 @@ class ExampleCheck:
             raise self.wrong(
                 f"element {number} has {', '.join(arrays)}, and element 0 {', '.join(self.types)}"
             )
-        found = {name: np.asarray(arrays[name]) for name in TYPES if name in arrays}
-        for name, array in found.items():
+        checked = {name: np.asarray(arrays[name]) for name in TYPES if name in arrays}
+        for name, array in checked.items():
             if array.shape != (self._length + 1,):
                 raise self.wrong(
                     f"{name} of element {number} has the shape {list(array.shape)}, not "
@@ -81,7 +81,7 @@ class ExampleCheck:
             ("positions", self._length - 1, "below model.max_seq_len"),
             ("mask", 1, "which weights a token's loss"),
         ):
-            values = found.get(name, np.zeros(1, np.int32))
+            values = checked.get(name, np.zeros(1, np.int32))
             if name == "positions":
                 values = values[: self._length]  # the last one is that of a target alone
             outside = values[~((values >= 0) & (values <= last))]  # also NaN
@@ -90,16 +90,16 @@ class ExampleCheck:
                     f"{name} of element {number} hold {outside[0]}, which is not in [0, {last}], "
                     f"{rule}"
                 )
-        weighted = "mask" in found and found["mask"].dtype.kind == "f"
+        weighted = "mask" in checked and checked["mask"].dtype.kind == "f"
         if not self.types:
             mask = {"mask": np.float32} if weighted else {}
-            self.types = {name: (TYPES | mask)[name] for name in found}
+            self.types = {name: (TYPES | mask)[name] for name in checked}
         if weighted and self.types["mask"] is np.bool:
             raise self.wrong(
                 f"the mask of element {number} are weights, and that of element 0 is not; "
                 "return float32 from all"
             )
-        return {name: array.astype(self.types[name]) for name, array in found.items()}
+        return {name: array.astype(self.types[name]) for name, array in checked.items()}
 
 
 class OwnWindows:
@@ -237,13 +237,13 @@ class WindowMap:
         self._source = source
         length = first["tokens"].shape[1] - 1
         self._check = ExampleCheck(f"data.map={source!r}", length, vocab_size)
-        found, again = (self(np.array([0]), first) for _ in range(2))
+        once, again = (self(np.array([0]), first) for _ in range(2))
         self.types = self._check.types
-        if lost := first.keys() - found.keys():
+        if lost := first.keys() - once.keys():
             raise self._check.wrong(
                 f"it leaves out {', '.join(sorted(lost))}; return all arrays that it is given"
             )
-        if any(not np.array_equal(found[name], again[name]) for name in found):
+        if any(not np.array_equal(once[name], again[name]) for name in once):
             raise self._check.wrong(
                 "of the same window it makes one thing and then another, so that a run could not "
                 "be repeated; draw random numbers from a seed that follows from the tokens"

@@ -1,7 +1,7 @@
 """Windows that know where their documents begin, so that attention stays within documents.
 
 * `packing="split"`: windows are cut from the stream as it is, and the tokens that end documents are
-  found in them.
+  looked for in them.
 * `packing="best_fit"`: whole documents share windows, and none is cut that fits into one. Which
   ones is planned once, by `maxmars data prepare --pack best_fit`; the plan is a file beside the
   shards.
@@ -27,7 +27,7 @@ from jaxtyping import Bool, Int, Int32, Int64, Integer
 from maxmars.config.checks import CheckedConfig, NotNegative, read_as, require
 from maxmars.config.errors import about
 from maxmars.data.bucket import read_ranges
-from maxmars.data.sources import AGAIN, DocumentStarts, Metadata, read_metadata
+from maxmars.data.metadata import AGAIN, DocumentStarts, Metadata, read_metadata
 from maxmars.data.token_files import (
     TokenFile,
     TokenShards,
@@ -287,7 +287,7 @@ def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
         raise ValueError(f"--pack-length {length} must be 2 at least.")
     metadata, plans = read_metadata(directory), {}
     with Progress(stderr=True) as status:
-        for split, found in metadata.splits.items():
+        for split, of_split in metadata.splits.items():
             documents = _documents(directory, metadata, split)
             status.update(f"planning windows of {documents.count:,} documents ({split})")
             with reporting(directory):
@@ -298,7 +298,7 @@ def write_plans(directory: Workdir, length: int) -> dict[str, Plan]:
                     f"damaged; {AGAIN}."
                 )
             starts = np.frombuffer(stored, "<u8")
-            plans[split] = plan = plan_best_fit(starts, found.num_tokens, length)
+            plans[split] = plan = plan_best_fit(starts, of_split.num_tokens, length)
             pieces = np.empty(len(plan.starts), _PIECE)
             pieces["start"], pieces["length"] = plan.starts, plan.lengths
             content = plan.windows.astype(_BORDER).tobytes() + pieces.tobytes()

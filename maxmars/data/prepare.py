@@ -15,17 +15,14 @@ write the same files.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
-import operator
 import os
 import platform
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,8 +38,7 @@ from maxmars.config.numbers import short
 from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
 from maxmars.data.formats import examine
-from maxmars.data.rows import Skipped
-from maxmars.data.sources import (
+from maxmars.data.metadata import (
     METADATA,
     PLAN,
     VERSION,
@@ -53,8 +49,9 @@ from maxmars.data.sources import (
     read_metadata,
     write_metadata,
 )
-from maxmars.data.tasks import SPLITS, Task, divide, token_dtype, write_task
-from maxmars.data.tokenizer import ByteTokenizer, Loss, Tokenizer, save
+from maxmars.data.rows import Skipped
+from maxmars.data.tasks import SPLITS, Recipe, write_task
+from maxmars.data.tokenizer import ByteTokenizer, Loss, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     Workdir,
@@ -70,13 +67,11 @@ from maxmars.distributed.files import (
 )
 from maxmars.distributed.progress import Progress
 
-SHARD_TOKENS = 100_000_000
 _TASKS = "tasks"
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
 _OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
 _RECORD = re.compile(r"\d+\.json")
 _TEMPORARY = re.compile(r"\..+\.tmp")
-_ABANDONED_S = 3600.0  # a task touches its files every minute
 _BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; for estimates only
 _REQUESTS_AT_ONCE = 16
 
@@ -114,51 +109,13 @@ def prepare(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """How to make a directory of tokens. Processes share it by pickle, or make it anew.
+class Preparation(Recipe):
+    """A directory of tokens in the making. Processes share it by pickle, or make it anew.
 
     Every document is followed by the end-of-text token; empty ones are left out. Of fewer than
     `tasks.MIN_FILES_TO_HASH` files, which are texts or together small (`Corpus.is_small`), the end
     of each is for validation; else a hash of its name says whether a document is.
-
-    Raises:
-      ValueError: an argument lies outside its range.
     """
-
-    corpus: Corpus
-    out: Workdir
-    tokenizer: Tokenizer
-    source: str
-    """Where the text is from, in words; recorded."""
-    validation_fraction: float = 0.1
-    """Part of the documents, or of each file, for validation, in [0, 1)."""
-    shard_tokens: int = SHARD_TOKENS
-    """Tokens a file at most."""
-    task_bytes: int | None = None
-    """Text of a task, about; None chooses by the size of the corpus."""
-    allow_lossy: bool = False
-    """Whether the tokenizer may lose more than 1 % of the first texts of a task."""
-    skip_bad: int = 0
-    """Lines and rows without a text that are left out, at most, of the whole corpus."""
-    command: str | None = None
-    """The command line, recorded."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
-        for name in ("shard_tokens", "task_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be greater than zero.")
-
-    @functools.cached_property
-    def tasks(self) -> list[Task]:
-        """The work; the number of a task is its place in this list."""
-        return divide(
-            self.corpus,
-            task_bytes=self.task_bytes,
-            validation_fraction=self.validation_fraction,
-        )
 
     @functools.cached_property
     def _plan(self) -> str:
@@ -206,15 +163,13 @@ class Preparation:
                 _delete(self.out / name)
             _delete_all(self.out / _TASKS)
             _delete(self.out / PLAN)
-        with self._on_full_disk():
-            make_directory(self.out)
-            if begun != self._plan:
-                write_text(self.out / PLAN, self._plan)
-            make_directory(self.out / _TASKS)  # after the plan, which says that it is ours
+        make_directory(self.out)
+        if begun != self._plan:
+            write_text(self.out / PLAN, self._plan)
+        make_directory(self.out / _TASKS)  # after the plan, which says that it is ours
         with self._unless_finished():
             self._check_plan()
         self._refuse_if_finished(_names(self.out))  # others may have been faster
-        self._remove_temporary(older_than_s=_ABANDONED_S)
         if num_done:
             print(
                 f"continuing {self.out}: {num_done:,} of {len(self.tasks):,} tasks are done",
@@ -296,20 +251,8 @@ class Preparation:
         require_access(self.out)
         if self._read_record(number) is not None:
             return
-        with self._unless_finished(), self._on_full_disk():
-            record = write_task(
-                self.out,
-                self.corpus,
-                self.tokenizer,
-                number,
-                self.tasks[number],
-                shard_tokens=self.shard_tokens,
-                validation_fraction=self.validation_fraction,
-                allow_lossy=self.allow_lossy,
-                skip_bad=self.skip_bad,
-                check=self._check_plan,
-                report=report,
-            )
+        with self._unless_finished():
+            record = write_task(self, number, check=self._check_plan, report=report)
             for split, described in record["splits"].items():
                 starts = described.pop("starts")
                 described["num_starts"] = len(starts)
@@ -344,25 +287,23 @@ class Preparation:
             (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
         skipped.refuse_over(self.skip_bad)
-        with self._on_full_disk():
-            splits = {split: self._join(split, records) for split in SPLITS}
-            splits = {name: split for name, split in splits.items() if split.num_tokens}
-            self._check_splits(splits)
-            losses = [Loss(**record["loss"]) for record in records.values()]
-            loss = functools.reduce(operator.add, losses)
-            save(self.tokenizer, self.out)
-            metadata = Metadata(
-                tokenizer=self.tokenizer.name,
-                tokenizer_digest=self.tokenizer.digest,
-                vocab_size=self.tokenizer.vocab_size,
-                dtype=token_dtype(self.tokenizer),
-                splits=splits,
-                source=self.source,
-                command=self.command,
-                loss=loss if loss.share else None,
-                skipped=skipped if skipped.count else None,
-            )
-            write_metadata(self.out, metadata)
+        splits = {split: self._join(split, records) for split in SPLITS}
+        splits = {name: split for name, split in splits.items() if split.num_tokens}
+        self._check_splits(splits)
+        loss = sum((Loss(**record["loss"]) for record in records.values()), Loss())
+        save(self.tokenizer, self.out)
+        metadata = Metadata(
+            tokenizer=self.tokenizer.name,
+            tokenizer_digest=self.tokenizer.digest,
+            vocab_size=self.tokenizer.vocab_size,
+            dtype=self.dtype,
+            splits=splits,
+            source=self.source,
+            command=self.command,
+            loss=loss if loss.share else None,
+            skipped=skipped if skipped.count else None,
+        )
+        write_metadata(self.out, metadata)
         return True
 
     # --- Where a preparation stands --------------------------------------------------------------
@@ -448,28 +389,15 @@ class Preparation:
             return
         text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(self.tasks), 1))
         tokens = text / (1 if isinstance(self.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
-        itemsize = np.dtype(token_dtype(self.tokenizer)).itemsize
-        needed, free = tokens * itemsize, shutil.disk_usage(_existing(self.out)).free
+        needed, free = (
+            tokens * np.dtype(self.dtype).itemsize,
+            shutil.disk_usage(_existing(self.out)).free,
+        )
         if needed > free:
             raise ValueError(
                 f"{self.out}: the tokens of {short(text)}B of text need about {short(needed)}B, "
                 f"but the disk has {short(free)}B free; make room or choose another disk."
             )
-
-    @contextlib.contextmanager
-    def _on_full_disk(self) -> Generator[None]:
-        """Say what to do about a full disk."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            free = short(shutil.disk_usage(_existing(self.out)).free)
-            raise OSError(
-                error.errno,
-                f"the disk of {self.out} is full: a task needs more than the {free}B that are free "
-                "without it; make room and run the same command again to continue",
-            ) from error
 
     # --- The last step ---------------------------------------------------------------------------
 
@@ -521,23 +449,13 @@ class Preparation:
 
     def _clean(self, names: set[str]) -> None:
         """Remove what only an unfinished preparation needs."""
-        if names & {_TASKS, PLAN}:  # later files are those of other jobs, which plan windows
-            self._remove_temporary(older_than_s=0.0)
-        if _TASKS in names:
-            _delete_all(self.out / _TASKS)
-        if PLAN in names:
-            _delete(self.out / PLAN)
-
-    def _remove_temporary(self, *, older_than_s: float) -> None:
-        """Remove files that a killed process was writing; in a bucket there are none."""
-        if is_remote(self.out):
+        if not names & {_TASKS, PLAN}:
             return
-        for directory in (Path(self.out), Path(self.out) / _TASKS):
-            for name in filter(_TEMPORARY.fullmatch, _names(directory)):
-                with contextlib.suppress(FileNotFoundError):
-                    path = directory / name
-                    if time.time() - path.stat().st_mtime >= older_than_s:
-                        path.unlink()
+        # Files that a killed process was writing. Later ones are those of jobs that plan windows.
+        for name in () if is_remote(self.out) else filter(_TEMPORARY.fullmatch, names):
+            _delete(self.out / name)
+        _delete_all(self.out / _TASKS)
+        _delete(self.out / PLAN)
 
 
 def _is_plan(text: str | None) -> bool:

@@ -248,9 +248,9 @@ def _first_after(file: io.BufferedReader, mark: bytes, position: int, end: int) 
     while position < end and (block := file.read(BLOCK_BYTES)):
         before += block
         position += len(block)
-        found = before.find(mark)
-        if found >= 0:
-            return min(position - len(before) + found + len(mark), end)
+        at = before.find(mark)
+        if at >= 0:
+            return min(position - len(before) + at + len(mark), end)
         before = before[max(len(before) - len(mark) + 1, 0) :]
     return end
 
@@ -377,27 +377,27 @@ def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
             raise ValueError(f"it {no_field(field, names)}")
         column, number = names.index(field), 0
 
-        def read(found: list[str] | csv.Error) -> str:
-            if isinstance(found, csv.Error):
-                raise ValueError(str(found)) from found
-            if len(found) != len(names):
-                raise ValueError(f"it has {len(found)} fields, but the first row {len(names)}.")
-            return found[column]
+        def read(cells: list[str] | csv.Error) -> str:
+            if isinstance(cells, csv.Error):
+                raise ValueError(str(cells)) from cells
+            if len(cells) != len(names):
+                raise ValueError(f"it has {len(cells)} fields, but the first row {len(names)}.")
+            return cells[column]
 
         while True:
-            found: list[str] | csv.Error | None
+            cells: list[str] | csv.Error | None
             try:
-                found = next(reader, None)
+                cells = next(reader, None)
             except csv.Error as error:
                 if "field limit" in str(error):  # where the row ends is not known then
                     error.add_note(f"line {reader.line_num:,}")
                     raise ValueError(_TOO_LONG) from error
-                found = error
-            if found is None:
+                cells = error
+            if cells is None:
                 return
-            if found:
+            if cells:
                 where = partial("line {:,}".format, reader.line_num)
-                yield Row(number, where, partial(read, found))
+                yield Row(number, where, partial(read, cells))
                 number += 1
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import math
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ import numpy as np
 
 from maxmars.config.errors import in_words
 from maxmars.data.corpus import Corpus, Document, Run
+from maxmars.data.metadata import Shard
 from maxmars.data.rows import Skipped
-from maxmars.data.sources import Shard
 from maxmars.data.tokenizer import Loss, Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
 
@@ -35,13 +35,13 @@ except ImportError:
     google_crc32c = None
 
 SPLITS = ("train", "val")
+SHARD_TOKENS = 100_000_000
 MIN_FILES_TO_HASH = 100
 """With fewer files, validation takes the end of each, if they are texts or a small corpus."""
 _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
 _BUFFERED_TOKENS = 1 << 20
-_TOUCH_S = 60.0
 _CHECKED_CHARACTERS, _LEAST_CHECKED = 1 << 17, 256
 _MOST_LOST = 0.01
 
@@ -98,32 +98,63 @@ def split_of(document: Document, run: Run, validation_fraction: float) -> str:
     return SPLITS[int.from_bytes(digest[:8], "big") < validation_fraction * 2**64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to make a directory of tokens.
+
+    Raises:
+      ValueError: an argument lies outside its range.
+    """
+
+    corpus: Corpus
+    out: Workdir
+    tokenizer: Tokenizer
+    source: str
+    """Where the text is from, in words; recorded."""
+    validation_fraction: float = 0.1
+    """Share of the documents, or of each file, for validation, in [0, 1)."""
+    shard_tokens: int = SHARD_TOKENS
+    """Tokens a file at most."""
+    task_bytes: int | None = None
+    """Text of a task, about; None chooses by the size of the corpus."""
+    allow_lossy: bool = False
+    """Whether the tokenizer may lose more than 1 % of the first texts of a task."""
+    skip_bad: int = 0
+    """Lines and rows without a text that are left out, at most, of the whole corpus."""
+    command: str | None = None
+    """The command line, recorded."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
+        for name in ("shard_tokens", "task_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be greater than zero.")
+
+    @functools.cached_property
+    def tasks(self) -> list[Task]:
+        """The work; the number of a task is its place in this list."""
+        return divide(
+            self.corpus,
+            task_bytes=self.task_bytes,
+            validation_fraction=self.validation_fraction,
+        )
+
+    @property
+    def dtype(self) -> Literal["uint16", "uint32"]:
+        """The type of the tokens on disk."""
+        return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
 def write_task(
-    directory: Workdir,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    number: int,
-    task: Task,
-    *,
-    shard_tokens: int,
-    validation_fraction: float,
-    allow_lossy: bool,
-    skip_bad: int,
-    check: Callable[[], None],
-    report: Callable[[int], None],
+    recipe: Recipe, number: int, *, check: Callable[[], None], report: Callable[[int], None]
 ) -> dict[str, Any]:
     """Write the shards of a task under temporary names, and rename them at the end.
 
     Args:
-      directory: where the shards go, on a disk or in a bucket.
-      corpus: the documents.
-      tokenizer: text to tokens.
+      recipe: what to make.
       number: of the task.
-      task: what to do.
-      shard_tokens: tokens a file at most.
-      validation_fraction: see `split_of`.
-      allow_lossy: whether a tokenizer may lose more than 1 % of the first texts.
-      skip_bad: lines and rows without a text that are left out, at most.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
 
@@ -135,20 +166,19 @@ def write_task(
     Raises:
       ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
     """
-    touched = time.monotonic()
-    loss, unchecked = Loss(), 0
-    skipped = Skipped()
+    task, tokenizer = recipe.tasks[number], recipe.tokenizer
+    loss, unchecked, skipped = Loss(), 0, Skipped()
 
     def on_bad(error: ValueError) -> None:
         nonlocal skipped
-        if not skip_bad:
+        if not recipe.skip_bad:
             raise error
         skipped += Skipped(1, (in_words(error),))
-        skipped.refuse_over(skip_bad)
+        skipped.refuse_over(recipe.skip_bad)
 
     def add(document: Document, writer: _SplitWriter) -> None:
-        """Tokenise a document or a part of one; without tokens, it is left out."""
-        nonlocal touched, loss, unchecked
+        """Tokenise a document or a piece of one; without tokens, it is left out."""
+        nonlocal loss, unchecked
         has_begun, is_start = not document.first, document.first
         for text in _pieces(document.blocks):
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
@@ -163,50 +193,41 @@ def write_task(
                 writer.starts.append(writer.num_tokens)
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
-            if time.monotonic() - touched >= _TOUCH_S:
-                touched = time.monotonic()
-                for each in writers.values():
-                    each.touch()
         if document.last and has_begun:
-            writer.append(np.array([tokenizer.eot], token_dtype(tokenizer)))
+            writer.append(np.array([tokenizer.eot], recipe.dtype))
             writer.num_documents += 1
 
     def refuse_loss() -> None:
-        if loss.share > _MOST_LOST and not allow_lossy:
+        if loss.share > _MOST_LOST and not recipe.allow_lossy:
             raise ValueError(
                 f"{tokenizer.name} cannot spell the text: of the first of "
-                f"{corpus.files[task.runs[0].file] or 'it'}, {loss}. Train a tokenizer with the "
-                "whole alphabet of bytes, choose another --tokenizer, or go on without what is "
+                f"{recipe.corpus.files[task.runs[0].file] or 'it'}, {loss}. Train a tokenizer with "
+                "the whole alphabet of bytes, choose another --tokenizer, or go on without what is "
                 "lost by --allow-lossy."
             )
 
     with contextlib.ExitStack() as stack:
-        scratch = os.fspath(directory)
-        if is_remote(directory):
+        scratch = os.fspath(recipe.out)
+        if is_remote(recipe.out):
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
         writers = {
             split: stack.enter_context(
                 _SplitWriter(
-                    Path(scratch), f"{split}_{number:05d}", token_dtype(tokenizer), shard_tokens
+                    Path(scratch), f"{split}_{number:05d}", recipe.dtype, recipe.shard_tokens
                 )
             )
             for split in SPLITS
         }
         for run in task.runs:
             unchecked = max(_CHECKED_CHARACTERS // len(task.runs), _LEAST_CHECKED)
-            for document in corpus.read(run, on_bad):
-                add(document, writers[split_of(document, run, validation_fraction)])
+            for document in recipe.corpus.read(run, on_bad):
+                add(document, writers[split_of(document, run, recipe.validation_fraction)])
         refuse_loss()
         for writer in writers.values():
             writer.complete()
         check()
-        splits = {split: writer.name_shards(directory) for split, writer in writers.items()}
+        splits = {split: writer.name_shards(recipe.out) for split, writer in writers.items()}
     return {"loss": asdict(loss), "skipped": asdict(skipped), "splits": splits}
-
-
-def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
-    """The type of a tokenizer's tokens on disk."""
-    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) -> np.ndarray:
@@ -270,11 +291,6 @@ class _SplitWriter:
         if self._buffered >= _BUFFERED_TOKENS:
             self._flush()
 
-    def touch(self) -> None:
-        """Show that the files are no remains of a killed process, which others would remove."""
-        for path in (*self._shards, *([Path(self._file.name)] if self._file else [])):
-            os.utime(path)
-
     def complete(self) -> None:
         """Complete the last shard."""
         self._flush()
@@ -304,14 +320,14 @@ class _SplitWriter:
             if self._file is None:
                 name = f".{self._name}.{secrets.token_hex(4)}.tmp"
                 self._file = (self._directory / name).open("wb")
-            part = tokens[: self._shard_tokens - self._in_shard]
-            data = part.tobytes()
+            fitting = tokens[: self._shard_tokens - self._in_shard]
+            data = fitting.tobytes()
             self._file.write(data)
             self._sha.update(data)
             if self._crc is not None:
                 self._crc.update(data)
-            self._in_shard += len(part)
-            tokens = tokens[len(part) :]
+            self._in_shard += len(fitting)
+            tokens = tokens[len(fitting) :]
             if self._in_shard == self._shard_tokens:
                 self._complete_shard()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from maxmars.data.sources import TFDS_FORMAT, Metadata, NoSuchSplitError, read_metadata
+from maxmars.data.metadata import TFDS_FORMAT, Metadata, NoSuchSplitError, read_metadata
 from maxmars.data.token_files import TokenFile, Vocabulary, check_ids, check_range
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.progress import Progress
@@ -171,14 +171,14 @@ def _records(directory: Path, builder: Any, split: str) -> Any:
         ) from error
 
 
-def _find_split(directory: Path, found: list[str], split: str) -> str:
+def _find_split(directory: Path, names: list[str], split: str) -> str:
     wanted = _VALIDATION if split == "val" else (split,)
     for name in wanted:
-        if name in found:
+        if name in names:
             return name
     raise NoSuchSplitError(
         f"the TFDS dataset {directory} has no split {' or '.join(map(repr, wanted))}, only "
-        f"{', '.join(found) or 'none'}"
+        f"{', '.join(names) or 'none'}"
         + ("; train without validation by --eval.every None." if split == "val" else ".")
     )
 
@@ -188,9 +188,9 @@ def _check_feature(directory: Path, features: Any) -> int | None:
     feature = dict(features.items()).get(FEATURE)
     integers = feature is not None and np.issubdtype(feature.np_dtype, np.integer)
     if feature is None or not integers or len(feature.shape) != 1:
-        found = "none of that name" if feature is None else f"{feature.np_dtype} {feature.shape}"
+        actual = "none of that name" if feature is None else f"{feature.np_dtype} {feature.shape}"
         raise ValueError(
             f"the TFDS dataset {directory} needs a feature {FEATURE!r} of integers in one "
-            f"dimension; it has {found}. Its features: {', '.join(features)}."
+            f"dimension; it has {actual}. Its features: {', '.join(features)}."
         )
     return feature.shape[0]

@@ -1,4 +1,4 @@
-"""Streams of tokens: what any source of tokens can do, and the streams over files of raw tokens.
+"""Streams of tokens: what any of them can do, and the streams over files of raw tokens.
 
 A split is one stream, whatever its format: see `TokenStream`. Files on a disk are mapped; of files
 in a bucket, only the ranges that a batch needs are read. `formats` tells the formats apart; TFDS
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from maxmars.data.bucket import read_ranges
-from maxmars.data.sources import AGAIN, Metadata, NoSuchSplitError, read_metadata
+from maxmars.data.metadata import AGAIN, Metadata, NoSuchSplitError, read_metadata
 from maxmars.data.tokenizer import Tokenized
 from maxmars.distributed.files import Workdir, is_remote, resolve
 
@@ -183,12 +183,12 @@ def check_size(file: TokenFile) -> None:
     path = Path(file.path)
     if not path.is_file():
         raise FileNotFoundError(f"the token shard {file.path} is missing; {AGAIN}.")
-    found = path.stat().st_size
-    if found != file.num_bytes:
+    num_bytes = path.stat().st_size
+    if num_bytes != file.num_bytes:
         says = "its header" if file.header_bytes else "meta.json"
         raise ValueError(
-            f"the token shard {file.path} has {found} bytes, but {says} says {file.num_bytes}: it "
-            f"was cut short or written over; {AGAIN}."
+            f"the token shard {file.path} has {num_bytes} bytes, but {says} says {file.num_bytes}: "
+            f"it was cut short or written over; {AGAIN}."
         )
 
 
@@ -276,20 +276,20 @@ class TokenFiles:
         check_range(self, starts, lengths)
         # A number of 64 bits is compared with the vocabulary before it is cut to 32.
         tokens = np.empty(lengths.sum(), np.int64 if self._dtype.itemsize == 8 else np.int32)
-        parts = self._parts(starts, lengths)
+        stretches = self._stretches(starts, lengths)
         if is_remote(self.directory):
-            self._fill_from_bucket(tokens, list(parts))
+            self._fill_from_bucket(tokens, list(stretches))
         else:
-            for at, index, first, count in parts:
+            for at, index, first, count in stretches:
                 tokens[at : at + count] = self._map(index)[first : first + count]
         check_ids(self, tokens)
         return tokens.astype(np.int32, copy=False)
 
-    def _parts(
+    def _stretches(
         self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """The parts of pieces that lie in one file: place of the first token in the result, number
-        of the file, first token in there, and the number of tokens."""
+        """What of the pieces lies in one file: number of the first token in the result, number of
+        the file, first token in there, and the number of tokens."""
         at = 0
         files = np.searchsorted(self._starts, starts, "right") - 1
         for start, length, index in zip(
@@ -312,18 +312,18 @@ class TokenFiles:
         return tokens
 
     def _fill_from_bucket(
-        self, tokens: np.ndarray, parts: Sequence[tuple[int, int, int, int]]
+        self, tokens: np.ndarray, stretches: Sequence[tuple[int, int, int, int]]
     ) -> None:
         size = self._dtype.itemsize
         bytes_of = [
             (index, self._files[index].header_bytes + first * size, count * size)
-            for _, index, first, count in parts
+            for _, index, first, count in stretches
         ]
         merged = merge_ranges((index, byte, byte + length) for index, byte, length in bytes_of)
         contents = read_ranges([(self._files[i].path, start, end) for i, start, end in merged])
-        for (at, _, _, count), (index, byte, _) in zip(parts, bytes_of, strict=True):
-            found = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
-            content, offset = contents[found], byte - merged[found][1]
+        for (at, _, _, count), (index, byte, _) in zip(stretches, bytes_of, strict=True):
+            range_ = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
+            content, offset = contents[range_], byte - merged[range_][1]
             tokens[at : at + count] = np.frombuffer(content, self._dtype, count, offset)
 
     def locate(self, token: int) -> dict[str, str | int]:
@@ -362,14 +362,17 @@ class TokenShards(TokenFiles):
         self, directory: str | os.PathLike[str], split: str, metadata: Metadata | None = None
     ) -> None:
         directory = resolve(directory)
-        self._metadata = found = read_metadata(directory) if metadata is None else metadata
+        metadata = read_metadata(directory) if metadata is None else metadata
+        self._metadata = metadata
         super().__init__(
             directory,
             split,
-            shards_of(directory, found),
-            dtype=found.dtype,
+            shards_of(directory, metadata),
+            dtype=metadata.dtype,
             vocabulary=Vocabulary(
-                tokenizer=found.tokenizer, digest=found.tokenizer_digest, size=found.vocab_size
+                tokenizer=metadata.tokenizer,
+                digest=metadata.tokenizer_digest,
+                size=metadata.vocab_size,
             ),
         )
 

@@ -466,8 +466,8 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
     """
     if tokens.tokenizer_digest is None:  # of another program, or of a source of the user's
         return load(tokens.tokenizer)
-    found = _read(tokens.tokenizer_place)
-    tokenizer = _open(found, built_in=tokens.tokenizer != JsonTokenizer.name)
+    files = _read(tokens.tokenizer_place)
+    tokenizer = _open(files, built_in=tokens.tokenizer != JsonTokenizer.name)
     _check_digest(tokens, tokenizer.digest)
     return tokenizer
 
@@ -475,11 +475,11 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
 def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if tokens.tokenizer_digest is not None:
-        found = _read(tokens.tokenizer_place)
-        end = found.end or END_OF_TEXT
+        files = _read(tokens.tokenizer_place)
+        end = files.end or END_OF_TEXT
         if tokens.tokenizer == JsonTokenizer.name:
-            _check_digest(tokens, _digest([found.content or b"", end.encode()]))
-        _write(directory, tokens.tokenizer, found.content, end)
+            _check_digest(tokens, _digest([files.content or b"", end.encode()]))
+        _write(directory, tokens.tokenizer, files.content, end)
     elif tokens.tokenizer == ByteTokenizer.name:
         save(ByteTokenizer(), directory)
     elif tokens.tokenizer == GPT2Tokenizer.name:
@@ -564,16 +564,16 @@ def _read(place: Workdir) -> _Files:
     return _Files(place=directory, content=content, end=end, ends=ids)
 
 
-def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
+def _open(files: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
     """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
-    with about(found.place):
-        if found.content is None:
-            return _ending(GPT2Tokenizer(), found.ends)
-        fields = json.loads(found.content)
+    with about(files.place):
+        if files.content is None:
+            return _ending(GPT2Tokenizer(), files.ends)
+        fields = json.loads(files.content)
         vocabulary = _vocabulary(fields)
         token_of = {number: token for token, number in vocabulary.items()}
-        ends = [number for number in found.ends if number in token_of]
-        named = [found.end, *map(token_of.__getitem__, ends), END_OF_TEXT]
+        ends = [number for number in files.ends if number in token_of]
+        named = [files.end, *map(token_of.__getitem__, ends), END_OF_TEXT]
         end = eot_token or next((token for token in named if token in vocabulary), END_OF_TEXT)
         is_candidate = built_in and vocabulary and end == END_OF_TEXT
         tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
@@ -583,7 +583,7 @@ def _open(found: _Files, eot_token: str | None = None, *, built_in: bool = True)
             case GPT2Tokenizer.digest:
                 ranks = {token: rank for rank, token in enumerate(tokens[:-1])}
                 return _ending(GPT2Tokenizer(ranks), ends)
-        return _ending(JsonTokenizer(found.content, end), ends)
+        return _ending(JsonTokenizer(files.content, end), ends)
 
 
 def _ending(

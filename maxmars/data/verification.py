@@ -13,14 +13,13 @@ import contextlib
 import json
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxmars.data.sources import AGAIN
+from maxmars.data.metadata import AGAIN
 from maxmars.data.token_files import TokenFile
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_lines, sha256_of
@@ -41,12 +40,12 @@ def verify_split(files: Sequence[TokenFile], split: str) -> None:
     damage = ""
     for file in own_share(known):
         try:
-            found = sha256_of(file.path)
+            sha256 = sha256_of(file.path)
         except OSError as error:
             damage = f"the file of tokens {file.path} cannot be read: {error}."
             continue
-        if found != file.sha256:
-            damage = f"{_mismatch(file, found, f'it was prepared with {file.sha256}')}; {AGAIN}."
+        if sha256 != file.sha256:
+            damage = f"{_mismatch(file, sha256, f'it was prepared with {file.sha256}')}; {AGAIN}."
     for text in processes.texts_of_all(damage):
         if text:
             raise ValueError(text)
@@ -121,16 +120,16 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
 
     def _run(self) -> None:
         try:
-            found = read_json_lines(self._record, "file", "sha256")
-            known = {line["file"]: line for line in found if _is_line(line)}
-            with contextlib.closing(LineFile(self._record, self._may_write)) as lines:
+            lines = read_json_lines(self._record, "file", "sha256")
+            known = {line["file"]: line for line in lines if _is_line(line)}
+            with contextlib.closing(LineFile(self._record, self._may_write)) as record:
                 for file in self._files:
                     before = known.get(str(file.path))
                     line = self._verify(file, before)
                     if line is None:
                         return
                     if line != before:
-                        lines.write(json.dumps(line))
+                        record.write(json.dumps(line))
         except OSError as error:  # of the working directory: the next start hashes again
             _LOGGER.warning("the files that were verified cannot be recorded: %s", error)
         except ValueError as error:
@@ -154,35 +153,28 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         try:
             status = Path(file.path).stat()
             line = {"file": str(file.path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
-            if known == _sealed({**line, "sha256": expected}):
+            if known == {**line, "sha256": expected}:
                 return known
-            found = sha256_of(Path(file.path), pause)
+            sha256 = sha256_of(Path(file.path), pause)
         except InterruptedError:
             return None
         except OSError as error:
             raise ValueError(f"the file of tokens {file.path} cannot be read: {error}.") from error
-        if expected is not None and found != expected:
+        if expected is not None and sha256 != expected:
             raise ValueError(
-                f"{_mismatch(file, found, f'{says} {expected}')}. Training has stopped, and the "
+                f"{_mismatch(file, sha256, f'{says} {expected}')}. Training has stopped, and the "
                 "checkpoints stay as they are: copy the file anew or prepare the text again, then "
                 "start the run again."
             )
-        return _sealed({**line, "sha256": found})
+        return {**line, "sha256": sha256}
 
 
-def _mismatch(file: TokenFile, found: str, expected: str) -> str:
+def _mismatch(file: TokenFile, sha256: str, expected: str) -> str:
     return (
-        f"the file of tokens {file.path} does not match its checksum: its SHA-256 is {found}, but "
+        f"the file of tokens {file.path} does not match its checksum: its SHA-256 is {sha256}, but "
         f"{expected}"
     )
 
 
-def _sealed(line: dict[str, Any]) -> dict[str, Any]:
-    """A line with its checksum: a damaged record must not say that a file is."""
-    return line | {"crc32": zlib.crc32(json.dumps(line, sort_keys=True).encode())}
-
-
 def _is_line(line: dict[str, Any]) -> bool:
-    fields = {name: line.get(name) for name in _FIELDS}
-    is_sound = "crc32" not in line or line == _sealed(fields)  # earlier versions wrote none
-    return is_sound and all(isinstance(fields[name], kind) for name, kind in _FIELDS.items())
+    return all(isinstance(line.get(name), kind) for name, kind in _FIELDS.items())

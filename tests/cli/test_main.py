@@ -15,7 +15,7 @@ from refusals import refused
 import maxmars
 from maxmars import cli
 from maxmars.config.errors import about, in_words
-from maxmars.data.sources import read_metadata
+from maxmars.data.metadata import read_metadata
 
 pytestmark = pytest.mark.smoke
 

@@ -101,7 +101,7 @@ def test_a_mixture_with_tokens_fills_in_what_they_lack(tmp_path):
         "mask": bool,
         "segment_ids": np.int32,
     }
-    tokens, mask, segments = rows.values()
+    tokens, mask, segments = (rows[name] for name in ("tokens", "mask", "segment_ids"))
     ours = tokens[:, 0] >= 100
     assert ours.sum() == 24
     assert mask[ours].all()
@@ -223,11 +223,11 @@ NOT_THE_DATA = {  # what a source returns, and what its refusal names
 }
 UNLIKE_THE_FIRST = {  # an element, and what the refusal of a later one names
     "np.full(length + 1, 300 if i == 20 else i)": "element 20 hold 300",
-    "{'tokens': np.full(length + 1, i), 'mask': np.full(length + 1, i / 2)}": (
-        "mask of element 3 hold 1.5"
+    "{'tokens': np.full(length + 1, i), 'mask': np.full(length + 1, 2.5 if i == 2 else 0.5)}": (
+        "mask of element 2 hold 2.5"
     ),
-    "{'tokens': np.full(length + 1, i), 'mask': np.full(length + 1, 0.5 / (i != 1))}": (
-        "mask of element 1 hold inf"
+    "{'tokens': np.full(length + 1, i), 'mask': np.full(length + 1, np.inf * (i == 1))}": (
+        "mask of element 0 hold nan"
     ),
     "{'tokens': np.full(length + 1, i), 'mask': np.full(length + 1, 1.0 if i else True)}": (
         "that of element 0"

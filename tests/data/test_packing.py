@@ -16,6 +16,7 @@ from token_directories import write_shards
 from maxmars.config import PythonSourcesConfig, TokenShardsConfig
 from maxmars.data.batches import open_data
 from maxmars.data.formats import open_split
+from maxmars.data.metadata import DocumentStarts, read_metadata, write_metadata
 from maxmars.data.packing import (
     best_fit,
     plan_best_fit,
@@ -23,7 +24,6 @@ from maxmars.data.packing import (
     segments_and_positions,
     write_plans,
 )
-from maxmars.data.sources import DocumentStarts, read_metadata, write_metadata
 
 END = 256
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import pytest
 import tokenizers
 from refusals import refused
 
-from maxmars.data.corpus import Corpus, Document, PythonSources, TextFiles, Texts
+from maxmars.data.corpus import PythonSources, TextFiles, Texts
+from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
-from maxmars.data.sources import read_metadata
 from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
@@ -352,39 +351,6 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
             tmp_path / "out",
             tokenizer=load(str(tmp_path / "own.json")),
         )
-
-
-class Large(Corpus):
-    """A compressed file of several shards, which calls functions before some of its documents."""
-
-    files, num_bytes, fingerprint = ("a.gz",), (None,), "large"
-
-    def __init__(self, before):
-        self.before = before
-
-    def read(self, run, on_bad=None):
-        for number in range(6):
-            self.before.get(number, lambda: None)()
-            yield Document(str(number), ("word " * 200_000,))
-
-
-def test_a_job_that_begins_late_leaves_the_files_of_one_that_works(tmp_path, monkeypatch):
-    """The first shards of a large compressed file are hours old when its last one is written."""
-    options = {"out": tmp_path / "out", "tokenizer": ByteTokenizer(), "source": "a test"}
-    options |= {"shard_tokens": 1_000_000, "validation_fraction": 0.0}
-    aged, clock = [], time.monotonic
-
-    def age():
-        for path in (tmp_path / "out").glob(".*.tmp"):
-            os.utime(path, (1, 1))
-            aged.append(path)
-        monkeypatch.setattr(time, "monotonic", lambda: clock() + 7200)
-
-    late = Preparation(corpus=Large({}), **options)
-    preparation = Preparation(corpus=Large({4: age, 5: late.begin}), **options)
-    preparation.run()
-    assert len(aged) >= 3
-    assert preparation.finish().splits["train"].num_tokens == 6 * 1_000_001
 
 
 def test_what_a_job_writes_beside_a_complete_preparation_stays(tmp_path):

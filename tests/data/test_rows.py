@@ -19,7 +19,7 @@ from refusals import refused
 
 from maxmars.cli import main
 from maxmars.data.corpus import Run, TextFiles
-from maxmars.data.sources import read_metadata
+from maxmars.data.metadata import read_metadata
 
 TEXTS = ["one", 'zwei ä\nlines, "quoted";\tand more', "", "𝄞 four"] * 3
 any_texts = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=6)

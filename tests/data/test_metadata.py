@@ -5,7 +5,7 @@ import pytest
 from refusals import refused
 from token_directories import write_shards
 
-from maxmars.data.sources import read_metadata
+from maxmars.data.metadata import read_metadata
 
 STREAM = np.arange(1000, 1100)
 SHARD = {"file": "a.bin", "num_tokens": 30, "sha256": "0"}

@@ -150,11 +150,11 @@ def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> 
     """
     with about(path):
         fields = read_as(dict[str, Any], json.loads(text))
-        found = fields.pop("format", None), fields.pop("version", None)
+        named = fields.pop("format", None), fields.pop("version", None)
         formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
-        if found not in [(name, version) for name in formats for version in (2, VERSION)]:
+        if named not in [(name, version) for name in formats for version in (2, VERSION)]:
             raise ValueError(
-                f"it is of format {found[0]!r} version {found[1]!r}, but this maxmars reads "
+                f"it is of format {named[0]!r} version {named[1]!r}, but this maxmars reads "
                 f"{' and '.join(map(repr, formats))} version {VERSION}; {AGAIN}."
             )
         fields.pop("part", None)  # earlier versions wrote which part of a corpus a directory holds
