@@ -104,24 +104,22 @@ def test_gpt2_without_network(tmp_path):
 
 @pytest.mark.seconds
 def test_gpt2_tokens_are_those_of_its_library(gpt2):
-    """Of texts drawn at random, with runs of every kind of white space, long ones among them.
-
-    Of the longest, over which the library fails, each would take hours if every character looked
-    back at those before it."""
+    """Of texts drawn at random, with runs of every kind of white space, and of runs so long that
+    they are cut. (Each would take hours if every character looked back at those before it.)"""
     tiktoken = pytest.importorskip("tiktoken")
     reference, draw = tiktoken.get_encoding("gpt2"), random.Random(0)
     spaces = [c for c in map(chr, range(0x3100)) if c.isspace()]
-    units = [*spaces, *PIECES, " \n", "\u00a0 ", "a", "7", "...", "é", "數", "\u200b", "<|"]
-    for longest in [5] * 300 + [2000] * 10 + [300_000]:
+    units = [*spaces, " \n", "\u00a0 ", "don't", "a", "7", "...", "é", "數", "🚀", "<|", "\0"]
+    for longest in [5] * 300 + [2000] * 10:
         lengths = (int(longest ** draw.random()) for _ in range(12))
         text = "".join(draw.choice(units) * length for length in lengths)
         tokens = gpt2.encode(text)
         assert tokens.tolist() == reference.encode_ordinary(text)
         assert gpt2.decode(tokens) == text
     for run in (" ", "\u00a0", "\x1c", " \t\u3000\n"):
-        run *= 1_200_000 // len(run)
-        for text in (f"a{run}b\n", f"a{run}", run):
-            assert gpt2.decode(gpt2.encode(text)) == text
+        run *= 600_000 // len(run)
+        for text in (f"a{run}b\n", run):
+            assert gpt2.encode(text).tolist() == reference.encode_ordinary(text)
 
 
 @pytest.fixture(scope="module")
