@@ -68,15 +68,11 @@ def list_objects(directory: Workdir) -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def _file_system_of(process: int) -> Any:
-    """One object for all threads of a process: fsspec sends its requests from its own thread."""
+def _file_system() -> Any:
+    """One object for all threads: fsspec sends its requests from its own thread."""
     import fsspec  # comes with gcsfs
 
     return fsspec.filesystem("gcs")
-
-
-def _file_system() -> Any:
-    return _file_system_of(os.getpid())
 
 
 def _check_length(wanted: Range, content: bytes) -> bytes:

@@ -81,8 +81,6 @@ class Metadata(CheckedConfig):
     splits: dict[str, Split]
     source: str
     command: str | None = None
-    eot_token: str | None = None
-    """Read by nobody: earlier versions wrote here what `tokenizer_config.json` says now."""
     loss: Loss | None = None
     """What the tokenizer lost of the first texts; None where nothing."""
     skipped: Skipped | None = None
@@ -157,5 +155,6 @@ def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> 
                 f"it is of format {named[0]!r} version {named[1]!r}, but this maxmars reads "
                 f"{' and '.join(map(repr, formats))} version {VERSION}; {AGAIN}."
             )
-        fields.pop("part", None)  # earlier versions wrote which part of a corpus a directory holds
+        for name in ("part", "eot_token"):  # earlier versions wrote these, which nobody reads
+            fields.pop(name, None)
         return read_as(Metadata, fields)

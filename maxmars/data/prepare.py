@@ -142,7 +142,8 @@ class Preparation(Recipe):
 
         Raises:
           FileExistsError: it is complete, or holds something else.
-          ValueError: it was begun with other arguments, or the disk is too small.
+          ValueError: it was begun with other arguments, `meta.json` is not ours, or the disk is too
+            small.
           OSError: it cannot be made, or a bucket does not answer.
         """
         require_access(self.out)
@@ -177,20 +178,13 @@ class Preparation(Recipe):
             )
 
     def _refuse_if_finished(self, names: set[str]) -> None:
-        if METADATA not in names:
-            return
-        try:
-            read_metadata(self.out)
-        except ValueError as error:
+        if METADATA in names:
+            read_metadata(self.out)  # which refuses what is not ours
+            self._clean(names)
             raise FileExistsError(
-                f"{self.out} exists and is no preparation of this version ({error}); delete it or "
-                "choose another name."
-            ) from error
-        self._clean(names)
-        raise FileExistsError(
-            f"{self.out} is complete: train on it, or delete it to prepare it anew, or choose "
-            "another name."
-        )
+                f"{self.out} is complete: train on it, or delete it to prepare it anew, or choose "
+                "another name."
+            )
 
     def run(self, workers: int = 0, share: tuple[int, int] = (0, 1)) -> None:
         """Begin, and do the tasks that are not done.
@@ -214,9 +208,7 @@ class Preparation(Recipe):
         numbers = range(index, len(self.tasks), count)
         done = self._read_records(sorted(self._done().intersection(numbers)))
         todo = [number for number in numbers if number not in done]
-        sizes = [self.tasks[number].num_bytes for number in numbers]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        before = sum(self.tasks[number].num_bytes or 0 for number in numbers if number in done)
+        before = sum(self.tasks[number].num_bytes or 0 for number in done)
         with Progress(stderr=True) as status:
 
             def progress(num_tasks: int, num_bytes: int) -> None:
@@ -226,10 +218,7 @@ class Preparation(Recipe):
                     f"tokenised {(before + num_bytes) / 1e6:,.0f} MB, {tasks_done:,} of "
                     f"{len(numbers):,} tasks, {rate:.1f} MB/s"
                 )
-                if total is None:
-                    status.update(text, tasks_done, len(numbers))
-                else:  # sizes of compressed files are estimates
-                    status.update(text, min(before + num_bytes, total - 1), total)
+                status.update(text, tasks_done, len(numbers))
 
             try:
                 work_through(todo, self.run_task, workers=workers, progress=progress)

@@ -41,7 +41,6 @@ MIN_FILES_TO_HASH = 100
 _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
-_BUFFERED_TOKENS = 1 << 20
 _CHECKED_CHARACTERS, _LEAST_CHECKED = 1 << 17, 256
 _MOST_LOST = 0.01
 
@@ -224,7 +223,7 @@ def write_task(
                 add(document, writers[split_of(document, run, recipe.validation_fraction)])
         refuse_loss()
         for writer in writers.values():
-            writer.complete()
+            writer.complete_shard()
         check()
         splits = {split: writer.name_shards(recipe.out) for split, writer in writers.items()}
     return {"loss": asdict(loss), "skipped": asdict(skipped), "splits": splits}
@@ -268,11 +267,8 @@ class _SplitWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = self.num_documents = 0
         self.starts: list[int] = []
-        self._buffer: list[np.ndarray] = []
-        self._buffered = 0
         self._shards: dict[Path, Shard] = {}
-        self._file: Any
-        self._begin_shard()
+        self._file: Any = None
 
     def __enter__(self) -> _SplitWriter:
         return self
@@ -285,16 +281,19 @@ class _SplitWriter:
             path.unlink(missing_ok=True)
 
     def append(self, tokens: np.ndarray) -> None:
-        self._buffer.append(tokens)
-        self._buffered += len(tokens)
         self.num_tokens += len(tokens)
-        if self._buffered >= _BUFFERED_TOKENS:
-            self._flush()
-
-    def complete(self) -> None:
-        """Complete the last shard."""
-        self._flush()
-        self._complete_shard()
+        while len(tokens):
+            file = self._file or self._begin_shard()
+            fitting = tokens[: self._shard_tokens - self._in_shard]
+            data = fitting.astype(self._dtype).tobytes()
+            file.write(data)
+            self._sha.update(data)
+            if self._crc is not None:
+                self._crc.update(data)
+            self._in_shard += len(fitting)
+            tokens = tokens[len(fitting) :]
+            if self._in_shard == self._shard_tokens:
+                self.complete_shard()
 
     def name_shards(self, target: Workdir) -> dict[str, Any]:
         """Give all shards their names, and describe them."""
@@ -312,30 +311,15 @@ class _SplitWriter:
             "starts": np.array(self.starts, "<u8"),
         }
 
-    def _flush(self) -> None:
-        tokens = np.concatenate([np.empty(0, self._dtype), *self._buffer])
-        tokens = tokens.astype(self._dtype, copy=False)
-        self._buffer, self._buffered = [], 0
-        while len(tokens):
-            if self._file is None:
-                name = f".{self._name}.{secrets.token_hex(4)}.tmp"
-                self._file = (self._directory / name).open("wb")
-            fitting = tokens[: self._shard_tokens - self._in_shard]
-            data = fitting.tobytes()
-            self._file.write(data)
-            self._sha.update(data)
-            if self._crc is not None:
-                self._crc.update(data)
-            self._in_shard += len(fitting)
-            tokens = tokens[len(fitting) :]
-            if self._in_shard == self._shard_tokens:
-                self._complete_shard()
-
-    def _begin_shard(self) -> None:
-        self._file, self._sha, self._in_shard = None, hashlib.sha256(), 0
+    def _begin_shard(self) -> Any:
+        name = f".{self._name}.{secrets.token_hex(4)}.tmp"
+        self._file, self._in_shard = (self._directory / name).open("wb"), 0
+        self._sha = hashlib.sha256()
         self._crc = google_crc32c.Checksum() if google_crc32c else None
+        return self._file
 
-    def _complete_shard(self) -> None:
+    def complete_shard(self) -> None:
+        """Complete the shard that has been begun, if there is one."""
         if self._file is None:
             return
         self._file.flush()
@@ -348,4 +332,4 @@ class _SplitWriter:
             sha256=self._sha.hexdigest(),
             crc32c=base64.b64encode(self._crc.digest()).decode() if self._crc else None,
         )
-        self._begin_shard()
+        self._file = None

@@ -97,33 +97,6 @@ def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):
     assert max(len(block.encode()) for block in blocks) <= 2 << 20
 
 
-READ = """
-import re, sys
-import pyarrow.parquet
-from maxmars.data.corpus import Run, TextFiles
-
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
-
-corpus = TextFiles([sys.argv[1]])
-before = peak()
-size = sum(len(block) for document in corpus.read(Run(0)) for block in document.blocks)
-print(size, peak() - before)
-"""
-
-
-@pytest.mark.seconds
-def test_a_large_row_group_is_read_in_little_memory(tmp_path):
-    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-    table = pyarrow.table({"text": [f"{i}" * 10**6 for i in range(10)] * 25})
-    path = tmp_path / "a.parquet"
-    parquet.write_table(table, path, compression="zstd", use_dictionary=False, write_batch_size=1)
-    command = [sys.executable, "-c", READ, str(path)]
-    size, grown = map(int, subprocess.check_output(command, text=True).split())
-    assert size == 250 * 10**6
-    assert grown < size
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
 def test_files_with_many_documents(tmp_path, kind):
     texts = ["one", "zwei ä\n", "", "four"] * 3

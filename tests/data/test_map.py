@@ -2,17 +2,14 @@
 
 import dataclasses
 import itertools
-import json
 
 import jax
 import numpy as np
 import pytest
 from refusals import refused
-from tiny import MODEL, first_difference, short_config, tiny_config
+from tiny import MODEL, tiny_config
 from token_directories import write_shards
 
-from maxmars.checkpoint import read
-from maxmars.cli import main
 from maxmars.config import (
     GrainPart,
     MeshConfig,
@@ -154,41 +151,3 @@ def test_a_map_that_makes_something_else_is_refused(tokens, tmp_path, returned):
     assert "\n" not in in_words(raised.value)
     with refused(FileNotFoundError, "data.map=", f"{tmp_path}/none.py"):
         batches_of(dataclasses.replace(data, map=f"{tmp_path}/none.py:f"))
-
-
-CONFIG = """
-import pathlib
-from tiny import short_config
-
-def get_config():
-    return short_config(pathlib.Path({tokens!r}), num_steps=4)
-"""
-
-
-@pytest.mark.seconds
-def test_a_run_on_mapped_windows_resumes_bit_for_bit_and_refuses_another_map(tmp_path, capsys):
-    short_config(tmp_path / "tokens")
-    config, mask = tmp_path / "config.py", tmp_path / "mask.py"
-    config.write_text(CONFIG.format(tokens=str(tmp_path / "tokens")))
-    mask.write_text(MASK)
-
-    def train(name, *options):
-        words = ["train", str(config), "--workdir", str(tmp_path / name), "--num-processes", "1"]
-        main([*words, *options])
-
-    mapped = ("--data.map", f"{mask}:even")
-    shorter = (*mapped, "--schedule.decay-steps", "4", "--num-steps")
-
-    train("whole", *mapped)
-    train("parts", *shorter, "2")
-    train("parts", *shorter, "4")
-    assert first_difference(tmp_path / "whole", tmp_path / "parts") is None
-    assert (tmp_path / "parts" / "sources" / "mask.py").read_text() == MASK
-    output = tmp_path / "audit.json"
-    main(["audit", str(tmp_path / "parts"), "--replay", "2", "--output", str(output)])
-    assert json.loads(output.read_text())["replayed"].endswith("the same digest")
-    mask.write_text(MASK.replace("== 0", "== 1"))
-    with pytest.raises(SystemExit):
-        train("parts", *shorter, "6")
-    assert "data.map" in capsys.readouterr().err
-    assert read(tmp_path / "parts" / "checkpoints").step == 4

@@ -16,6 +16,7 @@ from refusals import refused
 from tiny import ADAMW, MODEL, first_difference, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
 
+from maxmars.checkpoint import read
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
@@ -335,18 +336,26 @@ from maxmars.config import EvalConfig, GrainConfig, MeshConfig
 from tiny import ADAMW, tiny_config
 
 def get_config():
-    data = GrainConfig(source="own_data.py:additions", options={"count": 50})
+    data = GrainConfig(
+        source="own_data.py:additions", options={"count": 50}, map="own_map.py:without_answers"
+    )
     return tiny_config(
         data=data, optimizer=ADAMW, mesh=MeshConfig(), eval=EvalConfig(every=2, num_windows=8)
     )
+"""
+MAP = """
+def without_answers(window):
+    return {**window, "mask": ~window["mask"]}
 """
 
 
 @pytest.mark.seconds
 def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, capsys):
-    config, source = tmp_path / "config.py", tmp_path / "own_data.py"
+    """And another map of it."""
+    config, texts = tmp_path / "config.py", {"own_data.py": EXAMPLES.read_text(), "own_map.py": MAP}
     config.write_text(CONFIG)
-    source.write_text(EXAMPLES.read_text())
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
 
     def train(workdir, *options):
         words = ["train", str(config), "--workdir", str(workdir), "--num-processes", "1"]
@@ -361,11 +370,18 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, 
     assert printed.splitlines()[-1] == f"next: maxmars report {parts}"  # it has no text
     with refused(FileNotFoundError, "GrainConfig(tokenizer='byte')"):
         load(parts)
-    assert (parts / "sources" / "own_data.py").read_text() == EXAMPLES.read_text()
-    source.write_text(EXAMPLES.read_text().replace("0, 100, 2", "0, 99, 2"))
-    with pytest.raises(SystemExit):
-        train(parts, "--num-steps", "8")
-    assert "other data" in capsys.readouterr().err
+    main(["audit", str(parts), "--replay", "2", "--output", str(tmp_path / "audit.json")])
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    assert audit["replayed"].endswith("the same digest")
+    for name, old, new in (("own_data.py", "0, 100, 2", "0, 99, 2"), ("own_map.py", "~", "")):
+        assert (parts / "sources" / name).read_text() == texts[name]
+        (tmp_path / name).write_text(texts[name].replace(old, new))
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            train(parts, "--num-steps", "8")
+        assert "other data" in capsys.readouterr().err
+        (tmp_path / name).write_text(texts[name])
+    assert read(parts / "checkpoints").step == 6
 
 
 def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import pickle
 
 import hypothesis
 import numpy as np
@@ -158,19 +157,6 @@ def test_best_fit_windows_hold_whole_documents(directory):
     # A window begins with the end-of-text token, as generated text does.
     assert np.all(batch["tokens"][:, 0] == END)
     assert not batch["mask"][:, 0].any()
-
-
-def test_a_plan_is_read_by_window_also_in_another_process(directory):
-    expected = write_plans(directory, MODEL.max_seq_len)["train"]
-    plan = pickle.loads(pickle.dumps(read_plan(open_split(directory, "train"), MODEL.max_seq_len)))
-    assert len(plan) == len(expected)
-    asked = np.random.default_rng(0).permutation(len(plan))
-    starts, lengths, counts = plan.pieces(asked)
-    pieces = [range(*expected.windows[window : window + 2].tolist()) for window in asked]
-    assert counts.tolist() == [len(of_window) for of_window in pieces]
-    order = [piece for of_window in pieces for piece in of_window]
-    assert np.array_equal(starts, expected.starts[order])
-    assert np.array_equal(lengths, expected.lengths[order])
 
 
 def test_the_digest_of_the_data_tells_plans_apart(directory):

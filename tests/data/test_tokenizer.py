@@ -363,13 +363,11 @@ UNIGRAM = tokenizers.Tokenizer(
 BYTE_LEVEL = {"vocab.json": {"a": 0, "b": 1, "<|endoftext|>": 2}, "merges.txt": "#version: 0.2\n"}
 TURN = {"content": "<turn>", "special": True, "lstrip": False}
 ENDS = {
-    "none is named": ({"tokenizer.json": PLAIN}, [0]),
     "settings": ({"tokenizer.json": PLAIN, "tokenizer_config.json": {"eos_token": "</s>"}}, [1]),
     "an object": (
         {"tokenizer.json": PLAIN, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}},
         [1],
     ),
-    "a number": ({"tokenizer.json": PLAIN, "config.json": {"eos_token_id": 2}}, [2]),
     "zero": (
         {
             "tokenizer.json": PLAIN,
@@ -378,7 +376,6 @@ ENDS = {
         },
         [0],
     ),
-    "a list": ({"tokenizer.json": PLAIN, "config.json": {"eos_token_id": [2, 1]}}, [2, 1]),
     "for generation": (
         {
             "tokenizer.json": PLAIN,
@@ -388,7 +385,6 @@ ENDS = {
         },
         [1, 2],
     ),
-    "unigram": ({"tokenizer.json": UNIGRAM, "config.json": {"eos_token_id": 1}}, [1]),
     "unigram, two": (
         {
             "tokenizer.json": UNIGRAM,
