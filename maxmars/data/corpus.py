@@ -313,16 +313,15 @@ def _matches(pattern: str) -> dict[str, tuple[int, str]]:
     require_access(pattern)
     with _reporting(pattern):
         store, path = fsspec.core.url_to_fs(pattern)
-        is_directory = store.isdir(path)
+        if store.isdir(path):
+            raise _no_directory(pattern)
         objects = {path: store.info(path)} if store.isfile(path) else {}
-        objects = objects or store.glob(f"{path}/**" if is_directory else path, detail=True)
+        objects = objects or store.glob(path, detail=True)
     files = {
         f"gs://{name}": (info["size"], str(info.get("generation")))
         for name, info in objects.items()
         if info["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
     }
-    if is_directory:
-        raise _no_directory(pattern, [name.removeprefix(f"gs://{path}/") for name in files])
     return _not_empty(files, pattern)
 
 
@@ -330,9 +329,7 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
     """As `_matches`; links are followed, which the glob of fsspec leaves out."""
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
-        names = glob.glob("**", root_dir=path, recursive=True)
-        inside = [name for name in names if os.path.isfile(os.path.join(path, name))]
-        raise _no_directory(glob.escape(pattern), inside)
+        raise _no_directory(glob.escape(pattern))
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     if "**" in pattern:  # a link to a directory above leads to the same names again and again
         names.sort(key=len, reverse=True)
@@ -355,20 +352,11 @@ def _not_empty(files: dict[str, tuple[int, str]], pattern: str) -> dict[str, tup
     return files
 
 
-def _no_directory(pattern: str, inside: Sequence[str]) -> IsADirectoryError:
-    """What to say where a directory is given, with files of these names inside."""
-    top = [name for name in inside if "/" not in name]
-    kinds = []
-    for name in top or inside:
-        with contextlib.suppress(ValueError):
-            kinds.append("".join(kind_of(name)))
-    if not kinds:
-        kinds = ", ".join(KINDS)
-        return IsADirectoryError(f"{pattern} is a directory without files of text ({kinds}).")
-    # Beside the files of a dataset lie descriptions of it in JSON.
-    kind = max(sorted(set(kinds)), key=lambda kind: (kind != ".json", kinds.count(kind)))
-    files = f"{pattern.rstrip('/')}/{'*' if top else '**/*'}{kind}"
-    return IsADirectoryError(f"{pattern} is a directory; name its files: '{files}'.")
+def _no_directory(pattern: str) -> IsADirectoryError:
+    files = f"{pattern.rstrip('/')}/**/*.jsonl"
+    return IsADirectoryError(
+        f"{pattern} is a directory; name its files ({', '.join(KINDS)}), such as '{files}'."
+    )
 
 
 def _open(path: str) -> io.BufferedReader:

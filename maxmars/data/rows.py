@@ -36,13 +36,6 @@ _TOO_LONG = (
 )
 _TOO_DEEP = "it is nested too deeply to be read as JSON."
 _JSON_SPACE = " \t\r\n"
-# In this order, as the mark of UTF-32 begins with that of UTF-16.
-_OTHER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
 
 TEXT, LINES, JSON = (".txt",), (".jsonl", ".ndjson"), (".json",)
 DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
@@ -201,40 +194,23 @@ def reading(path: str) -> Generator[None]:
             is_readers = not isinstance(error, OSError) or error.errno is None
             if (is_remote(path) and type(error) is OSError) or not is_readers:
                 raise  # the disk's or the bucket's
-            what = f"is damaged or cut short ({error}); copy or download it again"
-            if "too much memory" in str(error):  # of a window over 128 MB
-                what = (
-                    "was compressed by zstd --long with a window too long to be read here; give "
-                    "`zstd -d --long=31` the file, and compress the result without --long"
-                )
-            raise ValueError(f"it {what}.") from error
+            raise ValueError(
+                f"it is damaged or cut short ({error}); copy or download it again."
+            ) from error
 
 
 def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
-    """The bytes that a file had before it was compressed; `compression` is its ending, or "".
-
-    Raises:
-      ValueError: they are a text that is not UTF-8, as its first bytes say.
-    """
-    file: Any = raw
-    is_start = raw.tell() == 0
+    """The bytes that a file had before it was compressed; `compression` is its ending, or ""."""
+    if not compression:
+        return raw
     if compression == ".zst":
         with needs_extra("hf"):
             import pyarrow
 
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
-        file = io.BufferedReader(stream, BLOCK_BYTES)
-    elif compression:
-        opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression]
-        file = io.BufferedReader(opened(raw), BLOCK_BYTES)
-    if is_start:
-        start = file.peek(4)[:4]
-        for mark, encoding in _OTHER_MARKS.items():
-            if start.startswith(mark):
-                raise ValueError(
-                    f"it is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8."
-                )
-    return file
+        opened: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+    else:
+        opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression](raw)
+    return io.BufferedReader(opened, BLOCK_BYTES)
 
 
 # --- Stretches of bytes --------------------------------------------------------------------------

@@ -149,7 +149,7 @@ ERRORS = [
     (1, "data prepare openwebtxt out", "Did you mean the source openwebtext?"),
     (1, "data prepare pyhton out", "Did you mean the source python?"),
     (1, "data prepare nope.txt out", "'nope.txt'; check the path or the pattern.\n"),
-    (1, "data prepare . out", ". is a directory; name its files: './*.txt'"),
+    (1, "data prepare . out", ". is a directory; name its files"),
     (2, "data prepare EMPTY.txt out --tasks=1", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --tasks=2/2", "0 <= I < N"),
     (2, "data prepare EMPTY.txt out --tasks=-1/2", "0 <= I < N"),

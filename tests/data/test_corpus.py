@@ -65,7 +65,7 @@ def test_links_are_read_like_files_and_directories(tmp_path):
     pattern = f"{tmp_path}/texts [[]1]/**/*.txt"
     assert all_documents(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
     assert all_documents(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
-    with refused(IsADirectoryError, "texts [[]1]/*.txt'"):
+    with refused(IsADirectoryError, "texts [[]1]/**"):
         TextFiles([str(texts)])
     (store / "blob").unlink()
     with refused(FileNotFoundError, texts / "a.txt"):
@@ -136,9 +136,6 @@ def test_fingerprints_follow_the_files(tmp_path):
     assert Texts([("a", "b")]).fingerprint != Texts([("a", "c")]).fingerprint
 
 
-ZSTD_OF_A_LONG_WINDOW = bytes.fromhex("28b52ffd0090") + b"\x09\x00\x00a"  # 2^28 bytes
-
-
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
@@ -151,7 +148,6 @@ ZSTD_OF_A_LONG_WINDOW = bytes.fromhex("28b52ffd0090") + b"\x09\x00\x00a"  # 2^28
         ("a.jsonl.gz", b"no gzip", "damaged"),
         ("a.jsonl.zst", b"no zstd", "damaged"),
         ("a.jsonl.zst", lambda: compress_zstd(b'{"text": "a"}\n' * 1000)[:-5], "cut short"),
-        ("a.jsonl.zst", ZSTD_OF_A_LONG_WINDOW, "--long"),
         ("a.parquet", b"no parquet", "parquet"),
         ("a.doc", b"a,b", ".jsonl"),
         ("a.jsonl", b"[" * 200_000, "line 1"),
@@ -193,19 +189,12 @@ def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
 
 def test_patterns_that_match_no_file(tmp_path):
     texts = tmp_path / "texts"
-    (texts / "deep").mkdir(parents=True)
+    texts.mkdir()
     for missing in (tmp_path / "*.md", tmp_path / "none.txt"):
         with refused(FileNotFoundError, missing):
             TextFiles([str(missing)])
     for elsewhere in ("https://example.com/book.txt", "s3://bucket/*.txt"):
         with refused(ValueError, elsewhere):
             TextFiles([elsewhere])
-    with refused(IsADirectoryError, texts):
-        TextFiles([str(texts)])
-    (texts / "deep" / "a.jsonl").write_text("{}")
-    with refused(IsADirectoryError, texts / "**/*.jsonl"):
-        TextFiles([str(texts)])
-    for name in ("a.txt", "a.json", "b.json"):
-        (texts / name).write_text("a")
-    with refused(IsADirectoryError, texts / "*.txt"):
+    with refused(IsADirectoryError, texts / "**"):
         TextFiles([f"{texts}/"])

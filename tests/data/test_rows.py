@@ -194,10 +194,9 @@ def test_the_mark_and_the_encoding_of_a_text(tmp_path, compress):
     path = tmp_path / f"a.txt{'' if compress is bytes else '.gz'}"
     path.write_bytes(compress(codecs.BOM_UTF8 + b"one\ntwo"))
     assert texts_of(path) == ["one\ntwo"]
-    for encoding in ("utf-16", "utf-32"):
-        path.write_bytes(compress("one\ntwo".encode(encoding)))
-        with refused(ValueError, path, encoding.upper()):
-            texts_of(path)
+    path.write_bytes(compress("one\ntwo".encode("utf-16")))
+    with refused(ValueError, path, "UTF-8"):
+        texts_of(path)
 
 
 def test_a_page_whose_checksum_is_wrong(tmp_path):
