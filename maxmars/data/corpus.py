@@ -1,8 +1,8 @@
 """Text to prepare, in files on a disk or in a bucket, in memory, or the sources of Python.
 
-A corpus is a list of files with documents in them. A `Run` of documents, which is a file or one of
-several equal parts of a large one, can be read by itself, so that runs can be prepared in any order
-and on any machine. Where a run begins depends on the file alone.
+A corpus is a list of files with documents in them. A `Stretch` of documents, which is a file or
+one of several equal ones in a large file, can be read by itself, so that stretches can be prepared
+in any order and on any machine. Where one begins depends on the file alone.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _SMALL_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Consecutive documents of a file, or consecutive text of a document that is a file."""
 
     file: int
     """Index of the file in the corpus."""
-    part: int = 0
-    parts: int = 1
-    """The run is part number `part`, from 0, of so many equal parts."""
+    number: int = 0
+    count: int = 1
+    """The stretch is number `number`, from 0, of so many equal ones."""
     share: tuple[float, float] = (0.0, 1.0)
-    """Of what the parts are: (0.9, 1.0) is the last tenth of a file."""
+    """Of what it is one: (0.9, 1.0) is the last tenth of a file."""
 
     @property
     def is_of_whole(self) -> bool:
-        """Whether the parts are of the whole file."""
+        """Whether the stretches are of the whole file."""
         return self.share == (0.0, 1.0)
 
     def share_of(self, count: int) -> tuple[int, int]:
@@ -78,15 +78,15 @@ class Run:
         return low, high
 
     def of(self, count: int) -> tuple[int, int]:
-        """The first of `count` things that belongs to the run, and the first after it."""
+        """The first of `count` things that belongs to the stretch, and the first after it."""
         low, high = self.share_of(count)
-        first, last = (low + (high - low) * i // self.parts for i in (self.part, self.part + 1))
+        first, last = (low + (high - low) * i // self.count for i in (self.number, self.number + 1))
         return first, last
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or one of several consecutive parts of it."""
+    """A text, or one of several consecutive stretches of it."""
 
     name: str
     """Its hash decides the split."""
@@ -109,27 +109,27 @@ class Corpus(abc.ABC):
     """Changes when the documents do, as far as can be told without reading them."""
 
     def is_text(self, file: int) -> bool:
-        """Whether a file is one document, of which any part can be read by itself."""
+        """Whether a file is one document, of which any stretch can be read by itself."""
         del file
         return False
 
-    def has_parts(self, file: int) -> bool:
-        """Whether a part of a file, or of the documents in it, can be read by itself."""
+    def is_divisible(self, file: int) -> bool:
+        """Whether a stretch of a file, or of the documents in it, can be read by itself."""
         return self.is_text(file)
 
     @property
     def is_small(self) -> bool:
-        """Whether each file may be read twice, so that any `Run.share` of its documents can be
+        """Whether each file may be read twice, so that any `Stretch.share` of its documents can be
         read."""
         sizes = [size for size in self.num_bytes if size is not None]
         return len(sizes) == len(self.num_bytes) and sum(sizes) < _SMALL_BYTES
 
     @abc.abstractmethod
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a run.
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+        """The documents of a stretch.
 
         Args:
-          run: which; a share of a file needs `is_text` or `is_small`.
+          stretch: which; a share of a file needs `is_text` or `is_small`.
           on_bad: is told of each bad line or row, and raises or leaves it out.
 
         Raises:
@@ -153,8 +153,8 @@ class Texts(Corpus):
     def is_text(self, file: int) -> bool:
         return True
 
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
-        yield _part_of(*self._documents[run.file], run)
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+        yield _stretch_of(*self._documents[stretch.file], stretch)
 
 
 class TextFiles(Corpus):
@@ -213,7 +213,7 @@ class TextFiles(Corpus):
     def is_text(self, file: int) -> bool:
         return self._is_one_text(file) and not self._kinds[file][1]
 
-    def has_parts(self, file: int) -> bool:
+    def is_divisible(self, file: int) -> bool:
         kind, compression = self._kinds[file]
         if kind in TEXT:  # where the next separator is must not depend on where one looks from
             mark = self._separator
@@ -221,12 +221,12 @@ class TextFiles(Corpus):
             return not compression and not overlaps
         return kind == ".parquet" or (kind in LINES and not compression)
 
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a run; see `Corpus.read`."""
-        path, name = self._paths[run.file], self.files[run.file]
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+        """The documents of a stretch; see `Corpus.read`."""
+        path, name = self._paths[stretch.file], self.files[stretch.file]
         with _reporting(path):
-            if self._is_one_text(run.file):
-                yield from self._read_text(path, name, run)
+            if self._is_one_text(stretch.file):
+                yield from self._read_text(path, name, stretch)
                 return
             rows = partial(
                 rows_of,
@@ -235,28 +235,28 @@ class TextFiles(Corpus):
                 field=self._text_field,
                 separator=self._separator,
             )
-            if run.is_of_whole:
-                count, wanted = None, rows(run.of if run.parts > 1 else None)
-            else:
+            wanted, is_only = rows(stretch.of if stretch.count > 1 else None), False
+            if not stretch.is_of_whole:
                 count = sum(1 for _ in rows(None))  # which reads no text
-                wanted = itertools.islice(rows(None), *((0, 1) if count == 1 else run.of(count)))
-                if count == 1 and (run.share[0], run.part) != (0.0, 0):
-                    on_bad = _leave_out  # the run that begins the file has told of its only row
+                is_only = count == 1
+                wanted = itertools.islice(rows(None), *((0, 1) if is_only else stretch.of(count)))
+                if is_only and (stretch.share[0], stretch.number) != (0.0, 0):
+                    on_bad = _leave_out  # the stretch that begins the file has told of its row
             for place, text in texts_of(wanted, path, on_bad):
-                document = f"{name}:{place}"
-                yield _part_of(document, text, run) if count == 1 else Document(document, (text,))
+                whole = Document(f"{name}:{place}", (text,))
+                yield _stretch_of(whole.name, text, stretch) if is_only else whole
 
-    def _read_text(self, path: str, name: str, run: Run) -> Iterator[Document]:
+    def _read_text(self, path: str, name: str, stretch: Stretch) -> Iterator[Document]:
         """The text of a file that is one document."""
         with reading(path), _open(path) as raw:
-            file, end = decompressed(raw, self._kinds[run.file][1]), None
-            if self.is_text(run.file):
-                start, end = _bounds_in_text(raw, self._sizes[run.file], run)
+            file, end = decompressed(raw, self._kinds[stretch.file][1]), None
+            if self.is_text(stretch.file):
+                start, end = _bounds_in_text(raw, self._sizes[stretch.file], stretch)
                 raw.seek(start)
-            elif not run.is_of_whole:  # it is compressed, and small
-                yield _part_of(name, "".join(_decoded(file, path, None)), run)
+            elif not stretch.is_of_whole:  # it is compressed, and small
+                yield _stretch_of(name, "".join(_decoded(file, path, None)), stretch)
                 return
-            yield Document(name, _decoded(file, path, end), *_ends(run))
+            yield Document(name, _decoded(file, path, end), *_ends(stretch))
 
     def hint(self) -> str | None:
         """That a text spells the end of a document, which is ordinary text to a tokenizer."""
@@ -295,11 +295,11 @@ class PythonSources(Corpus):
     def is_text(self, file: int) -> bool:
         return True
 
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The text of a file, if it is UTF-8."""
-        name = self.files[run.file]
+        name = self.files[stretch.file]
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            yield _part_of(name, (self._root / name).read_bytes().decode(), run)
+            yield _stretch_of(name, (self._root / name).read_bytes().decode(), stretch)
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
@@ -382,28 +382,28 @@ def _leave_out(error: ValueError) -> None:
     """Leaves out a bad row, and tells nobody."""
 
 
-def _ends(run: Run) -> tuple[bool, bool]:
-    """Whether a run begins its share of a text, which is a document of its own, and ends it."""
-    return run.part == 0, run.part == run.parts - 1
+def _ends(stretch: Stretch) -> tuple[bool, bool]:
+    """Whether a stretch begins its share of a text, which is a document of its own, and ends it."""
+    return stretch.number == 0, stretch.number == stretch.count - 1
 
 
-def _part_of(name: str, text: str, run: Run) -> Document:
-    """The part of a text that belongs to a run."""
-    if run.is_of_whole and run.parts == 1:
+def _stretch_of(name: str, text: str, stretch: Stretch) -> Document:
+    """What of a text belongs to a stretch."""
+    if stretch.is_of_whole and stretch.count == 1:
         return Document(name, (text,))
     data = text.encode("utf-8", "replace")
-    start, end = _bounds_in_text(io.BytesIO(data), len(data), run)
-    return Document(name, (data[start:end].decode(),), *_ends(run))
+    start, end = _bounds_in_text(io.BytesIO(data), len(data), stretch)
+    return Document(name, (data[start:end].decode(),), *_ends(stretch))
 
 
-def _bounds_in_text(file: io.BufferedIOBase, size: int, run: Run) -> tuple[int, int]:
-    """The bytes of a text that belong to a run."""
-    low, high = (_cut(file, position, size) for position in run.share_of(size))
+def _bounds_in_text(file: io.BufferedIOBase, size: int, stretch: Stretch) -> tuple[int, int]:
+    """The bytes of a text that belong to a stretch."""
+    low, high = (_cut(file, position, size) for position in stretch.share_of(size))
 
-    def bound(part: int) -> int:
-        return _cut(file, low + (high - low) * part // run.parts, high) if part else low
+    def bound(number: int) -> int:
+        return _cut(file, low + (high - low) * number // stretch.count, high) if number else low
 
-    return bound(run.part), bound(run.part + 1)
+    return bound(stretch.number), bound(stretch.number + 1)
 
 
 def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:

@@ -18,7 +18,7 @@ from maxmars.data.corpus import (
     Corpus,
     Document,
     PythonSources,
-    Run,
+    Stretch,
     TextFiles,
 )
 from maxmars.data.rows import OnBad, Row, no_field, refuse, text_in, texts_of
@@ -120,7 +120,7 @@ def open_corpus(
 def _hub_dataset(rest: str) -> HubDataset:
     repository, *names = rest.split(":")
     if len(names) > 2:
-        raise ValueError(f"hf:{rest} has too many parts; write hf:REPO[:config][:split].")
+        raise ValueError(f"hf:{rest} has too many names; write hf:REPO[:config][:split].")
     config, split = (*names, "", "")[:2]
     return HubDataset(repository=repository, config=config or None, split=split or "train")
 
@@ -180,14 +180,14 @@ class TfdsCorpus(Corpus):
         """Everything but open files."""
         return {name: value for name, value in self.__dict__.items() if name != "_records"}
 
-    def has_parts(self, file: int) -> bool:
+    def is_divisible(self, file: int) -> bool:
         return True
 
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a run of a shard."""
-        name = self.files[run.file]
-        start, end = self._starts[run.file], self._starts[run.file + 1]
-        first, last = (start + number for number in run.of(end - start))
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+        """The documents of a stretch of a shard."""
+        name = self.files[stretch.file]
+        start, end = self._starts[stretch.file], self._starts[stretch.file + 1]
+        first, last = (start + number for number in stretch.of(end - start))
 
         def rows() -> Iterator[Row]:
             for begin in range(first, last, _TFDS_ROWS):
@@ -221,10 +221,10 @@ class HubCorpus(Corpus):
         self.num_bytes = [None] * count
         self.fingerprint = f"{dataset} {text_field} {identity}"
 
-    def read(self, run: Run, on_bad: OnBad = refuse) -> Iterator[Document]:
+    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a file."""
-        name = self.files[run.file]
-        rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=run.file), name)
+        name = self.files[stretch.file]
+        rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=stretch.file), name)
         texts = texts_of(_rows(rows, self._text_field), name, on_bad)
         for number, text in enumerate(self._joined(text for _, text in texts)):
             yield Document(f"{name}:{number}", (text,))

@@ -105,10 +105,10 @@ class ExampleCheck:
 class OwnWindows:
     """The windows of a user's own data; see `Windows`. They are their own `origin`.
 
-    They travel to another process as their source, and are opened again there.
+    They travel to another process as their function, and are opened again there.
 
     Args:
-      source: the function.
+      function: where it is.
       split: `train` or `val`.
       length: tokens of a window that are predicted.
       vocab_size: of the model; it bounds the tokens.
@@ -125,7 +125,7 @@ class OwnWindows:
 
     def __init__(
         self,
-        source: Source,
+        function: Source,
         split: str,
         *,
         length: int,
@@ -135,11 +135,11 @@ class OwnWindows:
     ) -> None:
         """Open the dataset, and read its first element."""
         self.split, self.tokenizer = split, tokenizer
-        self.directory: Workdir = Path(source.written)
+        self.directory: Workdir = Path(function.written)
         self.tokenizer_place: Workdir = self.directory
         self.length, self.vocab_size = length, vocab_size
-        self._source, self._options = source, options
-        self._check = ExampleCheck(f"data.source={source!r}, split {split!r}", length, vocab_size)
+        self._function, self._options = function, options
+        self._check = ExampleCheck(f"data.source={function!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()
         self._count = len(self._dataset)
         self._check(0, self._dataset[0])
@@ -164,11 +164,11 @@ class OwnWindows:
         return {"start": number, "element": number}
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the text of the source, its options, the length and number of the
+        """SHA-256, in hex, over the text of the function, its options, the length and number of the
         windows, and the first and the last one."""
-        name, options = self._source.function, self._options
+        name, options = self._function.function, self._options
         told = [name, options, self.split, self.length, len(self), self.tokenizer]
-        sha = hashlib.sha256(self._source.text() + json.dumps(told, sort_keys=True).encode())
+        sha = hashlib.sha256(self._function.text() + json.dumps(told, sort_keys=True).encode())
         for number in (0, len(self) - 1):
             for array_name, array in sorted(self.read(np.array([number])).items()):
                 sha.update(array_name.encode() + array.tobytes())
@@ -178,16 +178,16 @@ class OwnWindows:
         return {"num_tokens": len(self) * self.length, "num_documents": None, "source": None}
 
     def _open(self) -> grain.MapDataset[Any]:
-        function = load_function(self._source)
+        windows = load_function(self._function)
         arguments = {"split": self.split, "length": self.length, **self._options}
         try:
-            inspect.signature(function).bind(**arguments)
+            inspect.signature(windows).bind(**arguments)
         except TypeError as error:
             raise self._check.wrong(
                 f"the function cannot be called with {', '.join(arguments)} ({error}); it is "
                 "windows(*, split, length, **options) with the keys of data.options"
             ) from None
-        dataset = function(**arguments)
+        dataset = windows(**arguments)
         if isinstance(dataset, grain.IterDataset):
             raise self._check.wrong(
                 "it returned a grain.IterDataset, in which a run cannot find its place again in "
@@ -221,7 +221,7 @@ class WindowMap:
     of processes, and the stream is not.
 
     Args:
-      source: the function, from a dict of arrays [length + 1] to another.
+      function: from a dict of arrays [length + 1] to another.
       first: arrays [1, length + 1] of a window, on which it is tried, twice.
       vocab_size: of the model; it bounds the tokens.
 
@@ -233,10 +233,10 @@ class WindowMap:
         should. Any other exception was raised by the function.
     """
 
-    def __init__(self, source: Source, first: Batch, *, vocab_size: int) -> None:
-        self._source = source
+    def __init__(self, function: Source, first: Batch, *, vocab_size: int) -> None:
+        self._function = function
         length = first["tokens"].shape[1] - 1
-        self._check = ExampleCheck(f"data.map={source!r}", length, vocab_size)
+        self._check = ExampleCheck(f"data.map={function!r}", length, vocab_size)
         once, again = (self(np.array([0]), first) for _ in range(2))
         self.types = self._check.types
         if lost := first.keys() - once.keys():
@@ -255,11 +255,11 @@ class WindowMap:
         Raises:
           ValueError: of one of them it makes something else than it should.
         """
-        function = load_function(self._source, field="data.map")
+        changed = load_function(self._function, field="data.map")
         rows = ({name: np.copy(batch[name][i]) for name in batch} for i in range(len(numbers)))
-        return self._check.read(numbers.tolist(), map(function, rows))
+        return self._check.read(numbers.tolist(), map(changed, rows))
 
     def digest(self, below: str) -> str:
         """SHA-256, in hex, over the digest of the data that it changes, and the function's text."""
-        told = f"{below} {self._source.function} "
-        return hashlib.sha256(told.encode() + self._source.text()).hexdigest()
+        told = f"{below} {self._function.function} "
+        return hashlib.sha256(told.encode() + self._function.text()).hexdigest()

@@ -1,4 +1,4 @@
-"""One task of a preparation: a fixed run of documents, tokenised into shards of its own.
+"""One task of a preparation: a fixed stretch of documents, tokenised into shards of its own.
 
 The corpus alone decides what the tasks are, and a task always writes the same bytes. So tasks may
 run in any order, on any machine, and twice.
@@ -23,7 +23,7 @@ import fsspec
 import numpy as np
 
 from maxmars.config.errors import in_words
-from maxmars.data.corpus import Corpus, Document, Run
+from maxmars.data.corpus import Corpus, Document, Stretch
 from maxmars.data.metadata import Shard
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss, Tokenizer
@@ -49,15 +49,15 @@ _MOST_LOST = 0.01
 class Task:
     """What becomes shards of its own."""
 
-    runs: tuple[Run, ...]
+    stretches: tuple[Stretch, ...]
     num_bytes: int | None
     """Of text, about; None where nobody knows."""
 
 
 def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float) -> list[Task]:
-    """The tasks of a corpus: files, parts of large ones, and runs of small ones.
+    """The tasks of a corpus: files, stretches of large ones, and several small ones.
 
-    Where the end of each file is for validation, it is a run of its own.
+    Where the end of each file is for validation, it is a stretch of its own.
 
     Args:
       corpus: the documents; none is read.
@@ -71,28 +71,28 @@ def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float
     has_ends = corpus.is_small or all(map(corpus.is_text, range(len(corpus.files))))
     if validation_fraction and has_ends and len(corpus.files) < MIN_FILES_TO_HASH:
         shares = [(0.0, 1 - validation_fraction), (1 - validation_fraction, 1.0)]
-    tasks, runs, size = [], [], 0
+    tasks, stretches, size = [], [], 0
     for file, file_bytes in enumerate(corpus.num_bytes):
         for share in shares:
             num_bytes = (file_bytes or 0) * (share[1] - share[0])
-            parts = max(math.ceil(num_bytes / task_bytes), 1) if corpus.has_parts(file) else 1
-            for part in range(parts):
-                if runs and (file_bytes is None or size + num_bytes / parts > task_bytes):
-                    tasks.append(Task(tuple(runs), int(size)))
-                    runs, size = [], 0
-                runs.append(Run(file, part, parts, share))
-                size += num_bytes / parts
+            count = max(math.ceil(num_bytes / task_bytes), 1) if corpus.is_divisible(file) else 1
+            for number in range(count):
+                if stretches and (file_bytes is None or size + num_bytes / count > task_bytes):
+                    tasks.append(Task(tuple(stretches), int(size)))
+                    stretches, size = [], 0
+                stretches.append(Stretch(file, number, count, share))
+                size += num_bytes / count
                 if file_bytes is None:
-                    tasks.append(Task(tuple(runs), None))
-                    runs, size = [], 0
-    return [*tasks, Task(tuple(runs), int(size))] if runs else tasks
+                    tasks.append(Task(tuple(stretches), None))
+                    stretches, size = [], 0
+    return [*tasks, Task(tuple(stretches), int(size))] if stretches else tasks
 
 
-def split_of(document: Document, run: Run, validation_fraction: float) -> str:
-    """The split of a document of a run: that of the run or, where its files are read whole, that
-    of a hash of the document's name."""
-    if not run.is_of_whole:
-        return SPLITS[run.share[0] > 0]
+def split_of(document: Document, stretch: Stretch, validation_fraction: float) -> str:
+    """The split of a document: that of its stretch or, where files are read whole, that of a
+    hash of the document's name."""
+    if not stretch.is_of_whole:
+        return SPLITS[stretch.share[0] > 0]
     digest = hashlib.sha256(document.name.encode("utf-8", "backslashreplace")).digest()
     return SPLITS[int.from_bytes(digest[:8], "big") < validation_fraction * 2**64]
 
@@ -198,11 +198,11 @@ def write_task(
 
     def refuse_loss() -> None:
         if loss.share > _MOST_LOST and not recipe.allow_lossy:
+            first = recipe.corpus.files[task.stretches[0].file] or "it"
             raise ValueError(
-                f"{tokenizer.name} cannot spell the text: of the first of "
-                f"{recipe.corpus.files[task.runs[0].file] or 'it'}, {loss}. Train a tokenizer with "
-                "the whole alphabet of bytes, choose another --tokenizer, or go on without what is "
-                "lost by --allow-lossy."
+                f"{tokenizer.name} cannot spell the text: of the first of {first}, {loss}. Train a "
+                "tokenizer with the whole alphabet of bytes, choose another --tokenizer, or go on "
+                "without what is lost by --allow-lossy."
             )
 
     with contextlib.ExitStack() as stack:
@@ -217,10 +217,10 @@ def write_task(
             )
             for split in SPLITS
         }
-        for run in task.runs:
-            unchecked = max(_CHECKED_CHARACTERS // len(task.runs), _LEAST_CHECKED)
-            for document in recipe.corpus.read(run, on_bad):
-                add(document, writers[split_of(document, run, recipe.validation_fraction)])
+        for stretch in task.stretches:
+            unchecked = max(_CHECKED_CHARACTERS // len(task.stretches), _LEAST_CHECKED)
+            for document in recipe.corpus.read(stretch, on_bad):
+                add(document, writers[split_of(document, stretch, recipe.validation_fraction)])
         refuse_loss()
         for writer in writers.values():
             writer.complete_shard()

@@ -103,10 +103,10 @@ class TfdsTokens:
             done = 0
             while done < length:
                 index, first = self._find(start + done)
-                part = self._record(index)[first : first + length - done]
-                check_ids(self, part)  # before 64-bit ids are cut to 32
-                window[done : done + len(part)] = part
-                done += len(part)
+                tokens = self._record(index)[first : first + length - done]
+                check_ids(self, tokens)  # before 64-bit ids are cut to 32
+                window[done : done + len(tokens)] = tokens
+                done += len(tokens)
         return windows
 
     def locate(self, token: int) -> dict[str, str | int]:

@@ -276,16 +276,16 @@ class TokenFiles:
         check_range(self, starts, lengths)
         # A number of 64 bits is compared with the vocabulary before it is cut to 32.
         tokens = np.empty(lengths.sum(), np.int64 if self._dtype.itemsize == 8 else np.int32)
-        stretches = self._stretches(starts, lengths)
+        spans = self._spans(starts, lengths)
         if is_remote(self.directory):
-            self._fill_from_bucket(tokens, list(stretches))
+            self._fill_from_bucket(tokens, list(spans))
         else:
-            for at, index, first, count in stretches:
+            for at, index, first, count in spans:
                 tokens[at : at + count] = self._map(index)[first : first + count]
         check_ids(self, tokens)
         return tokens.astype(np.int32, copy=False)
 
-    def _stretches(
+    def _spans(
         self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
     ) -> Iterator[tuple[int, int, int, int]]:
         """What of the pieces lies in one file: number of the first token in the result, number of
@@ -312,16 +312,16 @@ class TokenFiles:
         return tokens
 
     def _fill_from_bucket(
-        self, tokens: np.ndarray, stretches: Sequence[tuple[int, int, int, int]]
+        self, tokens: np.ndarray, spans: Sequence[tuple[int, int, int, int]]
     ) -> None:
         size = self._dtype.itemsize
         bytes_of = [
             (index, self._files[index].header_bytes + first * size, count * size)
-            for _, index, first, count in stretches
+            for _, index, first, count in spans
         ]
         merged = merge_ranges((index, byte, byte + length) for index, byte, length in bytes_of)
         contents = read_ranges([(self._files[i].path, start, end) for i, start, end in merged])
-        for (at, _, _, count), (index, byte, _) in zip(stretches, bytes_of, strict=True):
+        for (at, _, _, count), (index, byte, _) in zip(spans, bytes_of, strict=True):
             range_ = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
             content, offset = contents[range_], byte - merged[range_][1]
             tokens[at : at + count] = np.frombuffer(content, self._dtype, count, offset)

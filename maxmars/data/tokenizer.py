@@ -77,7 +77,7 @@ class Loss:
 
     @property
     def share(self) -> float:
-        """The part that is lost of the characters, or unknown of the tokens, if that is more."""
+        """How much is lost of the characters, or unknown of the tokens, if that is more."""
         return max(self.lost / max(self.characters, 1), self.unknown / max(self.tokens, 1))
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ class GPT2Tokenizer(_BytesOfTokens):
             self._encoding = tiktoken.get_encoding(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # tiktoken's part cannot be pickled.
+        # tiktoken's own objects cannot be pickled.
         return GPT2Tokenizer, (self._ranks,), {"ends": self.ends}
 
     def to_json(self) -> bytes:
@@ -257,8 +257,8 @@ class GPT2Tokenizer(_BytesOfTokens):
                 end = run.end()
                 if start + 1 < end < len(text):
                     cuts.append(end - 1)
-        parts = [self._encode(text[a:b]) for a, b in itertools.pairwise([*cuts, len(text)])]
-        return np.concatenate(parts).astype(np.uint16)
+        pieces = [self._encode(text[a:b]) for a, b in itertools.pairwise([*cuts, len(text)])]
+        return np.concatenate(pieces).astype(np.uint16)
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -726,12 +726,12 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     halves = [p for p in halves if max(ranks.get(p[0], rank), ranks.get(p[1], rank)) < rank]
     if len(halves) == 1:  # as of half of GPT-2's tokens
         return halves[0]
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [left + right for left, right in itertools.pairwise(parts)]
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 2:
+        pairs = [left + right for left, right in itertools.pairwise(pieces)]
         i = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
-        parts[i : i + 2] = [pairs[i]]
-    return parts[0], parts[1]
+        pieces[i : i + 2] = [pairs[i]]
+    return pieces[0], pieces[1]
 
 
 def _digest(vocabulary: Iterable[bytes]) -> str:

@@ -6,15 +6,15 @@ import sys
 import pytest
 from refusals import refused
 
-from maxmars.data.corpus import Corpus, Run, TextFiles, Texts
+from maxmars.data.corpus import Corpus, Stretch, TextFiles, Texts
 
 
-def documents(corpus, run):
-    return [(d.name, "".join(d.blocks)) for d in corpus.read(run)]
+def documents(corpus, stretch):
+    return [(d.name, "".join(d.blocks)) for d in corpus.read(stretch)]
 
 
 def all_documents(corpus):
-    return [pair for file in range(len(corpus.files)) for pair in documents(corpus, Run(file))]
+    return [pair for file in range(len(corpus.files)) for pair in documents(corpus, Stretch(file))]
 
 
 def compress_zstd(data):
@@ -79,11 +79,11 @@ def test_the_runs_of_a_text_are_the_text(tmp_path, line, share, count):
     text = line * 100
     (tmp_path / "a.txt").write_text(text)
     corpus = TextFiles([str(tmp_path / "a.txt")])
-    runs = [Run(0, part, count, share) for part in range(count)]
-    read = [document for run in runs for document in corpus.read(run)]
+    stretches = [Stretch(0, number, count, share) for number in range(count)]
+    read = [document for stretch in stretches for document in corpus.read(stretch)]
     assert [d.first for d in read] == [True] + [False] * (count - 1)
     assert [d.last for d in read] == [False] * (count - 1) + [True]
-    texts = ["".join(document.blocks) for run in runs for document in corpus.read(run)]
+    texts = ["".join(document.blocks) for stretch in stretches for document in corpus.read(stretch)]
     first, after = round(100 * share[0]), round(100 * share[1])
     assert "".join(texts) == line * (after - first)
     assert max(map(len, texts)) <= (share[1] - share[0]) * len(text) / count + len(line)
@@ -91,7 +91,7 @@ def test_the_runs_of_a_text_are_the_text(tmp_path, line, share, count):
 
 def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):
     (tmp_path / "a.txt").write_text("ä€𝄞" * 500_000)
-    documents = TextFiles([str(tmp_path / "a.txt")]).read(Run(0))
+    documents = TextFiles([str(tmp_path / "a.txt")]).read(Stretch(0))
     blocks = list(next(documents).blocks)
     assert "".join(blocks) == "ä€𝄞" * 500_000
     assert max(len(block.encode()) for block in blocks) <= 2 << 20
@@ -119,8 +119,10 @@ def test_files_with_many_documents(tmp_path, kind):
     assert all_documents(corpus) == expected
     if kind != "jsonl.zst":
         for count in (2, 5, 99) if kind == "jsonl" else (3,):
-            runs = [Run(0, part, count) for part in range(count)]
-            assert [pair for run in runs for pair in documents(corpus, run)] == expected
+            stretches = [Stretch(0, number, count) for number in range(count)]
+            assert [
+                pair for stretch in stretches for pair in documents(corpus, stretch)
+            ] == expected
     with refused(ValueError, path, "'body'", "--text-field"):
         all_documents(TextFiles([str(path)], text_field="body"))
     with refused(ValueError, path, "int", "'n'"):
@@ -166,7 +168,7 @@ def test_the_line_of_an_error_counts_from_the_start(tmp_path):
     lines[70] = "no JSON at all\n"
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with refused(ValueError, "a.jsonl, line 71"):
-        documents(TextFiles([str(tmp_path / "a.jsonl")]), Run(0, 2, 3))
+        documents(TextFiles([str(tmp_path / "a.jsonl")]), Stretch(0, 2, 3))
 
 
 @pytest.mark.slow
@@ -177,9 +179,9 @@ def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
         for _ in range(1500):
             file.write(b"a" * 1_000_000)
     code = (
-        "import resource, sys; from maxmars.data.corpus import Run, TextFiles;"
+        "import resource, sys; from maxmars.data.corpus import Stretch, TextFiles;"
         "resource.setrlimit(resource.RLIMIT_DATA, (700 << 20, 700 << 20));"
-        "list(TextFiles(sys.argv[1:]).read(Run(0)))"
+        "list(TextFiles(sys.argv[1:]).read(Stretch(0)))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "bomb.jsonl.gz")]
     result = subprocess.run(command, capture_output=True, text=True)
