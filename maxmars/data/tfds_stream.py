@@ -7,7 +7,8 @@ split, one after the other, are its stream. The tokenizer is taken to be GPT-2's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,10 @@ class TfdsTokens:
             )
             for path in sorted(directory.glob("*.array_record*"))
         ]
-        builder = _builder(directory)
-        self.split = _find_split(directory, list(builder.info.splits), split)
-        length = _check_feature(directory, builder.info.features)
-        self._records = _records(directory, builder, self.split)
+        self.split, length, self._records = _open(directory, split)
         count = len(self._records)
         if length is None and metadata is not None and metadata.record_tokens is not None:
             length, num_tokens = metadata.record_tokens, metadata.splits[self.split].num_tokens
-            if -(-num_tokens // length) != count:
-                raise ValueError(
-                    f"split {self.split!r} of {directory} has {count} records, which do not hold "
-                    f"the {num_tokens} tokens that meta.json says: it is damaged; prepare it "
-                    "again."
-                )
             self._starts = np.minimum(np.arange(count + 1) * length, num_tokens)
         elif length is not None:
             self._starts = np.arange(count + 1) * length
@@ -149,26 +141,25 @@ class TfdsTokens:
         return starts
 
 
-def _builder(directory: Path) -> Any:
+def _open(directory: Path, split: str) -> tuple[str, int | None, Any]:
+    """The name of a split there, the tokens of a record if the feature says it, and the records."""
     import tensorflow_datasets as tfds  # here: it takes a third of a second
 
-    try:
-        return tfds.builder_from_directory(str(directory))
-    except Exception as error:  # whatever TFDS makes of a directory that is not one of its own
-        raise ValueError(
-            f"TFDS cannot read {directory} ({error}); give the directory of one version, which "
-            "holds dataset_info.json and features.json."
-        ) from error
+    with _telling_of_tfds(directory, "give the directory of one version, with dataset_info.json"):
+        builder = tfds.builder_from_directory(str(directory))
+    name = _find_split(directory, list(builder.info.splits), split)
+    length = _check_feature(directory, builder.info.features)
+    with _telling_of_tfds(directory, "it must be written with file_format='array_record'"):
+        return name, length, builder.as_data_source(split=name)
 
 
-def _records(directory: Path, builder: Any, split: str) -> Any:
+@contextlib.contextmanager
+def _telling_of_tfds(directory: Path, wanted: str) -> Generator[None]:
+    """Raise as ValueError what TFDS raises of many kinds."""
     try:
-        return builder.as_data_source(split=split)
-    except Exception as error:  # NotImplementedError, FileNotFoundError and others
-        raise ValueError(
-            f"TFDS cannot read split {split!r} of {directory} by index ({error}); it must be "
-            "written with file_format='array_record', and all its files must be there."
-        ) from error
+        yield
+    except Exception as error:
+        raise ValueError(f"TFDS cannot read {directory} ({error}); {wanted}.") from error
 
 
 def _find_split(directory: Path, names: list[str], split: str) -> str:
