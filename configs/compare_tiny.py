@@ -56,7 +56,7 @@ def get_config(
     name = optimizer.short if isinstance(optimizer, Source) else optimizer
     vocab_size, source = 257, PythonSourcesConfig()
     if data:
-        vocab_size = read_metadata(data, format=None).vocab_size
+        vocab_size = read_metadata(data).vocab_size
         source = TokenShardsConfig(path=data)
     num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
     return TrainConfig(

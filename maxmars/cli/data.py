@@ -301,7 +301,7 @@ def _metadata_of(directory: Workdir) -> Metadata | None:
     is_described = is_remote(directory) or (directory / METADATA).is_file()
     if not is_described and next(_open_splits(directory), None) is not None:
         return None
-    return read_metadata(directory, format=None)
+    return read_metadata(directory)
 
 
 def _open_splits(directory: Workdir) -> Iterator[tuple[str, TokenStream]]:

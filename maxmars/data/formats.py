@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import re
@@ -22,14 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from maxmars.config import TokenDirectory
-from maxmars.config.checks import read_as
-from maxmars.config.errors import about
 from maxmars.data.bucket import list_objects
 from maxmars.data.metadata import (
     METADATA,
     PLAN,
     PREPARE,
-    TFDS_FORMAT,
     Metadata,
     NoSuchSplitError,
     check_finished,
@@ -93,7 +89,7 @@ def vocab_size_of(directory: str) -> int:
         or any((place / name).exists() for name in (METADATA, PLAN))
         or not place.is_dir()
     ):
-        return read_metadata(directory, format=None).vocab_size
+        return read_metadata(directory).vocab_size
     headers = (_read_header(Path(path)) for path in sorted(place.glob("*.bin")))
     told = (_LLM_C[magic, version] for magic, version, _ in headers if (magic, version) in _LLM_C)
     _, vocabulary = next(told, ("", _GPT2))
@@ -122,8 +118,8 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
             f"{directory} has no meta.json: tokens in a bucket must be of `maxmars data prepare`; "
             "name this directory as its OUT, or copy a prepared directory there."
         )
-    if meta is not None and not _is_tfds(meta, directory / "meta.json"):
-        metadata = parse_metadata(meta, directory / "meta.json")
+    metadata = None if meta is None else parse_metadata(meta, directory / "meta.json")
+    if metadata is not None and metadata.record_tokens is None:
         if is_remote(directory):
             _check_objects(directory, metadata, checksums)
         else:
@@ -147,20 +143,16 @@ def open_examined(tokens: TokenDirectory, split: str, meta: str | None) -> Token
             f"{given} is set for {directory}, whose meta.json says what its tokens are; leave it "
             "out."
         )
-    if meta is not None and not _is_tfds(meta, directory / "meta.json"):
-        return TokenShards(directory, split, parse_metadata(meta, directory / "meta.json"))
+    metadata = None if meta is None else parse_metadata(meta, directory / "meta.json")
+    if metadata is not None and metadata.record_tokens is None:
+        return TokenShards(directory, split, metadata)
     directory = Path(directory)
-    if meta is not None or (directory / "dataset_info.json").is_file():
-        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2))
+    if metadata is not None or (directory / "dataset_info.json").is_file():
+        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2), metadata)
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
     return _open_foreign(directory, split, tokens)
-
-
-def _is_tfds(meta: str, path: Workdir) -> bool:
-    with about(path):
-        return read_as(dict, json.loads(meta)).get("format") == TFDS_FORMAT
 
 
 def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> None:

@@ -121,9 +121,8 @@ def check_finished(directory: Workdir) -> None:
         )
 
 
-def read_metadata(directory: str | os.PathLike[str], *, format: str | None = FORMAT) -> Metadata:
-    """What `meta.json` says of a directory of token shards, of a TFDS dataset (`TFDS_FORMAT`), or
-    of either (None).
+def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
+    """What `meta.json` says of a directory of token shards, or of a TFDS dataset of tokens.
 
     Raises:
       FileNotFoundError: there is no such directory or no `meta.json` in it.
@@ -137,10 +136,10 @@ def read_metadata(directory: str | os.PathLike[str], *, format: str | None = FOR
         what = "is no directory" if path.parent.exists() else "does not exist"
         what = "has no meta.json" if path.parent.is_dir() else what
         raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
-    return parse_metadata(text, path, format=format)
+    return parse_metadata(text, path)
 
 
-def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> Metadata:
+def parse_metadata(text: str, path: Workdir) -> Metadata:
     """What the text of the `meta.json` at `path` says; see `read_metadata`.
 
     Raises:
@@ -148,12 +147,11 @@ def parse_metadata(text: str, path: Workdir, *, format: str | None = FORMAT) -> 
     """
     with about(path):
         fields = read_as(dict[str, Any], json.loads(text))
-        named = fields.pop("format", None), fields.pop("version", None)
-        formats = (FORMAT, TFDS_FORMAT) if format is None else (format,)
-        if named not in [(name, version) for name in formats for version in (2, VERSION)]:
+        format_, version = fields.pop("format", None), fields.pop("version", None)
+        if format_ not in (FORMAT, TFDS_FORMAT) or version not in (2, VERSION):
             raise ValueError(
-                f"it is of format {named[0]!r} version {named[1]!r}, but this maxmars reads "
-                f"{' and '.join(map(repr, formats))} version {VERSION}; {AGAIN}."
+                f"it is of format {format_!r} version {version!r}, but this maxmars reads "
+                f"{FORMAT!r} version {VERSION}; {AGAIN}."
             )
         for name in ("part", "eot_token"):  # earlier versions wrote these, which nobody reads
             fields.pop(name, None)

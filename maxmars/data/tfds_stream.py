@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from maxmars.data.metadata import TFDS_FORMAT, Metadata, NoSuchSplitError, read_metadata
+from maxmars.data.metadata import Metadata, NoSuchSplitError
 from maxmars.data.token_files import TokenFile, Vocabulary, check_ids, check_range
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.progress import Progress
@@ -35,16 +35,20 @@ class TfdsTokens:
       split: `train` or `val`; the latter is `validation` or `test` where there is no `val`, and the
         attribute `split` says which.
       vocabulary: what the ids mean where no `meta.json` says it.
+      metadata: what `meta.json` says, of versions up to 0.2.
 
     Raises:
       ValueError: TFDS cannot read the directory, or it lacks the split or the feature.
     """
 
-    def __init__(self, directory: Path, split: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        vocabulary: Vocabulary,
+        metadata: Metadata | None = None,
+    ) -> None:
         self.directory: Workdir = directory
-        metadata: Metadata | None = None
-        if (directory / "meta.json").is_file():  # of versions up to 0.2
-            metadata = read_metadata(directory, format=TFDS_FORMAT)
         self.tokenizer, self.tokenizer_digest = vocabulary.tokenizer, vocabulary.digest
         self.tokenizer_place: Workdir = vocabulary.place or directory
         self.vocab_size = vocabulary.size
