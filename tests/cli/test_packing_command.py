@@ -23,12 +23,10 @@ def documents(tmp_path_factory):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys, exact):
+def test_best_fit_from_text_to_a_resumed_run(documents, tmp_path, capsys):
     prepare = ["data", "prepare", str(documents), str(tmp_path / "tokens"), "--workers", "0"]
     main(prepare)
     options = ["--workdir", str(tmp_path / "run"), *ALONE, *TINY.split()]
-    options += ["--optimizer.exact", str(exact)]
     train = ["train", f"quickstart:data={tmp_path / 'tokens'}", "--data.packing", "best_fit"]
     train += options
     with pytest.raises(SystemExit):

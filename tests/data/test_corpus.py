@@ -176,7 +176,7 @@ def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
     """A process with 700 MB of memory for data reads it."""
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "')
-        for _ in range(1500):
+        for _ in range(900):
             file.write(b"a" * 1_000_000)
     code = (
         "import resource, sys; from maxmars.data.corpus import Stretch, TextFiles;"
