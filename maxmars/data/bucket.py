@@ -43,12 +43,24 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
         )
         failed = []
         for i, content in zip(waiting, answers, strict=True):
+            path, start, end = ranges[i]
             if isinstance(content, bytes):
-                contents[i] = _check_length(ranges[i], content)
-            elif may_pass(content, ranges[i][0]) and time.monotonic() < deadline:
+                if len(content) != end - start:
+                    raise ValueError(
+                        f"the token shard {path} ends at byte {start + len(content)}, but "
+                        f"meta.json says that it has {end} or more: it was cut short; upload "
+                        "it again."
+                    )
+                contents[i] = content
+            elif may_pass(content, path) and time.monotonic() < deadline:
                 failed.append(i)
+            elif isinstance(content, FileNotFoundError):
+                raise FileNotFoundError(
+                    f"the token shard {path} is missing; upload it again."
+                ) from content
             else:
-                _raise(ranges[i][0], content)
+                with reporting(path):
+                    raise content
         waiting = failed
         if waiting:
             time.sleep(_PAUSE_S)
@@ -73,20 +85,3 @@ def _file_system() -> Any:
     import fsspec  # comes with gcsfs
 
     return fsspec.filesystem("gcs")
-
-
-def _check_length(wanted: Range, content: bytes) -> bytes:
-    path, start, end = wanted
-    if len(content) != end - start:
-        raise ValueError(
-            f"the token shard {path} ends at byte {start + len(content)}, but meta.json says that "
-            f"it has {end} or more: it was cut short or written over; upload it again."
-        )
-    return content
-
-
-def _raise(path: Workdir, error: BaseException) -> None:
-    if isinstance(error, FileNotFoundError):
-        raise FileNotFoundError(f"the token shard {path} is missing; upload it again.") from error
-    with reporting(path):
-        raise error
