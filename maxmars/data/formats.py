@@ -156,14 +156,10 @@ def open_examined(tokens: TokenDirectory, split: str, meta: str | None) -> Token
 
 
 def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> None:
-    """Compare what a bucket says of the shards of a directory with `meta.json`.
-
-    The CRC32C is that of the content; only where `meta.json` has none does the generation decide,
-    which is another one after each upload.
-    """
+    """Compare what a bucket says of the shards of a directory with `meta.json`."""
     objects, files = list_objects(directory), shards_of(directory, metadata)
     shards = [shard for split in metadata.splits.values() for shard in split.shards]
-    if checksums and any(shard.crc32c is shard.generation is None for shard in shards):
+    if checksums and any(shard.crc32c is None for shard in shards):
         _LOGGER.warning(
             "%s/meta.json holds no CRC32C, as `maxmars data prepare` records with the extra gcs: "
             "the shards are compared by size alone; `maxmars data inspect` reads and compares them",
@@ -177,8 +173,6 @@ def _check_objects(directory: Workdir, metadata: Metadata, checksums: bool) -> N
             told: dict[str, int | str] = {"size": file.num_bytes}
             if checksums and shard.crc32c is not None:
                 told["crc32c"] = shard.crc32c
-            elif checksums and shard.generation is not None:
-                told["generation"] = shard.generation
             for field, recorded in told.items():
                 if str(stored.get(field)) != str(recorded):
                     raise ValueError(

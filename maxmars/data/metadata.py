@@ -48,7 +48,7 @@ class Shard(CheckedConfig):
     """The checksum that buckets keep: base64 of the big-endian CRC32C. None where the text was
     prepared without the extra `gcs`."""
     generation: str | None = None
-    """Which write of the file in the bucket it was."""
+    """Read by nobody: earlier versions wrote here which write of the file in the bucket it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

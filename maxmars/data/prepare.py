@@ -25,7 +25,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from etils import epath
 from maxmars.config.checks import read_as
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
-from maxmars.data.bucket import list_objects
 from maxmars.data.corpus import Corpus, PythonSources, Texts
 from maxmars.data.formats import examine
 from maxmars.data.metadata import (
@@ -414,7 +413,7 @@ class Preparation(Recipe):
         return Split(
             num_tokens=int(num_tokens[-1]),
             num_documents=sum(of_task["num_documents"] for of_task in of_tasks),
-            shards=tuple(_with_generations(self.out, shards)),
+            shards=tuple(shards),
             documents=documents,
         )
 
@@ -474,14 +473,6 @@ def _delete_all(directory: Workdir) -> None:
     """Delete a directory, even if others are at it too."""
     with contextlib.suppress(OSError), reporting(directory):
         directory.rmtree() if isinstance(directory, epath.Path) else shutil.rmtree(directory)
-
-
-def _with_generations(directory: Workdir, shards: list[Shard]) -> list[Shard]:
-    """Shards with which write of each a bucket holds."""
-    if not is_remote(directory):
-        return shards
-    objects = list_objects(directory)
-    return [replace(s, generation=objects.get(s.file, {}).get("generation")) for s in shards]
 
 
 def _existing(path: Workdir) -> Path:
