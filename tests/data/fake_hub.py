@@ -104,7 +104,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 def _entries(folder: Path, under: str, recursive: bool = True) -> list[dict]:
     base = folder / under
-    found = sorted(base.rglob("*") if recursive else base.glob("*")) if base.is_dir() else []
+    paths = sorted(base.rglob("*") if recursive else base.glob("*")) if base.is_dir() else []
     return [
         {
             "type": "file" if path.is_file() else "directory",
@@ -112,7 +112,7 @@ def _entries(folder: Path, under: str, recursive: bool = True) -> list[dict]:
             "size": path.stat().st_size if path.is_file() else 0,
             "path": path.relative_to(folder).as_posix(),
         }
-        for path in found
+        for path in paths
     ]
 
 

@@ -71,7 +71,7 @@ def corpus(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "tasks"),
-    [(4, 0), (1, 2)],
+    [(2, 0), (1, 2)],
 )
 def test_kill_and_run_again(tmp_path, corpus, workers, tasks):
     """With `tasks`, so many commands that share the work, in any order."""
