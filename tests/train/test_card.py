@@ -69,9 +69,7 @@ def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
         assert private not in text
 
 
-@pytest.mark.parametrize(
-    "source", ["hf:/home/me/books:train", "file:///home/me/books", "tfds:a --dir=/home/me/books"]
-)
+@pytest.mark.parametrize("source", ["hf:/home/me/books:train", "tfds:a --dir=/home/me/books"])
 def test_no_path_of_the_machine_is_in_the_card(finished_run, tmp_path, source):
     run = shutil.copytree(finished_run, tmp_path / "run")
     data = json.loads((run / "data.json").read_text())

@@ -21,25 +21,12 @@ def write_steps(workdir, steps, **kwargs):
     writer.close()
 
 
-def test_a_line_is_readable_as_soon_as_it_is_written(tmp_path):
-    writer = MetricsWriter(tmp_path / "new" / "workdir")
-    writer.write(10, {"train/loss": 2.5, "perf/mfu": 0.4})
-    assert read_lines(tmp_path / "new" / "workdir") == [
-        {"step": 10, "train/loss": 2.5, "perf/mfu": 0.4}
-    ]
-    writer.close()
-
-
 def test_a_resumed_run_has_every_step_once(tmp_path):
     write_steps(tmp_path, [0, 10, 20, 30, 40])
     write_steps(tmp_path, [30, 40, 50], resume_step=20)
     assert [line["step"] for line in read_lines(tmp_path)] == [0, 10, 20, 30, 40, 50]
-
-
-def test_a_run_that_starts_again_has_every_step_once(tmp_path):
-    write_steps(tmp_path, [0, 10])
-    write_steps(tmp_path, [0, 10, 20])
-    assert [line["step"] for line in read_lines(tmp_path)] == [0, 10, 20]
+    write_steps(tmp_path, [0, 10])  # it starts again
+    assert [line["step"] for line in read_lines(tmp_path)] == [0, 10]
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):

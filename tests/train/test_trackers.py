@@ -20,24 +20,23 @@ from maxmars.train.trackers import Trackers, check_trackers, open_trackers
 
 def read_events(path):
     """The events of a file: records of a length, its checksum, the event and its checksum."""
-    data, found, at = path.read_bytes(), [], 0
+    data, at = path.read_bytes(), 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
-        found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
+        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
         at += length + 16
-    return found
 
 
 def read_tensorboard(directory):
     """Values by step and name as TensorBoard shows them: what a later part repeats is dropped."""
-    found = []
+    rows = []
     for path in sorted(directory.iterdir()):
         for event in read_events(path):
             if event.HasField("session_log"):
                 assert event.session_log.status == event_pb2.SessionLog.START
-                found = [row for row in found if row[0] < event.step]
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    return found
+                rows = [row for row in rows if row[0] < event.step]
+            rows += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return rows
 
 
 def read_metrics(directory):
@@ -45,10 +44,10 @@ def read_metrics(directory):
     return [(r["step"], k, float(v)) for r in lines for k, v in r.items() if k != "step"]
 
 
-def same(found, expected):
-    assert [row[:2] for row in found] == [row[:2] for row in expected]
+def same(rows, expected):
+    assert [row[:2] for row in rows] == [row[:2] for row in expected]
     np.testing.assert_allclose(
-        [row[2] for row in found], [row[2] for row in expected], rtol=1e-6, atol=1e-30
+        [row[2] for row in rows], [row[2] for row in expected], rtol=1e-6, atol=1e-30
     )
 
 
@@ -174,15 +173,15 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     (told,) = logged
     assert f"wandb sync {path.parent}" in told
-    found, deadline = {}, time.monotonic() + 30
-    while not found and time.monotonic() < deadline:  # W&B's own process may still write the file
+    values, deadline = {}, time.monotonic() + 30
+    while not values and time.monotonic() < deadline:  # W&B's own process may still write the file
         for data in leveldb_records(path.read_bytes()):
             history = wandb_internal_pb2.Record.FromString(data).history
             row = {i.nested_key[0]: float(json.loads(i.value_json)) for i in history.item}
-            found |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
+            values |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
         time.sleep(0.1)
     written = sorted((row[:2], row[2]) for row in read_metrics(tmp_path))
-    assert str(sorted(found.items())) == str(written)  # as text: nan is not nan
+    assert str(sorted(values.items())) == str(written)  # as text: nan is not nan
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert path.name == f"run-{run_id}.wandb"
     with MetricsWriter(
