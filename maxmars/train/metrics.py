@@ -46,8 +46,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         """Step and value of the newest line with each key, in the primary process."""
         if processes.is_primary():
             path = workdir / METRICS
-            found = read_metrics(workdir) if resume_step else []
-            self.kept = [line for line in found if line["step"] <= resume_step]
+            lines = read_metrics(workdir) if resume_step else []
+            self.kept = [line for line in lines if line["step"] <= resume_step]
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.kept))
             self.last = {key: (line["step"], line[key]) for line in self.kept for key in line}

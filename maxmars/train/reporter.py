@@ -184,8 +184,8 @@ class StepReporter:
             f"{way_out}.",
         )
 
-    def _examples(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
-        """What `skipped_steps/<step>.json` holds: the examples of a step, and what was found."""
+    def _examples(self, step: int, measured: dict[str, Any]) -> dict[str, Any]:
+        """What `skipped_steps/<step>.json` holds: a step's examples, and what it measured."""
         config, batches = self._run.config, self._run.batches
         later = self._run.step - step + 1  # batches taken since the one before
         first = batches.position - later * config.global_batch_size
@@ -208,7 +208,7 @@ class StepReporter:
         return {
             "explanation": _EXPLANATION,
             "step": step,
-            **{key: json_number(v) if isinstance(v, float) else v for key, v in found.items()},
+            **{key: json_number(v) if isinstance(v, float) else v for key, v in measured.items()},
             "seed": config.seed,
             "order": config.data.order,
             "first_example": first,

@@ -430,13 +430,16 @@ def restore(
             state = initial.state
         else:
             state = init_train_state(checked.config, train_step.parameters)
-        found = combine(digest(saved_state(train_step, state))) if saved is None else saved.digest
+        if saved is None:
+            state_digest = combine(digest(saved_state(train_step, state)))
+        else:
+            state_digest = saved.digest
     return Start(
         state=state,
         step=step,
         position=position,
         tokens=tokens,
-        digest=found,
+        digest=state_digest,
         checkpoint=saved,
     )
 

@@ -92,7 +92,7 @@ def _orders(lines: Sequence[Line]) -> list[Order]:
 
 def orders_in_words(chain: Sequence[Line]) -> list[str]:
     """The orders that were carried out on a trajectory, each in a line."""
-    found = []
+    orders = []
     for line in chain:
         if line["kind"] == "began" and (order := line.get("order")):
             told = [f"at step {line['step']:,}"]
@@ -103,5 +103,5 @@ def orders_in_words(chain: Sequence[Line]) -> list[str]:
                 told.append(f"examples {start:,} to {line['position']:,} left out")
             if order["new_optimizer_state"]:
                 told.append("a new state of the optimizer")
-            found.append(", ".join(told))
-    return found
+            orders.append(", ".join(told))
+    return orders
