@@ -255,8 +255,6 @@ class Session:
     """Of each activity."""
     done: bool
     """Whether the run was complete: what comes later is no restart."""
-    command: str | None
-    """The command line that started it; None if there was none, as in Python."""
 
 
 def sessions_of(lines: Iterable[Line]) -> list[Session]:
@@ -278,7 +276,6 @@ def sessions_of(lines: Iterable[Line]) -> list[Session]:
             last_step=line["step"],
             seconds=seconds,
             done=line.get("done", False),
-            command=began["command"],
         )
         sessions.append(session)
     return sessions

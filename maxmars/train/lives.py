@@ -47,8 +47,7 @@ from maxmars.distributed.workdir import CHECKPOINTS, FAILED, LIVES, LOGS
 _SLURM_JOB = "SLURM_JOB_ID"
 _MOST_CRASHES = 3
 _MOST_LOSSES = 10
-_MOST_STOPS = 10_000  # on request, as at preemptions
-_MOST_VAIN_STOPS = 10  # in a row, each before `_FEWEST_STEPS` steps
+_MOST_VAIN_STOPS = 10  # on request, as at preemptions, each before `_FEWEST_STEPS` steps
 _FEWEST_STEPS = 10
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
 _PATIENCE_S = 2.0  # a process that is being killed keeps its lock for a moment
@@ -60,10 +59,8 @@ class _Record:
 
     job: str | None
     """The job of SLURM, which is the same when it is queued again; None elsewhere."""
-    stops: int = 0
-    """How often the run was stopped on request."""
     vain_stops: int = 0
-    """How often since a life made `_FEWEST_STEPS` steps."""
+    """How often the run was stopped on request since a life made `_FEWEST_STEPS` steps."""
     step: int = 0
     """Of the newest checkpoint when the last life began."""
     lives: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +91,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """Count this life, and wait before it where those before got no further.
 
         Raises:
-          ValueError: too many lives in a row came to nothing, or the run was stopped too often.
+          ValueError: too many lives in a row came to nothing.
           OSError, ImportError: the working directory cannot be read.
         """
         if self._record is not None or is_owned(self._workdir / CHECKPOINTS, _PATIENCE_S):
@@ -118,9 +115,6 @@ class Life(contextlib.AbstractContextManager["Life"]):
                 f"{_MOST_VAIN_STOPS} starts in a row were asked to stop before they had made "
                 f"{_FEWEST_STEPS} steps, as by a time limit that is too short",
             )
-        if record.stops >= _MOST_STOPS:
-            record.stops = 0
-            self._refuse(record, f"the run was stopped {_MOST_STOPS:,} times")
         if count >= 2:
             pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
             log(f"{count} starts in a row made no new checkpoint; waiting {pause_s:.0f} s")
@@ -201,14 +195,13 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """This life ends on request."""
         with self._lock:
             if self._record is not None:
-                self._record.stops += 1
                 self._record.vain_stops += 1
             self.leave()
 
     def finished(self) -> None:
         """All steps of the run are done."""
         if self._record is not None:
-            self._record.stops = 0
+            self._record.vain_stops = 0
             self._record.lives.clear()
         self.leave()
 
@@ -219,18 +212,15 @@ class Life(contextlib.AbstractContextManager["Life"]):
             if record is None:
                 return
             record.lives = record.lives[:-1]
-            if record.lives or record.stops:
+            if record.lives or record.vain_stops:
                 self._write(record)
             else:
                 self._remove(LIVES)
-            for _ in range(3 if self._made else 0):
-                # This life made the directory, and nothing is to be left of a run that was refused.
-                # Another process that fails as well may write its error meanwhile.
+            if self._made:  # nothing is to be left of a run that was refused
                 self._remove(FAILED)
-                with contextlib.suppress(OSError):
-                    for path in self._made:
-                        path.rmdir()
-                    break
+            with contextlib.suppress(OSError):  # another process may write its error meanwhile
+                for path in self._made:
+                    path.rmdir()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, InUseError):  # the files are those of the start that was faster

@@ -218,7 +218,8 @@ def _evaluate(
     params, told = run.state.params, {}
     if run.train_step.evaluated is not None:
         params = evaluated_params(run.train_step, run.state)
-        told = {"eval/params_distance": relative_distance(params, run.state.params)}
+        distance = relative_distance(params, run.state.params)
+        told = {"eval/params_distance": distance.item()}
     for evaluation in evaluations:
         shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
         with run.clock("evaluation", evaluation.name), shown:

@@ -53,8 +53,9 @@ class StepReporter:
         self._run = run
         self._pending: tuple[int, Any] | None = None
         self._flops = run.train_step.parameters.flops_per_token
-        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._peak = None if peak is None else peak * run.mesh.size
+        mesh = run.train_step.mesh
+        peak = peak_flops(mesh.devices.flat[0].device_kind)
+        self._peak = None if peak is None else peak * mesh.size
         self.is_skipping = False
         """Whether the update of the last step reported was not applied."""
         self._before: dict[str, float] | None = None  # seconds at the last line, by activity

@@ -758,13 +758,9 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     return optax.tree.norm(jax.tree.map(_widened, tree))
 
 
-def relative_distance(tree: Any, params: Any) -> float:
-    """The norm of the difference from the parameters, over the norm of the parameters."""
-    return float(_relative_distance(tree, params))
-
-
 @jax.jit
-def _relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+def relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+    """The norm of the difference from the parameters, over the norm of the parameters."""
     return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
 
 

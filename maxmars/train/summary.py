@@ -21,10 +21,6 @@ from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
 _MEDIANS = ("perf/tokens_per_sec", "perf/step_time", "perf/mfu")
-_MEANS = {
-    "train/grad_clip_fraction": "gradients",
-    "train/clip_fraction": "MARS's corrected gradients",
-}
 
 
 def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
@@ -63,14 +59,12 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
 
 def _summary(run: Run, *, done: bool) -> dict[str, Any]:
     rows = read_metrics(run.workdir)
-    values: dict[str, list[float]] = {}  # by name
-    steps: dict[str, list[int]] = {}
-    for row in rows:
-        for key, value in row.items():
-            values.setdefault(key, []).append(float(value))
-            steps.setdefault(key, []).append(row["step"])
     sessions = run.journal.sessions(run.step, done=done)
     seconds = run_seconds(sessions)
+
+    def values(key: str) -> list[float]:
+        return [float(row[key]) for row in rows if key in row]
+
     figures: dict[str, Any] = {
         "name": run.config.name,
         "done": done,
@@ -80,16 +74,12 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         "tokens": run.tokens(run.step),
         **{key: value for row in rows for key, value in row.items() if key.startswith("eval/")},
         **{key: row[key] for row in rows for key in ("train/loss", "train/skipped") if key in row},
-        **{key: json_number(np.median(values[key])) for key in _MEDIANS if key in values},
+        **{key: json_number(np.median(some)) for key in _MEDIANS if (some := values(key))},
         "sessions": len(sessions),
         "wall_time_s": sum(seconds.values()),
         "seconds": seconds,
         "shares": shares(seconds),
     }
-    for key in _MEANS:
-        if key in values:  # a line speaks for the steps since the line before
-            weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
-            figures[key] = float(np.average(values[key], weights=weights))
     if run.train_step.evaluated is not None:
         figures["evaluated"] = run.train_step.evaluated
     if best := best_evaluation(rows):
@@ -132,9 +122,6 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         text += f", {1000 * figures['perf/step_time']:.4g} ms a step"
         text += f", MFU {figures['perf/mfu']:.1%}" if "perf/mfu" in figures else ""
         lines.append(f"  speed      {text} (medians)")
-    clipped = [f"{figures[key]:.1%} of {name}" for key, name in _MEANS.items() if key in figures]
-    if clipped:
-        lines.append(f"  clipped    {', '.join(clipped)}")
     if figures.get("train/skipped"):
         lines.append(f"  skipped    {figures['train/skipped']} steps; see skipped_steps/")
     return lines

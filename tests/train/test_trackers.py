@@ -134,7 +134,7 @@ def test_a_tracker_that_does_not_open_is_dropped(tmp_path):
     logged = []
     (tmp_path / "tensorboard").touch()  # no directory can be made there
     config = short_config(tmp_path / "tokens", log=LogConfig(tensorboard=True))
-    open_trackers(config, tmp_path, 0, log=logged.append).write(1, {"a": 1.0})
+    open_trackers(config, tmp_path, 0, log=logged.append)
     assert len(logged) == 1
     assert logged[0].startswith("TensorBoard failed, and the run goes on without it (NotADir")
 

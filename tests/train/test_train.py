@@ -164,8 +164,6 @@ def check_summary(workdir):
     assert (summary["train/loss"], summary["eval/loss"]) == (losses[6], evaluations[6])
     best = min(evaluations, key=evaluations.get)
     assert summary["best"] == {"eval/loss": evaluations[best], "step": best}
-    clipped = series(workdir, "train/grad_clip_fraction")
-    assert summary["train/grad_clip_fraction"] == pytest.approx(np.mean(list(clipped.values())))
     rates = list(series(workdir, "perf/tokens_per_sec").values())
     assert summary["perf/tokens_per_sec"] == pytest.approx(np.median(rates))
     seconds = summary["seconds"]
