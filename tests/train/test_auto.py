@@ -76,19 +76,26 @@ def test_a_model_whose_type_was_not_chosen_says_so():
 # --- rematerialisation ---------------------------------------------------------------------------
 
 
+NEEDS = {
+    None: Needs(2000, 900.0),
+    "dots": Needs(1200, 875.0),
+    "attention": Needs(600, 800.0),
+    "full": Needs(190, 750.0),
+}
+
+
 @pytest.mark.parametrize(
-    ("limit", "policy", "asked"),
-    [(2000, None, 1), (1999, "dots", 2), (600, "attention", 3), (190, "full", 4)],
+    ("limit", "policy", "measured"), [(2000, None, 1), (1999, "dots", 2), (190, "full", 4)]
 )
-def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
-    needed, tried = {None: 2000, "dots": 1200, "attention": 600, "full": 190}, []
+def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, measured):
+    tried = []
 
     def measure(remat):
         tried.append(remat)
-        return Needs(needed[remat])
+        return NEEDS[remat]._replace(cycles=None)
 
-    assert best_policy(measure, limit) == (policy, Needs(needed[policy]))
-    assert tried == list(POLICIES[:asked])
+    assert best_policy(measure, limit)[0] == policy
+    assert tried == list(POLICIES[:measured])
 
 
 @pytest.mark.parametrize(
@@ -97,18 +104,11 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
         (2000, False, "full"),  # keeping an array takes longer there than computing it again
         (2000, True, None),
         (1999, True, "dots"),
-        (600, False, "full"),
         (189, False, "full"),  # nothing fits
     ],
 )
 def test_of_those_that_fit_the_policy_with_the_fewest_cycles(limit, keep, policy):
-    needs = {
-        None: Needs(2000, 900.0),
-        "dots": Needs(1200, 875.0),
-        "attention": Needs(600, 800.0),
-        "full": Needs(190, 750.0),
-    }
-    assert best_policy(needs.__getitem__, limit, keep=keep) == (policy, needs[policy])
+    assert best_policy(NEEDS.__getitem__, limit, keep=keep) == (policy, NEEDS[policy])
 
 
 def test_a_policy_that_the_compiler_refuses_does_not_fit():
@@ -245,9 +245,7 @@ def test_the_fewest_microbatches_that_fit():
     assert "not even the last fits" in logged[-1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
-)
+@pytest.mark.parametrize(("limit", "expected"), [(850, 1), (449, 4), (149, None)])
 def test_the_fewest_microbatches_that_fit_by_measuring(limit, expected):
     tried = []
 

@@ -202,18 +202,11 @@ def test_two_processes_read_the_same_stream_from_a_bucket_that_fails_now_and_the
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", ["numpy", "letters"])
-def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys, name):
-    directory = tmp_path / name
-    options = ""
-    if name == "numpy":
-        directory.mkdir()
-        for shard in ("train_000001", "val_000000"):
-            np.save(directory / f"edufineweb_{shard}.npy", (STREAM * 200).astype(np.uint16))
-    else:
-        write_nanogpt(directory, STREAM % 65, STREAM % 65)
-        (directory / "meta.pkl").write_bytes(b"")
-        options = "--data.vocab-size 65 --model.vocab-size 70"
+def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys):
+    directory = tmp_path / "letters"
+    write_nanogpt(directory, STREAM % 65, STREAM % 65)
+    (directory / "meta.pkl").write_bytes(b"")
+    options = "--data.vocab-size 65 --model.vocab-size 70"
     small = "--num-steps 1 --model.num-layers 1 --model.max-seq-len 16 --eval.every None"
     words = f"train quickstart:data={directory} --num-processes 1 --workdir {tmp_path / 'run'}"
     main([*words.split(), *small.split(), *options.split()])

@@ -35,16 +35,6 @@ from maxmars.train.optimizer import (
 from maxmars.train.step import init_train_state, make_train_step
 
 
-def test_kinds_are_those_that_the_layers_say():
-    kinds = Parameters(MODEL).kinds
-    block = kinds["h"]
-    assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["attn"]["c_proj"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["mlp"]["c_fc"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["ln_1"] == {"scale": "vector", "bias": "vector"}
-    assert kinds["wte"] == kinds["wpe"] == {"embedding": "embedding"}
-
-
 def test_specs_of_stacked_parameters():
     block = Parameters(MODEL).specs["h"]
     assert block["attn"]["c_attn"]["kernel"] == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))

@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 from refusals import refused
-from running import finish, finish_well, start, start_two, wait_until
+from running import finish_well, start, start_two
 
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -33,8 +32,6 @@ def get_config():
     )
 """
 MINE = """
-import os, time
-from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +41,6 @@ def entropy(logits):
     return -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1).mean()
 
 def rhyme(trained):
-    waits = Path(__file__).with_name("waits")
-    while waits.exists():
-        waits.write_text("waiting")
-        time.sleep(0.01)
     tokens = trained.tokenizer.encode("def f")[None]
     return {"entropy": entropy(trained.logits(tokens)), "length": tokens.shape[1]}
 
@@ -153,24 +146,6 @@ def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
     assert "](figures/evaluations.png)" in (folder / "run" / "report" / "report.md").read_text()
     main(["eval", "run", "--tasks", "own", "--output", "scores.json", "--num-processes", "1"])
     assert json.loads((folder / "scores.json").read_text())["own"].keys() == {"said"}
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_a_kill_in_an_evaluation_loses_no_number(folder):
-    """Of the last step, whose checkpoint is complete before its evaluations."""
-    finish_well([start(folder, "whole", "--eval.every", "3")])
-    killed = start(folder, "killed", "--eval.every", "3")
-    wait_until((folder / "killed" / "checkpoints" / "4").exists, killed)
-    (folder / "waits").touch()
-    wait_until(lambda: (folder / "waits").read_text() == "waiting", killed)
-    killed.send_signal(signal.SIGKILL)
-    finish(killed)
-    (folder / "waits").unlink()
-    finish_well([start(folder, "killed", "--eval.every", "3")])
-    assert scores(folder / "killed") == scores(folder / "whole")
-    assert (6, "eval/rhyme/entropy") in scores(folder / "killed")
-    main(["audit", "killed"])
 
 
 @pytest.mark.seconds

@@ -155,12 +155,6 @@ def test_generated_text_is_that_of_whole_forward_passes(trained):
     assert [tokens.tolist() for tokens in generated] == [plain(prompt) for prompt in prompts]
 
 
-def test_the_run_keeps_its_model(run, trained, capsys):
-    assert trained.config.make.file.startswith(str(run))
-    main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
-    assert capsys.readouterr().out.startswith("the ")
-
-
 @pytest.fixture(scope="module")
 def exported(run):
     main(["export", str(run), str(run.parent / "hf")])
@@ -425,7 +419,7 @@ def test_a_plan_for_a_tpu(tmp_path):
 
 @pytest.mark.slow
 def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
-    options = """--optimizers adamw mars --seeds 2 --num-steps 2 --global-batch-size 8
+    options = """--optimizers adamw mars --seeds 2 --num-steps 1 --global-batch-size 8
         --model.options.embed-dim 32 --model.max-seq-len 16 --eval.num-windows 16"""
     workdir = tmp_path / "compared"
     command = ["compare", f"{EXAMPLE}:data={byte_tokens}", "--workdir", str(workdir)]
@@ -589,10 +583,6 @@ def array(*, rngs, vocab_size, max_seq_len):
     model.table_of_sines = nnx.data(jnp.sin(jnp.arange(8.0)))
     return model
 
-class OneArgument(Plain):
-    def __call__(self, tokens):
-        return super().__call__(tokens)
-
 class Uncallable(nnx.Module):
     pass
 
@@ -625,14 +615,8 @@ class NoPair(GrowingCache):
     def decode(self, tokens, positions, cache):
         return super().__call__(cache["tokens"])
 
-class Transposed(Plain):
-    @property
-    def output_embedding(self):
-        return self.table[...].T
-
-one_argument, logits, sums, pair = map(of, (OneArgument, Logits, Sums, Pair))
+logits, sums, pair = map(of, (Logits, Sums, Pair))
 only_prefill, growing_cache, no_pair = map(of, (OnlyPrefill, GrowingCache, NoPair))
-transposed = of(Transposed)
 
 def uncallable(**options):
     return Uncallable()
@@ -722,7 +706,6 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("no_matrix", ["extra", "[None, 'mlp']", "MatrixSpec"]),
         ("dropout", ["dropout.rngs.", " Rng", "nnx.Param"]),
         ("array", ["table_of_sines", "nnx.Param"]),
-        ("one_argument", ["OneArgument", "'segment_ids'", "__call__"]),
         ("uncallable", ["Uncallable", "segment_ids", "__call__"]),
         ("headless", ["Headless", "output_embedding"]),
         ("logits", ["257 columns", "output_embedding 8"]),
@@ -732,7 +715,6 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("only_prefill", ["OnlyPrefill", "decode("]),
         ("growing_cache", ["GrowingCache", "[1, 16]", "[1, 17]"]),
         ("no_pair", ["NoPair", "decode", "float32", "[1, 16, 8]"]),
-        ("transposed", ["output_embedding", "Transposed", "[8, 257]", "model.vocab_size=257"]),
         ("small_vocabulary", ["output_embedding", "Plain", "[100, 8]", "model.vocab_size=257"]),
         ("cap_of_rows", ["cap_logits", "Plain"]),
         ("cap_with_parameter", ["cap_logits", "Plain"]),

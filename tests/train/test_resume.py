@@ -100,20 +100,6 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert list(changes_of_config(read_journal(workdir))) == [2]
 
 
-def test_a_finished_run_that_only_evaluates_leaves_its_checkpoint_as_it_is(
-    source, short_config, tmp_path
-):
-    workdir = tmp_path / "run"
-    shutil.copytree(source, workdir)
-    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    lost = [line for line in lines if '"step": 2, "eval/loss"' not in line]
-    (workdir / "metrics.jsonl").write_text("".join(lost))
-    config = short_config(optimizer=dataclasses.replace(ADAMW, learning_rate=1e-2))
-    train(config, workdir, resume_overrides=["optimizer.learning_rate"])
-    assert rows_of(workdir, "eval/loss") == rows_of(source, "eval/loss")
-    assert read(workdir / "checkpoints").digest == read(source / "checkpoints").digest
-
-
 def test_a_library_of_another_version_is_told(source, short_config, tmp_path, monkeypatch, capsys):
     shutil.copytree(source, tmp_path / "run")
     information = tmp_path / "site" / "optax-9.9.9.dist-info"

@@ -129,18 +129,6 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_sta
     assert audited.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
 
 
-@pytest.mark.seconds
-def test_checkpoints_deleted_by_hand_are_made_again(run):
-    digest = read(run / "checkpoints").digest
-    for step in (2, 6):
-        shutil.rmtree(run / "checkpoints" / str(step))
-    steer(run)
-    assert names(run) == {"4", "6"}
-    assert read(run / "checkpoints").digest == digest
-    audited = audit(run, log=lambda text: None)
-    assert (audited.problems, audited.orders) == ([], [])
-
-
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
     steer(run, num_steps=8, skip_examples=7)
     assert names(run) == {"2", "4", "6", "8"}
