@@ -300,10 +300,7 @@ def _own_update(
 
 def _is_like(tree: Any, params: Any) -> bool:
     """Whether a tree has the parameters' structure and shapes."""
-    return jax.tree.structure(tree) == jax.tree.structure(params) and all(
-        a.shape == b.shape
-        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
-    )
+    return jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, params)
 
 
 def _check_state(whose: str, before: Any, after: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from refusals import refused
-from tiny import ADAMW, MODEL, batch_of, begin_from
+from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
 
 from maxmars.checkpoint import load, read, save_params
 from maxmars.checkpoint.environment import environment
@@ -67,11 +67,6 @@ def continuing(source, short_config):
     return continuing
 
 
-def rows_of(workdir, key):
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[key] for line in lines if key in line}
-
-
 @pytest.mark.seconds
 def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tmp_path):
     workdir = tmp_path / "run"
@@ -85,7 +80,7 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     )
     names = ["optimizer.learning_rate", "global_batch_size"]
     train(config, workdir, resume_overrides=names)
-    assert rows_of(workdir, "train/learning_rate")[4] == pytest.approx(1e-2)
+    assert values_of(workdir, "train/learning_rate")[4] == pytest.approx(1e-2)
     for step, position in ((2, 2 * 16), (4, 2 * 16 + 2 * 8)):
         meta = json.loads((workdir / "checkpoints" / str(step) / "meta" / "data.json").read_text())
         assert meta["data_position"] == position
@@ -94,7 +89,7 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert "num_steps 2 -> 4" in changes[1]
     assert "optimizer.learning_rate 0.0006 -> 0.01" in changes[1]
     tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
-    assert rows_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
+    assert values_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
     assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
     assert list(changes_of_config(read_journal(workdir))) == [2]
@@ -249,7 +244,7 @@ def assert_equal(tree, other):
 @pytest.mark.smoke
 def test_a_run_starts_where_another_ended(source, started):
     workdir, _ = started
-    before, losses = rows_of(source, "eval/loss"), rows_of(workdir, "eval/loss")
+    before, losses = values_of(source, "eval/loss"), values_of(workdir, "eval/loss")
     assert losses[0] == pytest.approx(before[2], abs=1e-5)
     assert losses[2] < losses[0]
     (began,) = began_in(read_journal(workdir))

@@ -14,7 +14,7 @@ from tiny import short_config
 from maxmars.config import CheckpointConfig, LogConfig
 from maxmars.distributed import files
 from maxmars.train import train
-from maxmars.train.metrics import MetricsWriter
+from maxmars.train.metrics import MetricsWriter, read_metrics
 from maxmars.train.trackers import Trackers, check_trackers, open_trackers
 
 
@@ -39,8 +39,8 @@ def read_tensorboard(directory):
     return rows
 
 
-def read_metrics(directory):
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+def written_in(directory):
+    lines = read_metrics(directory)
     return [(r["step"], k, float(v)) for r in lines for k, v in r.items() if k != "step"]
 
 
@@ -62,12 +62,12 @@ def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_pa
         num_steps=2,
     )
     train(config, directory)
-    same(read_tensorboard(directory / "tensorboard"), read_metrics(directory))
+    same(read_tensorboard(directory / "tensorboard"), written_in(directory))
 
     # As if killed before the second checkpoint: step 2 and its evaluation are made again.
     (directory / "checkpoints" / "2").rename(tmp_path / "lost")
     train(config, directory)
-    rows = read_metrics(directory)
+    rows = written_in(directory)
     assert sum(row[:2] == (2, "train/loss") for row in rows) == 1
     same(read_tensorboard(directory / "tensorboard"), rows)
     assert len(list((directory / "tensorboard").iterdir())) == 2
@@ -180,7 +180,7 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
             row = {i.nested_key[0]: float(json.loads(i.value_json)) for i in history.item}
             values |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
         time.sleep(0.1)
-    written = sorted((row[:2], row[2]) for row in read_metrics(tmp_path))
+    written = sorted((row[:2], row[2]) for row in written_in(tmp_path))
     assert str(sorted(values.items())) == str(written)  # as text: nan is not nan
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert path.name == f"run-{run_id}.wandb"

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from refusals import refused
-from tiny import ADAMW, MODEL, tiny_config
+from tiny import ADAMW, MODEL, tiny_config, values_of
 from token_directories import write_nanogpt, write_tfds
 
 from maxmars.checkpoint import load, read
@@ -31,6 +31,7 @@ from maxmars.distributed.sharding import make_mesh
 from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
 from maxmars.train.audit import audit
+from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import COMPONENTS
 
 QUICK = {"optimizer": ADAMW, "num_microbatches": 1}
@@ -43,14 +44,6 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAXMARS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-def metrics_of(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def series(workdir, key):
-    return {row["step"]: row[key] for row in metrics_of(workdir) if key in row}
 
 
 def params_of(workdir, config, step=None):
@@ -87,9 +80,9 @@ def test_what_a_run_leaves_behind(finished):
         "tokenizer",
         "verified",
     }
-    assert list(series(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
-    assert list(series(finished, "eval/loss")) == [0, 3, 6]
-    assert set(metrics_of(finished)[-3]) == {
+    assert list(values_of(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(values_of(finished, "eval/loss")) == [0, 3, 6]
+    assert set(read_metrics(finished)[-3]) == {
         "step",
         "tokens",
         "train/loss",
@@ -114,7 +107,7 @@ def test_what_a_run_leaves_behind(finished):
         "perf/data_wait",
         "perf/goodput",
     }
-    written = series(finished, "perf/checkpoint_blocking_time")
+    written = values_of(finished, "perf/checkpoint_blocking_time")
     assert list(written) == [2, 4, 6]
     assert all(0 < seconds < 60 for seconds in written.values())
     assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
@@ -125,7 +118,7 @@ def test_what_a_run_leaves_behind(finished):
     assert rows[0].split() == ["parameter", "shape", "kind", "matrix", "rule", "rate", "decay"]
     assert rows[-1].startswith("wte.embedding")
     assert rows[-1].split()[-3:] == ["mars-adamw", "1.0", "0.0"]
-    evaluations = series(finished, "eval/loss")
+    evaluations = values_of(finished, "eval/loss")
     assert evaluations[6] < evaluations[3] < evaluations[0]
     assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
 
@@ -138,14 +131,14 @@ def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_pa
     result = train(tiny_config(schedule=schedule), tmp_path)
     printed = capsys.readouterr().out
     assert "continuing from step 4" in printed
-    assert "done: 6 steps, 1.54k tokens in 0:" in printed
-    assert series(tmp_path, "train/loss") == series(finished, "train/loss")
-    assert series(tmp_path, "eval/loss")[6] == series(finished, "eval/loss")[6]
+    assert "done: 6 steps, 1.54k tokens in " in printed
+    assert values_of(tmp_path, "train/loss") == values_of(finished, "train/loss")
+    assert values_of(tmp_path, "eval/loss")[6] == values_of(finished, "eval/loss")[6]
     assert result == TrainResult(
         done=True,
         step=6,
-        train_loss=series(finished, "train/loss")[6],
-        eval_loss=series(finished, "eval/loss")[6],
+        train_loss=values_of(finished, "train/loss")[6],
+        eval_loss=values_of(finished, "eval/loss")[6],
         workdir=tmp_path,
     )
     config = tiny_config()
@@ -160,11 +153,11 @@ def check_summary(workdir):
     summary = json.loads((workdir / "summary.json").read_text())
     assert (summary["done"], summary["step"], summary["sessions"]) == (True, 6, 2)
     assert summary["tokens"] == 6 * 16 * 16
-    losses, evaluations = series(workdir, "train/loss"), series(workdir, "eval/loss")
+    losses, evaluations = values_of(workdir, "train/loss"), values_of(workdir, "eval/loss")
     assert (summary["train/loss"], summary["eval/loss"]) == (losses[6], evaluations[6])
     best = min(evaluations, key=evaluations.get)
     assert summary["best"] == {"eval/loss": evaluations[best], "step": best}
-    rates = list(series(workdir, "perf/tokens_per_sec").values())
+    rates = list(values_of(workdir, "perf/tokens_per_sec").values())
     assert summary["perf/tokens_per_sec"] == pytest.approx(np.median(rates))
     seconds = summary["seconds"]
     assert sum(seconds.values()) == pytest.approx(summary["wall_time_s"])
@@ -185,7 +178,7 @@ def test_a_run_continues_on_another_mesh(finished, tmp_path, capsys):
     (change,) = audited.changes
     assert change.startswith("at step 4: mesh {'data': 1, ")
     assert change.endswith("num_microbatches 2 -> 1")
-    ours, expected = series(tmp_path, "train/loss"), series(finished, "train/loss")
+    ours, expected = values_of(tmp_path, "train/loss"), values_of(finished, "train/loss")
     for step in expected:
         assert ours[step] == pytest.approx(expected[step], abs=1e-5)
 
@@ -197,9 +190,11 @@ def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
     train(config, tmp_path)
     train(dataclasses.replace(config, num_steps=3), tmp_path)
     assert "still follows the schedule over 2 steps" in capsys.readouterr().out
-    assert series(tmp_path, "train/learning_rate")[3] == pytest.approx(6e-5)  # its end: 0.1 x peak
+    assert values_of(tmp_path, "train/learning_rate")[3] == pytest.approx(
+        6e-5
+    )  # its end: 0.1 x peak
     assert read(tmp_path / "checkpoints").run_config().schedule.decay_steps == 2
-    assert not series(tmp_path, "eval/loss")
+    assert not values_of(tmp_path, "eval/loss")
 
 
 def test_another_run_in_the_workdir_is_refused(finished):
@@ -250,7 +245,9 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
     changes |= {"checkpoint": CheckpointConfig(every=None)}
     config = tiny_config(data=MixtureConfig(parts=parts), model=model, **changes)
     train(config, tmp_path / "run")
-    waits, times = (series(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time"))
+    waits, times = (
+        values_of(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time")
+    )
     assert 0 <= waits[4] < times[4]
     assert f"validation takes split 'test' of {paths[1]}" in capsys.readouterr().out
     assert read(tmp_path / "run" / "checkpoints").config == config
@@ -284,7 +281,7 @@ def test_the_last_finite_checkpoint_stays_while_steps_are_skipped(tmp_path):
     with refused(ValueError, "params/", "step 6"):
         train(config, tmp_path / "run")
     assert steps_of(tmp_path / "run") == [2]
-    assert metrics_of(tmp_path / "run")[-1]["train/skipped"] == 3
+    assert read_metrics(tmp_path / "run")[-1]["train/skipped"] == 3
 
 
 @pytest.mark.seconds
@@ -299,7 +296,7 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
     with refused(ValueError, "not finite", "2 in a row", "guard.max_consecutive_skips") as error:
         train(config, tmp_path)
     assert "1 skipped in all" in " ".join(capsys.readouterr().out.split())
-    last = metrics_of(tmp_path)[-1]
+    last = read_metrics(tmp_path)[-1]
     assert last["train/skipped"] == 2
 
     # The files say what the step was made of.
@@ -334,7 +331,7 @@ def test_checkpoints_by_the_clock(tmp_path):
     )
     train(config, tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3, 4]
-    assert len(metrics_of(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took
+    assert len(read_metrics(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took
 
 
 def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(finished, tmp_path, capsys):
@@ -346,8 +343,8 @@ def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(finished, tm
     (workdir / "metrics.jsonl").write_text("".join(kept))
     result = train(tiny_config(), workdir)
     assert (result.done, result.step) == (True, 6)
-    assert result.eval_loss == series(finished, "eval/loss")[6]
-    assert len(metrics_of(workdir)) == len(lines)
+    assert result.eval_loss == values_of(finished, "eval/loss")[6]
+    assert len(read_metrics(workdir)) == len(lines)
     assert steps_of(workdir) == [4, 6]
     before = (workdir / "metrics.jsonl").read_bytes()
     capsys.readouterr()
