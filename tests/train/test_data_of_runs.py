@@ -76,7 +76,7 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
 @pytest.mark.seconds
 def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
     config = short_config()
-    flip(tmp_path / "tokens")
+    flip(tmp_path / "tokens", byte=6)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, verify=False))
     assert train(config, tmp_path / "run").done
     assert "data.verify is off: files are not compared" in capsys.readouterr().out
