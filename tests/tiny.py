@@ -115,6 +115,11 @@ def series(workdir) -> dict[tuple[int, str], float | str]:
     }
 
 
+def values_of(workdir, key) -> dict[int, float | str]:
+    """A metric of a run by step."""
+    return {line["step"]: line[key] for line in read_metrics(workdir) if key in line}
+
+
 def first_difference(one, other) -> str | None:
     """The first difference between two runs, in words; None if there is none."""
     ours, theirs = series(one), series(other)

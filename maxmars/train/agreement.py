@@ -48,9 +48,9 @@ def check_agreement(
     text = json.dumps(facts, default=str)
     if processes.first_other(hashlib.sha256(text.encode()).hexdigest()) is None:
         return
-    found = processes.first_other(text)
-    assert found is not None  # other digests are of other texts
-    process, other, first = found[0], json.loads(found[1]), json.loads(found[2])
+    differing = processes.first_other(text)
+    assert differing is not None  # other digests are of other texts
+    process, other, first = differing[0], *map(json.loads, differing[1:])
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     told = [f"{n} is {other.get(n)} and not {first.get(n)}" for n in names[:_MOST_NAMED]]
     if len(names) > _MOST_NAMED:

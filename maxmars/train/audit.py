@@ -149,12 +149,12 @@ def audit(
         own that the run keeps is not the recorded one; or no `replay` steps can be computed again.
     """
     directory = resolve(workdir)
-    found = find(directory)
-    if found is None or found[1] is not None:
+    checkpoints, named = find(directory) or (None, None)
+    if checkpoints is None or named is not None:
         raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
-    directory = resolve(found[0].parent)  # of the run, also where its checkpoints were named
-    steps = list_steps(found[0])
-    newest = read(found[0])
+    directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
+    steps = list_steps(checkpoints)
+    newest = read(checkpoints)
     if newest.journal is None:
         raise ValueError(
             f"no line of {directory / JOURNAL} tells of the checkpoint of step {newest.step}: an "
@@ -182,12 +182,12 @@ def audit(
     if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
-    problems += _check_checkpoints(found[0], steps, newest, chain, log, arrays=compare_arrays)
+    problems += _check_checkpoints(checkpoints, steps, newest, chain, log, arrays=compare_arrays)
     rows = read_metrics(directory)
     problems += _check_metrics(rows, lines, newest.journal)
     replayed = None
     if replay is not None and not problems:
-        replayed, problem = _replay(found[0], steps, chain, replay, log)
+        replayed, problem = _replay(checkpoints, steps, chain, replay, log)
         problems += [problem] if problem else []
     return Audit(
         workdir=str(directory),
@@ -335,19 +335,16 @@ def _changes(began: Sequence[Line]) -> list[str]:
     changes = []
     for before, after in itertools.pairwise(began):
         earlier, now = before["environment"], after["environment"]
-        found = changes_since(earlier, now)
+        differing = changes_since(earlier, now)
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
-                found.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
-        then, config = map(config_of, (before, after))
-        if then.global_batch_size != config.global_batch_size:
-            found.append(
-                f"global_batch_size {then.global_batch_size} -> {config.global_batch_size}"
-            )
-        found += rounding_changes(
-            rounding_of(then, earlier["platform"]), rounding_of(config, now["platform"])
-        )
-        changes += [f"at step {after['step']}: {', '.join(found)}"] if found else []
+                differing.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
+        roundings = [
+            {"global_batch_size": config.global_batch_size, **rounding_of(config, here["platform"])}
+            for config, here in ((config_of(before), earlier), (config_of(after), now))
+        ]
+        differing += rounding_changes(*roundings)
+        changes += [f"at step {after['step']}: {', '.join(differing)}"] if differing else []
     return changes
 
 
@@ -371,7 +368,7 @@ def _replay(
             f"take one of {', '.join(map(str, known))}."
         )
     made = [(first, last, _makers(chain, first, last)) for first, last in ranges]
-    first, last, makers = next((found for found in made if len(found[2]) == 1), made[0])
+    first, last, makers = next((some for some in made if len(some[2]) == 1), made[0])
     began, *others = makers
     if others:
         when = " or ".join(str(other["step"]) for other in others)
@@ -387,12 +384,12 @@ def _replay(
                 f"is there now of {source}; put that text there, or take another K."
             )
     log(f"computing steps {first + 1} to {last} again")
-    found = _digest_after(directory, began, config, first, last, log)
-    if found == saved[last]["digest"]:
+    computed = _digest_after(directory, began, config, first, last, log)
+    if computed == saved[last]["digest"]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
     return None, (
         f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}, end with the digest {found[:16]}, not "
+        f"{jax.devices()[0].device_kind}, end with the digest {computed[:16]}, not "
         f"{saved[last]['digest'][:16]}"
     )
 

@@ -174,8 +174,8 @@ def fastest_dtype(
     if "amx_bf16" not in processor_flags:
         return "float32", "this processor has no matrix unit for bfloat16 (amx_bf16)"
     if jaxlib_version < _FIRST_FAST_JAXLIB:
-        found, needed = (".".join(map(str, v)) for v in (jaxlib_version, _FIRST_FAST_JAXLIB))
-        return "float32", f"jaxlib {found} is before {needed}, slow at it"
+        version, fast = (".".join(map(str, v)) for v in (jaxlib_version, _FIRST_FAST_JAXLIB))
+        return "float32", f"jaxlib {version} is before {fast}, slow at it"
     return "bfloat16", "this processor has a matrix unit for it (amx_bf16)"
 
 
@@ -286,15 +286,15 @@ def search(
     often.
     """
     counts = _counts(config, mesh)
-    found: dict[Remat, TrainConfig] = {}
+    chosen: dict[Remat, TrainConfig] = {}
 
     def fewest(remat: Remat) -> Needs:
         tried = with_remat(config, remat)
-        found[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
+        chosen[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
         return needs
 
     remat, _ = best_policy(fewest, usable_bytes, policies)
-    return found[remat]
+    return chosen[remat]
 
 
 def fewest_that_fit(
@@ -305,19 +305,17 @@ def fewest_that_fit(
 ) -> tuple[TrainConfig, Needs]:
     """The config with the first of ascending numbers of microbatches that fits, or the last one,
     and what it needs. By bisection; none is measured twice."""
-    found: dict[int, tuple[TrainConfig, Needs]] = {}
+    tried: dict[int, tuple[TrainConfig, Needs]] = {}
 
     def fits(i: int) -> bool:
-        tried = dataclasses.replace(config, num_microbatches=counts[i])
-        found[i] = tried, measure(tried)
-        return found[i][1].fit(usable_bytes)
+        some = dataclasses.replace(config, num_microbatches=counts[i])
+        tried[i] = some, measure(some)
+        return tried[i][1].fit(usable_bytes)
 
     last = len(counts) - 1
-    if fits(0):
-        return found[0]
-    if last == 0 or not fits(last):
-        return found[last]
-    return found[1 + bisect.bisect_left(range(1, last), True, key=fits)]
+    if fits(0) or last == 0 or not fits(last):
+        return tried[max(tried)]
+    return tried[1 + bisect.bisect_left(range(1, last), True, key=fits)]
 
 
 def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimate | None:

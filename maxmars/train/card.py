@@ -8,7 +8,6 @@ last name, so that the card tells nothing of the directories and users of the ma
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +44,7 @@ from maxmars.train.journal import (
     trajectory,
 )
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import describe_parameters, evaluated_in_words, summarize_rules
+from maxmars.train.optimizer import evaluated_in_words, summarize_rules
 from maxmars.train.steering import orders_in_words
 
 CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
@@ -100,41 +99,34 @@ def write_card(
     stored = exported.source if isinstance(exported.source, Checkpoint) else None
     run = _Run(stored) if stored and isinstance(stored.config, TrainConfig) else None
     measured = _measured(exported, run, reports)
-    has_tokenizer = (directory / "tokenizer.json").is_file()
     notes, title, target = [], (hub or name).rpartition("/")[2], f"hf:{hub}" if hub else name
-    sections = {
-        "Use": _use(exported, hub or name, target, has_tokenizer=has_tokenizer),
-        "Architecture": _architecture(exported),
-    }
-    if run is not None:
-        not_drawn = draw_losses(run.rows, directory / CURVE)
-        notes += [] if not_drawn is None else [f"{CURVE} was not drawn: {not_drawn}"]
-        sections["Training data"] = _data(run)
-        sections["Training"] = _training(run)
-        sections["Loss"] = _losses(run, measured, is_drawn=not_drawn is None)
-    elif measured.loss is not None:
-        sections["Loss"] = measured.loss
+    not_drawn = None if run is None else draw_losses(run.rows, directory / CURVE)
+    if not_drawn is not None:
+        notes.append(f"{CURVE} was not drawn: {not_drawn}")
     if not measured.scores:
         notes.append(
             f"HellaSwag is not measured: `{_eval_command(exported)}` does it, and an export with "
             "--report scores.json tells the result."
         )
-    sections["HellaSwag"] = _scores(measured, target)
-    sections["lm-evaluation-harness"] = measured.tasks
-    if run is not None:
-        sections["Hardware and versions"] = _hardware(run)
-    if stored is not None:
-        sections["Audit"] = _audit(stored, run)
-    if run is not None:
-        sections["How it was made"] = _commands(run)
-    sections["Limits"] = _limits(exported, run)
-    sections["License"] = _license(directory, exported, run)
-    front = yaml.safe_dump(
-        _front_matter(title, exported, run, measured), sort_keys=False, allow_unicode=True
-    )
-    parts = [f"---\n{front}---", f"# {title}", _introduction(exported, stored, run)]
-    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
-    write_text(directory / CARD, "\n\n".join(parts) + "\n")
+    sections = {
+        "Use": _use(directory, exported, hub or name, target),
+        "Architecture": _architecture(exported),
+        "Training data": run and _data(run),
+        "Training": run and _training(run),
+        "Loss": _losses(run, measured, is_drawn=not_drawn is None) if run else measured.loss,
+        "HellaSwag": _scores(measured, target),
+        "lm-evaluation-harness": measured.tasks,
+        "Hardware and versions": run and _hardware(run),
+        "Audit": stored and _audit(stored, run),
+        "How it was made": run and _commands(run),
+        "Limits": _limits(exported, run),
+        "License": _license(directory, exported, run),
+    }
+    fields = _front_matter(title, exported, run, measured)
+    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    texts = [f"---\n{front}---", f"# {title}", _introduction(exported, stored, run)]
+    texts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
+    write_text(directory / CARD, "\n\n".join(texts) + "\n")
     return notes
 
 
@@ -173,8 +165,8 @@ class _Run:
             return "unknown"
         state = " with their optimizer's state" if start["optimizer_state"] else ""
         folder, _, step = start["weights"].rpartition("/checkpoints/")
-        place = f"{_public(folder)}/checkpoints/{step}" if folder else _public(start["weights"])
-        return f"those of `{place}`{state} (digest `{start['params_digest']}`)"
+        name = f"{_public(folder)}/checkpoints/{step}" if folder else _public(start["weights"])
+        return f"those of `{name}`{state} (digest `{start['params_digest']}`)"
 
     def last(self, key: str) -> tuple[int, float] | None:
         """Step and value of the last line that has a metric."""
@@ -216,25 +208,25 @@ def _measured(exported: Exported, run: _Run | None, reports: Sequence[Fields]) -
         measured.remark = f"Questions longer than the model's context, if any, {told}."
     for report in reports:
         with about("--report"):
-            found = _of_the_model(exported, report)
-            if "loss" in found:
-                measured.loss = (
-                    f"By `maxmars eval`: validation loss {found['loss']:.4f} nats a token, over "
-                    f"{found['loss_tokens']:,} tokens."
-                )
-            if "harness" in found:
-                tasks += harness_rows(found)
-                table = _table(("task", "few-shot", "metric", "score"), tasks)
-                measured.tasks = f"{table}\n\n{found['harness']}; ± is one standard error."
-            if "hellaswag" in found:
-                summaries = found["hellaswag"]
-                measured.scores = [
-                    (protocol, metric, float(summary[metric]), int(summary["num_questions"]))
-                    for protocol, summary in summaries.items()
-                    for metric in ("acc", "acc_norm")
-                ]
-                count = describe_count(summaries, report["hellaswag_left_out"])
-                measured.remark = f"Scored: {count}."
+            result = _of_the_model(exported, report)
+        if "loss" in result:
+            measured.loss = (
+                f"By `maxmars eval`: validation loss {result['loss']:.4f} nats a token, over "
+                f"{result['loss_tokens']:,} tokens."
+            )
+        if "harness" in result:
+            tasks += harness_rows(result)
+            table = _table(("task", "few-shot", "metric", "score"), tasks)
+            measured.tasks = f"{table}\n\n{result['harness']}; ± is one standard error."
+        if "hellaswag" in result:
+            summaries = result["hellaswag"]
+            measured.scores = [
+                (protocol, metric, summary[metric], summary["num_questions"])
+                for protocol, summary in summaries.items()
+                for metric in ("acc", "acc_norm")
+            ]
+            count = describe_count(summaries, report["hellaswag_left_out"])
+            measured.remark = f"Scored: {count}."
     return measured
 
 
@@ -287,16 +279,16 @@ def _front_matter(
     title: str, exported: Exported, run: _Run | None, measured: _Measured
 ) -> dict[str, Any]:
     """The fields at the top. A license is the user's choice, and left out."""
-    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     kind = ["gpt2"] if exported.config.make is None else []
     tags, results = [*kind, "maxmars", "jax"], []
     if isinstance(exported.source, HFTarget):
-        found |= _source_license(exported.source.directory)
+        fields |= _source_license(exported.source.directory)
     if run is not None:
         optimizer = type(run.config.optimizer).__name__.removesuffix("Config").lower()
         tags += ["pretraining", *([] if optimizer == "optax" else [optimizer])]
-        named = filter(None, (_hub_dataset(part["source"]) for part in run.data))
-        found |= {"datasets": datasets} if (datasets := sorted(set(named))) else {}
+        if datasets := {name for part in run.data if (name := _hub_dataset(part["source"]))}:
+            fields["datasets"] = sorted(datasets)
         last = run.last("eval/loss")
         if last is not None and last[0] == run.stored.step and np.isfinite(last[1]):
             names = ", ".join(part["name"] for part in run.data) or "validation windows"
@@ -312,8 +304,10 @@ def _front_matter(
             for protocol, metric, share, count in measured.scores
         ]
         results.append(_result("HellaSwag", "Rowan/hellaswag", metrics))
-    index = {"model-index": [{"name": title, "results": results}]} if results else {}
-    return found | {"tags": tags} | index
+    fields["tags"] = tags
+    if results:
+        fields["model-index"] = [{"name": title, "results": results}]
+    return fields
 
 
 def _result(name: str, kind: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
@@ -342,10 +336,10 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
     if run is None:
         source = f"the Hugging Face model `{exported.name}`"
         if stored is not None:
-            found = read_json(resolve(stored.path).parent.parent / IMPORTED_FROM)
+            imported = read_json(resolve(stored.path).parent.parent / IMPORTED_FROM)
             made_by = "another version"
-            if found is not None:
-                made_by = f"`maxmars import` from `{_public(found['source'])}`"
+            if imported is not None:
+                made_by = f"`maxmars import` from `{_public(imported['source'])}`"
             source = f"the checkpoint `{exported.name}`, which was made by {made_by}"
         return f"{what}, written by maxmars from {source}. Of its training nothing is known here."
     stored = run.stored
@@ -359,31 +353,33 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
     )
 
 
-def _use(exported: Exported, address: str, target: str, *, has_tokenizer: bool) -> str:
+def _use(directory: Path, exported: Exported, address: str, target: str) -> str:
     """How to load the model: by its address in transformers, and a GPT-2 as a target of maxmars."""
     kind = exported.architecture
-    load = f'model = {kind}.from_pretrained("{address}")'
-    if not has_tokenizer:
-        return f"```python\nfrom transformers import {kind}\n\n{load}\n```"
+    if not (directory / "tokenizer.json").is_file():
+        return f"""\
+```python
+from transformers import {kind}
+
+model = {kind}.from_pretrained("{address}")
+```"""
     in_python = f"""\
 ```python
 from transformers import AutoTokenizer, {kind}
 
-{load}
+model = {kind}.from_pretrained("{address}")
 tokenizer = AutoTokenizer.from_pretrained("{address}")
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```"""
     if exported.config.make is not None:
         return in_python
-    generate = shlex.join(["maxmars", "generate", target, "--prompt", "Once"])
-    run = shlex.join(["maxmars", "import", target, f"runs/{address.rpartition('/')[2]}"])
     return f"""\
 {in_python}
 
 ```sh
-{generate}
-{run}
+maxmars generate {shlex.quote(target)} --prompt Once
+maxmars import {shlex.quote(target)} runs/{shlex.quote(address.rpartition("/")[2])}
 ```"""
 
 
@@ -433,7 +429,6 @@ Digest of the data, by which the run knows them: `{run.stored.data_digest}`."""
 
 def _training(run: _Run) -> str:
     config, stored, schedule = run.config, run.stored, run.config.schedule
-    parameters = Parameters(config.model)
     rate, skipped = run.last("train/learning_rate"), run.last("train/skipped")
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
     epochs = None
@@ -447,7 +442,7 @@ def _training(run: _Run) -> str:
         "tokens": f"{stored.tokens:,}",
         "epochs": epochs,
         "batch": f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens",
-        "optimizer": summarize_rules(config.optimizer, parameters),
+        "optimizer": summarize_rules(config.optimizer, Parameters(config.model)),
         "settings": ", ".join(f"{k}={v}" for k, v in settings.items()),
         "schedule": f"{schedule.warmup_steps:,} steps of warm-up, then {schedule.decay} to "
         f"{schedule.final_fraction:.3g} of the peak at step {config.decay_steps:,}",
@@ -463,16 +458,7 @@ def _training(run: _Run) -> str:
         "seed": config.seed,
         "skipped steps": f"{skipped[1]:.0f}" if skipped and skipped[1] else None,
     }
-    return f"""\
-{_pairs(rows)}
-
-<details><summary>Every parameter: its matrix, rule, rate (times the run's) and decay</summary>
-
-```text
-{_public(describe_parameters(config.optimizer, parameters))}
-```
-
-</details>"""
+    return _pairs(rows)
 
 
 def _losses(run: _Run, measured: _Measured, *, is_drawn: bool) -> str:
@@ -520,17 +506,17 @@ def _percent(share: float) -> str:
 
 
 def _hardware(run: _Run) -> str:
-    found, seconds = run.stored.environment, run_seconds(run.sessions)
-    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+    here, seconds = run.stored.environment, run_seconds(run.sessions)
+    mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
     names = ("maxmars", "git_commit", "code", "python", "jax", "jaxlib", "flax", "optax")
-    versions = ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
+    versions = ", ".join(f"{name} {here[name]}" for name in names if here.get(name))
     rates = [float(row[key]) for row in run.rows if (key := "perf/tokens_per_sec") in row]
     rate = f"; {short(np.median(rates))} tokens/s (median)" if rates else ""
     reached = max((session.last_step for session in run.sessions), default=run.stored.step)
     in_steps = f"{shares(seconds)['steps']:.0%} went into steps"
     return f"""\
-- {found["num_devices"]} x {", ".join(found["device_kinds"])}, processes: \
-{found["num_processes"]}, mesh {mesh}
+- {here["num_devices"]} x {", ".join(here["device_kinds"])}, processes: \
+{here["num_processes"]}, mesh {mesh}
 - {duration(sum(seconds.values()))} to step {reached:,}, of which {in_steps}; \
 starts: {len(run.sessions)}{rate}
 - {versions}"""
@@ -560,13 +546,15 @@ metrics and what the checkpoints say of themselves were compared; no step was co
 
 
 def _commands(run: _Run) -> str:
-    known = [(line["step"], line["command"]) for line in run.began if line["command"]]
-    if not known:
+    first_steps: dict[str, int] = {}
+    for line in run.began:
+        if line["command"]:
+            first_steps.setdefault(_public(line["command"]), line["step"])
+    if not first_steps:
         return "The command was not recorded; the run may have been started in Python."
-    told = [next(group) for _, group in itertools.groupby(known, key=lambda pair: pair[1])]
-    shell = [f"{_public(command)}  # from step {step}" for step, command in told]
-    if len(told) == 1:
-        shell = [_public(told[0][1])]
+    shell = [f"{command}  # from step {step}" for command, step in first_steps.items()]
+    if len(shell) == 1:
+        shell = list(first_steps)
     return "\n".join(["```sh", *shell, "```", "", "Paths are shortened to their last name."])
 
 
@@ -580,19 +568,14 @@ def _limits(exported: Exported, run: _Run | None) -> str:
 
 
 def _license(directory: Path, exported: Exported, run: _Run | None) -> str:
-    if isinstance(exported.source, HFTarget):
-        original = exported.source.directory / CARD
-        if original.is_file():
-            (directory / SOURCE_CARD).write_bytes(original.read_bytes())
-            said = _source_license(original.parent).get("license")
-            says = f", which says `{said}`" if said else ""
-            return f"`{SOURCE_CARD}` is the card of the model that this was written from{says}."
-    if run is None:
-        return (
-            "That of the original, which is not recorded here: add a line like `license: mit` to "
-            "the first block of this file."
-        )
-    return "Not chosen yet: add a line like `license: apache-2.0` to the first block of this file."
+    target = exported.source
+    if isinstance(target, HFTarget) and (original := target.directory / CARD).is_file():
+        (directory / SOURCE_CARD).write_bytes(original.read_bytes())
+        said = _source_license(target.directory).get("license")
+        says = f", which says `{said}`" if said else ""
+        return f"`{SOURCE_CARD}` is the card of the model that this was written from{says}."
+    known = "That of the original, which is not recorded here" if run is None else "Not chosen yet"
+    return f"{known}: add a line like `license: apache-2.0` to the first block of this file."
 
 
 def _source_license(source: Path) -> dict[str, Any]:
@@ -610,8 +593,8 @@ def _source_license(source: Path) -> dict[str, Any]:
 def _eval_command(exported: Exported) -> str:
     """The command that measures the exported model, for people."""
     source = exported.source
-    place = source.path if isinstance(source, Checkpoint) else source.source
-    return shlex.join(["maxmars", "eval", str(place), "--output", "scores.json"])
+    target = source.path if isinstance(source, Checkpoint) else source.source
+    return shlex.join(["maxmars", "eval", str(target), "--output", "scores.json"])
 
 
 def _public(text: str) -> str:

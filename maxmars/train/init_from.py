@@ -108,15 +108,15 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
       ValueError: they are damaged, or of another model or optimizer than `config` says.
     """
     path = _place(source)
-    found = None if hub.is_on_hub(path) else find(path)
+    run = None if hub.is_on_hub(path) else find(path)
     abstract = train_step.abstract_state
-    if found is not None:
-        parts, weights = _read_run(*found, config, abstract, optimizer_state=source.optimizer_state)
+    if run is not None:
+        parts, weights = _read_run(*run, config, abstract, optimizer_state=source.optimizer_state)
     elif is_remote(path):
         raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
     else:
         target = find_target(source.commit or source.path)
-        assert isinstance(target, HFTarget), "a run would have been found before"
+        assert isinstance(target, HFTarget), "a run was looked for before"
         if source.optimizer_state:
             raise _no_optimizer_state(path)
         model, weights = huggingface.read_config(target.directory), target.source

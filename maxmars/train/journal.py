@@ -192,13 +192,10 @@ def lines_to(lines: Sequence[Line], last: str | None) -> Sequence[Line] | None:
     return lines[: hashes.index(last) + 1] if last in hashes else None
 
 
-def broken_links(lines: Iterable[Line]) -> list[Line]:
+def broken_links(lines: Sequence[Line]) -> list[Line]:
     """The lines that were not written after the line above them."""
-    above, found = None, []
-    for line in lines:
-        found += [line] if line["before"] != above else []
-        above = hash_of(line)
-    return found
+    hashes = [None, *map(hash_of, lines)]
+    return [line for above, line in zip(hashes, lines, strict=False) if line["before"] != above]
 
 
 def trajectory(lines: Iterable[Line]) -> list[Line]:
@@ -207,16 +204,16 @@ def trajectory(lines: Iterable[Line]) -> list[Line]:
     A session goes on from the save of the step that it began at; what was saved after that step,
     and a session that saved nothing, led nowhere.
     """
-    found: list[Line] = []
+    chain: list[Line] = []
     for line in lines:
         if line["kind"] == "began":
-            while found and (found[-1]["kind"] != "saved" or found[-1]["step"] > line["step"]):
-                found.pop()
+            while chain and (chain[-1]["kind"] != "saved" or chain[-1]["step"] > line["step"]):
+                chain.pop()
             if line.get("earlier"):
-                found.clear()
+                chain.clear()
         if line["kind"] != "ended":
-            found.append(line)
-    return found
+            chain.append(line)
+    return chain
 
 
 def began_in(lines: Iterable[Line]) -> list[Line]:
@@ -234,12 +231,12 @@ def origin(workdir: Workdir, lines: Sequence[Line]) -> dict[str, Any] | None:
 
 def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
     """The fields that changed from session to session of a trajectory, in words, by step."""
-    found = {}
+    changes = {}
     for before, after in itertools.pairwise(began_in(lines)):
         rows = differences(config_of(before), config_of(after))
         if rows:
-            found[after["step"]] = ", ".join(f"{name} {a} -> {b}" for name, a, b in rows)
-    return found
+            changes[after["step"]] = ", ".join(f"{name} {a} -> {b}" for name, a, b in rows)
+    return changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +255,11 @@ class Session:
     """Of each activity."""
     done: bool
     """Whether the run was complete: what comes later is no restart."""
-    command: str | None
-    """The command line that started it; None if there was none, as in Python."""
 
 
 def sessions_of(lines: Iterable[Line]) -> list[Session]:
     """All sessions that left these lines, also those that led nowhere."""
-    found: list[Session] = []
+    sessions: list[Session] = []
     began: Line | None = None
     for line in lines:
         if line["kind"] == "began":
@@ -272,7 +267,7 @@ def sessions_of(lines: Iterable[Line]) -> list[Session]:
         elif began is None:
             continue
         else:
-            found.pop()
+            sessions.pop()
         seconds = dict.fromkeys(ACTIVITIES, 0.0) | line["seconds"]
         session = Session(
             start=began["start"],
@@ -281,10 +276,9 @@ def sessions_of(lines: Iterable[Line]) -> list[Session]:
             last_step=line["step"],
             seconds=seconds,
             done=line.get("done", False),
-            command=began["command"],
         )
-        found.append(session)
-    return found
+        sessions.append(session)
+    return sessions
 
 
 def run_seconds(sessions: Sequence[Session]) -> dict[str, float]:
@@ -345,7 +339,7 @@ def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: in
 def unvouched(
     rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str
 ) -> list[tuple[int, int]]:
-    """First and last step of the parts of the metrics that are not what the journal vouches for.
+    """First and last step of the metrics, line by line, that are not what the journal vouches for.
 
     The evaluations of the step of the newest checkpoint may come after it, also from a session that
     went on from there: what counts is how the last of these sessions ended.
@@ -368,12 +362,12 @@ def unvouched(
     pairs += [(newest, end)] if end is not None else []
     metrics = sorted(metrics_of(rows), key=lambda metric: metric[0])
     steps = [step for step, _, _ in metrics]
-    found = []
+    ranges = []
     for before, line in pairs:
         if line["kind"] == "began":
             continue
         first, last = before["step"], line["step"]
-        part = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
-        if digest_of_metrics(part, line["kind"], first, last) != line["metrics"]:
-            found.append((first, last))
-    return found
+        between = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
+        if digest_of_metrics(between, line["kind"], first, last) != line["metrics"]:
+            ranges.append((first, last))
+    return ranges

@@ -17,14 +17,16 @@ owns writes neither.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import threading
 import time
 import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 
@@ -45,36 +47,26 @@ from maxmars.distributed.workdir import CHECKPOINTS, FAILED, LIVES, LOGS
 _SLURM_JOB = "SLURM_JOB_ID"
 _MOST_CRASHES = 3
 _MOST_LOSSES = 10
-_MOST_STOPS = 10_000  # on request, as at preemptions
-_MOST_VAIN_STOPS = 10  # in a row, each before `_FEWEST_STEPS` steps
+_MOST_VAIN_STOPS = 10  # on request, as at preemptions, each before `_FEWEST_STEPS` steps
 _FEWEST_STEPS = 10
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
 _PATIENCE_S = 2.0  # a process that is being killed keeps its lock for a moment
 
 
-class _Life(TypedDict):
-    """A life that made no new checkpoint, as far as it was recorded."""
-
-    began: str
-    met: bool
-    """Whether all processes of the run came."""
-    machines: str | None
-    """Which machines they ran on; None if it ended before it could tell."""
-
-
-class _Record(TypedDict):
+@dataclass(kw_only=True)
+class _Record:
     """The contents of `lives.json`."""
 
     job: str | None
     """The job of SLURM, which is the same when it is queued again; None elsewhere."""
-    stops: int
-    """How often the run was stopped on request."""
-    vain_stops: int
-    """How often since a life made `_FEWEST_STEPS` steps."""
-    step: int
+    vain_stops: int = 0
+    """How often the run was stopped on request since a life made `_FEWEST_STEPS` steps."""
+    step: int = 0
     """Of the newest checkpoint when the last life began."""
-    lives: list[_Life]
-    """Those since that checkpoint."""
+    lives: list[dict[str, Any]] = field(default_factory=list)
+    """Those since that checkpoint, each with the time at which it `began`, whether all processes of
+    the run came (`met`), and a hash of the `machines` that they ran on; None if it ended before it
+    could tell."""
 
 
 class Life(contextlib.AbstractContextManager["Life"]):
@@ -99,7 +91,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """Count this life, and wait before it where those before got no further.
 
         Raises:
-          ValueError: too many lives in a row came to nothing, or the run was stopped too often.
+          ValueError: too many lives in a row came to nothing.
           OSError, ImportError: the working directory cannot be read.
         """
         if self._record is not None or is_owned(self._workdir / CHECKPOINTS, _PATIENCE_S):
@@ -107,31 +99,28 @@ class Life(contextlib.AbstractContextManager["Life"]):
         self._job = os.environ.get(_SLURM_JOB) or uuid.uuid4().hex
         newest = max(list_steps(self._workdir / CHECKPOINTS), default=0)
         record = _read(self._workdir / LIVES)
-        if newest > record["step"]:
-            record["lives"] = []
-        if newest >= record["step"] + _FEWEST_STEPS:
-            record["vain_stops"] = 0
-        record["step"] = newest
-        count = len(record["lives"])
+        if newest > record.step:
+            record.lives = []
+        if newest >= record.step + _FEWEST_STEPS:
+            record.vain_stops = 0
+        record.step = newest
+        count = len(record.lives)
         if count >= _MOST_LOSSES:
             self._refuse_crashes(
                 record, f"{count} starts lost a machine, or a process that never came"
             )
-        if record["vain_stops"] >= _MOST_VAIN_STOPS:
+        if record.vain_stops >= _MOST_VAIN_STOPS:
             self._refuse(
                 record,
                 f"{_MOST_VAIN_STOPS} starts in a row were asked to stop before they had made "
                 f"{_FEWEST_STEPS} steps, as by a time limit that is too short",
             )
-        if record["stops"] >= _MOST_STOPS:
-            record["stops"] = 0
-            self._refuse(record, f"the run was stopped {_MOST_STOPS:,} times")
         if count >= 2:
             pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
             log(f"{count} starts in a row made no new checkpoint; waiting {pause_s:.0f} s")
             time.sleep(pause_s)
         began = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        record["lives"].append(_Life(began=began, met=False, machines=None))
+        record.lives.append({"began": began, "met": False, "machines": None})
         if not is_remote(self._workdir):
             directory = Path(self._workdir)
             self._made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -163,14 +152,14 @@ class Life(contextlib.AbstractContextManager["Life"]):
     def _have_met(self) -> None:
         with self._lock:
             if self._record is not None:
-                self._record["lives"][-1]["met"] = True
+                self._record.lives[-1]["met"] = True
                 self._write(self._record)
 
     def _judge(self, machines: str) -> None:
         with self._lock:
             if self._record is None:
                 return
-            *before, this = self._record["lives"]
+            *before, this = self._record.lives
             this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
             same = sum(life["met"] and life["machines"] in (None, here) for life in before)
             if same >= _MOST_CRASHES:
@@ -180,12 +169,12 @@ class Life(contextlib.AbstractContextManager["Life"]):
             self._write(self._record)
 
     def _refuse_crashes(self, record: _Record, reason: str) -> None:
-        step = record["step"]
+        step = record.step
         self._refuse(record, f"{reason} since the checkpoint of step {step}, without a new one")
 
     def _refuse(self, record: _Record, reason: str) -> None:
         """Forget the lives, so that the next start is the first again, and end this one."""
-        record["lives"], record["vain_stops"] = [], 0
+        record.lives, record.vain_stops = [], 0
         self._write(record)
         self._record = None
         error = ValueError(
@@ -206,15 +195,14 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """This life ends on request."""
         with self._lock:
             if self._record is not None:
-                self._record["stops"] += 1
-                self._record["vain_stops"] += 1
+                self._record.vain_stops += 1
             self.leave()
 
     def finished(self) -> None:
         """All steps of the run are done."""
         if self._record is not None:
-            self._record["stops"] = 0
-            self._record["lives"].clear()
+            self._record.vain_stops = 0
+            self._record.lives.clear()
         self.leave()
 
     def leave(self) -> None:
@@ -223,19 +211,16 @@ class Life(contextlib.AbstractContextManager["Life"]):
             record, self._record = self._record, None
             if record is None:
                 return
-            record["lives"] = record["lives"][:-1]
-            if record["lives"] or record["stops"]:
+            record.lives = record.lives[:-1]
+            if record.lives or record.vain_stops:
                 self._write(record)
             else:
                 self._remove(LIVES)
-            for _ in range(3 if self._made else 0):
-                # This life made the directory, and nothing is to be left of a run that was refused.
-                # Another process that fails as well may write its error meanwhile.
+            if self._made:  # nothing is to be left of a run that was refused
                 self._remove(FAILED)
-                with contextlib.suppress(OSError):
-                    for path in self._made:
-                        path.rmdir()
-                    break
+            with contextlib.suppress(OSError):  # another process may write its error meanwhile
+                for path in self._made:
+                    path.rmdir()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, InUseError):  # the files are those of the start that was faster
@@ -270,27 +255,17 @@ class Life(contextlib.AbstractContextManager["Life"]):
     def _write(self, record: _Record) -> None:
         with contextlib.suppress(OSError):  # bookkeeping never stops a run
             make_directory(self._workdir)
-            write_json(self._workdir / LIVES, record)
+            write_json(self._workdir / LIVES, dataclasses.asdict(record))
 
 
 def _read(path: Workdir) -> _Record:
     """The record; an empty one if there is none of this job, or none that can be read."""
     job = os.environ.get(_SLURM_JOB)
-    with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-        found = read_json(path)
-        lives = [
-            _Life(began=life["began"], met=life["met"], machines=life["machines"])
-            for life in found["lives"]
-        ]
-        if found.get("job") == job:
-            return _Record(
-                job=job,
-                stops=int(found["stops"]),
-                vain_stops=int(found.get("vain_stops", 0)),
-                step=int(found["step"]),
-                lives=lives,
-            )
-    return _Record(job=job, stops=0, vain_stops=0, step=0, lives=[])
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        record = _Record(**read_json(path))
+        if record.job == job:
+            return record
+    return _Record(job=job)
 
 
 def _machine() -> str:

@@ -212,13 +212,14 @@ def _evaluate(
     Where others than the trained parameters are evaluated, `eval/params_distance` is their distance
     from these, relative to the norm of these.
     """
-    found: dict[str, float] = {}
+    evaluated: dict[str, float] = {}
     if not evaluations:
-        return found
+        return evaluated
     params, told = run.state.params, {}
     if run.train_step.evaluated is not None:
         params = evaluated_params(run.train_step, run.state)
-        told = {"eval/params_distance": relative_distance(params, run.state.params)}
+        distance = relative_distance(params, run.state.params)
+        told = {"eval/params_distance": distance.item()}
     for evaluation in evaluations:
         shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
         with run.clock("evaluation", evaluation.name), shown:
@@ -228,8 +229,8 @@ def _evaluate(
                 return None
         run.writer.write(run.step, metrics | told)
         run.progress.message(f"step {run.step}: {text}")
-        found |= metrics
-    return found
+        evaluated |= metrics
+    return evaluated
 
 
 def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:

@@ -46,8 +46,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         """Step and value of the newest line with each key, in the primary process."""
         if processes.is_primary():
             path = workdir / METRICS
-            found = read_metrics(workdir) if resume_step else []
-            self.kept = [line for line in found if line["step"] <= resume_step]
+            lines = read_metrics(workdir) if resume_step else []
+            self.kept = [line for line in lines if line["step"] <= resume_step]
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.kept))
             self.last = {key: (line["step"], line[key]) for line in self.kept for key in line}
@@ -62,19 +62,19 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
             self._lines.write(json.dumps(line, allow_nan=False))
             self.last |= {key: (step, value) for key, value in line.items()}
         self._on_write(step, metrics)
-        self._trackers.write(step, metrics)
+        self._trackers.each(lambda tracker: tracker.write(step, metrics))
 
     def sync(self) -> None:
         """Have all lines where a kill does not reach them."""
         if self._lines is not None:
             self._lines.sync()
-        self._trackers.sync()
+        self._trackers.each(lambda tracker: tracker.sync())
 
     def close(self) -> None:
         """Close the file and the trackers; `write` must not be called after it."""
         if self._lines is not None:
             self._lines.close()
-        self._trackers.close()
+        self._trackers.each(lambda tracker: tracker.close())
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -300,10 +300,7 @@ def _own_update(
 
 def _is_like(tree: Any, params: Any) -> bool:
     """Whether a tree has the parameters' structure and shapes."""
-    return jax.tree.structure(tree) == jax.tree.structure(params) and all(
-        a.shape == b.shape
-        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
-    )
+    return jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, params)
 
 
 def _check_state(whose: str, before: Any, after: Any) -> None:
@@ -321,7 +318,7 @@ def _check_state(whose: str, before: Any, after: Any) -> None:
         return
     what = "its containers are others after"
     if other:
-        a, b = (found.get(other[0], "absent") for found in (types, later))
+        a, b = (some.get(other[0], "absent") for some in (types, later))
         what = f"{other[0]} is {a} before and {b} after"
     raise ValueError(
         f"{whose} changes the type of its state in update: {what}. Return what init makes, and "
@@ -405,13 +402,13 @@ def named_norms(norms: Num[np.ndarray, "3 components"]) -> dict[str, float]:
     Also `train/param_norm` and `train/update_norm` of all components together; the step itself
     reports `train/grad_norm`.
     """
-    found = {}
+    named = {}
     for quantity, row in zip(("grad", "param", "update"), norms.astype(np.float64), strict=True):
         name = f"train/{quantity}_norm"
         if quantity != "grad":
-            found[name] = float(np.linalg.norm(row))
-        found |= {
+            named[name] = float(np.linalg.norm(row))
+        named |= {
             f"{name}/{component}": float(value)
             for component, value in zip(COMPONENTS, row, strict=True)
         }
-    return found
+    return named

@@ -53,8 +53,9 @@ class StepReporter:
         self._run = run
         self._pending: tuple[int, Any] | None = None
         self._flops = run.train_step.parameters.flops_per_token
-        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._peak = None if peak is None else peak * run.mesh.size
+        mesh = run.train_step.mesh
+        peak = peak_flops(mesh.devices.flat[0].device_kind)
+        self._peak = None if peak is None else peak * mesh.size
         self.is_skipping = False
         """Whether the update of the last step reported was not applied."""
         self._before: dict[str, float] | None = None  # seconds at the last line, by activity
@@ -184,8 +185,8 @@ class StepReporter:
             f"{way_out}.",
         )
 
-    def _examples(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
-        """What `skipped_steps/<step>.json` holds: the examples of a step, and what was found."""
+    def _examples(self, step: int, measured: dict[str, Any]) -> dict[str, Any]:
+        """What `skipped_steps/<step>.json` holds: a step's examples, and what it measured."""
         config, batches = self._run.config, self._run.batches
         later = self._run.step - step + 1  # batches taken since the one before
         first = batches.position - later * config.global_batch_size
@@ -208,7 +209,7 @@ class StepReporter:
         return {
             "explanation": _EXPLANATION,
             "step": step,
-            **{key: json_number(v) if isinstance(v, float) else v for key, v in found.items()},
+            **{key: json_number(v) if isinstance(v, float) else v for key, v in measured.items()},
             "seed": config.seed,
             "order": config.data.order,
             "first_example": first,

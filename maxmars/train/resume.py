@@ -160,14 +160,14 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
     model = config.model
-    found: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
+    fields: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
     if platform == "tpu":
-        found["tpu_compiler_options"] = compiler_options(config, platform)
+        fields["tpu_compiler_options"] = compiler_options(config, platform)
     if isinstance(model, GPT2Config):
-        found["model.compute_dtype"] = model.compute_dtype
-        found["model.attention"] = choose_attention(model, platform).implementation
-        found["model.scan_unroll"] = model.scan_unroll
-    return found
+        fields["model.compute_dtype"] = model.compute_dtype
+        fields["model.attention"] = choose_attention(model, platform).implementation
+        fields["model.scan_unroll"] = model.scan_unroll
+    return fields
 
 
 def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

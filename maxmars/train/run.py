@@ -2,7 +2,8 @@
 
 `check` finds everything that can be wrong with config, data and workdir before anything is written.
 `lock` takes the workdir and describes the run there. `restore` reads or makes the state that it
-begins with. `open_run` runs the three and opens the files that grow while the run trains.
+begins with. `open_files` opens the files that grow while the run trains. Each sets its fields of
+`Run`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,41 +104,20 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Run:
-    """An open run, and where it stands."""
-
-    config: TrainConfig
-    workdir: Workdir
-    mesh: Mesh
-    train_step: TrainStep
-    batches: TrainBatches
-    evaluations: Sequence[Evaluation]
-    checkpointer: Checkpointer
-    data_digest: str
-    verification: Verification
-    clock: Clock
-    journal: Journal
-    writer: MetricsWriter
-    progress: Progress
-    tokens: Callable[[int], int]
-    """From a step to the tokens that the run has trained on after it."""
-    state: TrainState
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A run that can be opened; nothing is written yet."""
+    """A run, and where it stands: `check` makes it, and the phases after that fill it."""
 
     config: TrainConfig
     """With everything chosen that was `auto`."""
-    saved: Checkpoint | None
-    """The newest checkpoint, to continue from; None for a new run."""
-    mesh: Mesh
+    workdir: Workdir
+    clock: Clock
+    progress: Progress
     environment: Mapping[str, Any]
     train_step: TrainStep
-    tokens: SplitTokens
+    data: SplitTokens
     data_digest: str
     evaluations: Sequence[Evaluation]
+    saved: Checkpoint | None
+    """What it continues from; None for a new run."""
     initial: Initial | None
     """The weights that a new run starts from; None draws them at random."""
     order: Order | None
@@ -145,20 +125,17 @@ class Checked:
     messages: Sequence[str]
     """Lines about choices, to print once the log of this host is open."""
 
+    checkpointer: Checkpointer = field(init=False)
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The state, step and data position that the run goes on from."""
+    state: TrainState = field(init=False)
+    step: int = field(init=False)
+    batches: TrainBatches = field(init=False)
 
-    state: TrainState
-    step: int
-    position: int
-    tokens: int
-    """Trained on so far; in earlier sessions a step may have had more or fewer."""
-    digest: str
-    """Of the state."""
-    checkpoint: Checkpoint | None
-    """What was restored; None for a new run."""
+    verification: Verification = field(init=False)
+    journal: Journal = field(init=False)
+    writer: MetricsWriter = field(init=False)
+    tokens: Callable[[int], int] = field(init=False)
+    """From a step to the tokens that the run has trained on after it."""
 
 
 def open_run(
@@ -180,72 +157,20 @@ def open_run(
     """
     progress = stack.enter_context(Progress(quiet=quiet))
     with progress.waiting("opening the run"):
-        checked = check(
+        run = check(
             config,
             workdir,
             init_from,
             resume_overrides,
             steering,
             clock,
-            progress.message,
+            progress,
             memory_bytes,
         )
-        checkpointer = lock(checked, workdir, progress, stack)
-        start = restore(checked, workdir, checkpointer, clock, progress.message)
-    config, owner = checked.config, checkpointer.check_owner
-    batches = TrainBatches(checked.tokens, config, checked.mesh, position=start.position)
-    stack.callback(batches.close)
-    verification = Verification(
-        own_share(checked.tokens.files) if config.data.verify else (),
-        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
-        may_write=owner,
-    )
-
-    def tokens(step: int) -> int:
-        return start.tokens + (step - start.step) * config.tokens_per_step
-
-    trackers = open_trackers(config, workdir, start.step, log=progress.message)
-    told = None if start.checkpoint is None else start.checkpoint.journal
-    began = {
-        "step": start.step,
-        "digest": start.digest,
-        "position": start.position,
-        "command": command,
-        "config": to_dict(config),
-        "data": checked.data_digest,
-        "environment": checked.environment,
-        "earlier": start.checkpoint is not None and told is None,
-        "order": checked.order,
-    }
-    if start.checkpoint is None:  # a run that goes on has the origin of its first session
-        began["init_from"] = None if checked.initial is None else checked.initial.origin
-    journal = Journal(workdir, clock, began, checkpoint=told, may_write=owner)
-    writer = MetricsWriter(
-        workdir,
-        start.step,
-        tokens=tokens,
-        may_write=owner,
-        trackers=trackers,
-        on_write=journal.add,
-    )
-    return Run(
-        config=config,
-        workdir=workdir,
-        mesh=checked.mesh,
-        train_step=checked.train_step,
-        batches=batches,
-        evaluations=checked.evaluations,
-        checkpointer=checkpointer,
-        data_digest=checked.data_digest,
-        verification=stack.enter_context(verification),
-        clock=clock,
-        journal=stack.enter_context(journal),
-        writer=stack.enter_context(writer),
-        progress=progress,
-        tokens=tokens,
-        state=start.state,
-        step=start.step,
-    )
+        lock(run, stack)
+        restore(run, stack)
+    open_files(run, command, stack)
+    return run
 
 
 def check(
@@ -255,9 +180,9 @@ def check(
     resume_overrides: Sequence[str],
     steering: Steering,
     clock: Clock,
-    log: Callable[[str], None],
+    progress: Progress,
     memory_bytes: int | None,
-) -> Checked:
+) -> Run:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
     check_agreement(config, init_from, resume_overrides, steering)
     given = config
@@ -277,7 +202,7 @@ def check(
             parameters=parameters,
             overrides=resume_overrides,
             new_optimizer_state=order is not None and order["new_optimizer_state"],
-            log=log,
+            log=progress.message,
         )
     messages: list[str] = []
     warmup = config.schedule.warmup_steps
@@ -331,114 +256,143 @@ def check(
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
-    evaluations = list(make_evaluations(config, mesh, tokens, clock, log))
+    evaluations = list(make_evaluations(config, mesh, tokens, clock, progress.message))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
             initial = load_initial(config, train_step, init_from)
-    return Checked(
+    return Run(
         config=config,
-        saved=saved,
-        mesh=mesh,
+        workdir=workdir,
+        clock=clock,
+        progress=progress,
         environment=here,
         train_step=train_step,
-        tokens=tokens,
+        data=tokens,
         data_digest=data_digest,
         evaluations=evaluations,
+        saved=saved,
         initial=initial,
         order=order,
         messages=messages,
     )
 
 
-def lock(
-    checked: Checked, workdir: Workdir, progress: Progress, stack: contextlib.ExitStack
-) -> Checkpointer:
+def lock(run: Run, stack: contextlib.ExitStack) -> None:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
-    config, mesh, tokens = checked.config, checked.mesh, checked.tokens
-    data = tokens.describe()
-    parameters = checked.train_step.parameters
+    config, workdir, mesh = run.config, run.workdir, run.train_step.mesh
+    data = run.data.describe()
+    parameters = run.train_step.parameters
     table = describe_parameters(config.optimizer, parameters)
     rules = summarize_rules(config.optimizer, parameters)
-    checkpointer = Checkpointer(
-        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=checked.data_digest
+    run.checkpointer = Checkpointer(
+        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=run.data_digest
     )
-    stack.enter_context(checkpointer)
+    stack.enter_context(run.checkpointer)
     if processes.is_primary():
-        copy_tokenizer(tokens.origin, workdir / TOKENIZER)
+        copy_tokenizer(run.data.origin, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
-        write_json(workdir / ENVIRONMENT, checked.environment)
+        write_json(workdir / ENVIRONMENT, run.environment)
         write_json(workdir / DATA, data)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
                 write_bytes(workdir / folder / Path(source.file).name, source.text())
-    host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
-    progress.copy_to(stack.enter_context(host_log).write)
+    host_log = HostLog(workdir, jax.process_index(), may_write=run.checkpointer.check_owner)
+    log = run.progress.message
+    run.progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    progress.message(
+    log(
         f"{config.name}: {parameters.count / 1e6:.2f}M parameters on "
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), "
         f"{config.tokens_per_step:,} tokens a step, {data['num_tokens']:,} training tokens"
     )
-    progress.message(f"{rules}; parameters.txt says which")
-    if checked.train_step.evaluated is not None:
-        progress.message(f"evaluated and exported: {checked.train_step.evaluated}")
-    for text in checked.messages:
-        progress.message(text)
-    return checkpointer
+    log(f"{rules}; parameters.txt says which")
+    if run.train_step.evaluated is not None:
+        log(f"evaluated and exported: {run.train_step.evaluated}")
+    for text in run.messages:
+        log(text)
 
 
-def restore(
-    checked: Checked,
-    workdir: Workdir,
-    checkpointer: Checkpointer,
-    clock: Clock,
-    log: Callable[[str], None],
-) -> Start:
-    """Read the state from the newest sound checkpoint or make a new one.
+def restore(run: Run, stack: contextlib.ExitStack) -> None:
+    """Read the state from the newest sound checkpoint or make a new one, and go to its examples.
 
     Raises:
       ValueError: no checkpoint is sound.
     """
-    train_step, initial = checked.train_step, checked.initial
-    step, position, tokens, saved = 0, 0, 0, None
-    with clock("start", "reading the checkpoint"):
-        if checked.saved is not None:
-            order: Order = checked.order or dataclasses.asdict(Steering())
+    train_step, log = run.train_step, run.progress.message
+    run.step, position = 0, 0
+    with run.clock("start", "reading the checkpoint"):
+        if run.saved is not None:
+            order: Order = run.order or dataclasses.asdict(Steering())
             is_new = order["new_optimizer_state"]
-            restored = checkpointer.restore(
-                abstract_saved_state(train_step, checked.saved, new_optimizer_state=is_new),
+            restored = run.checkpointer.restore(
+                abstract_saved_state(train_step, run.saved, new_optimizer_state=is_new),
                 order["rewind"],
                 whole=not is_new,
             )
-            saved = restored.checkpoint
-            step, position, tokens = saved.step, saved.data_position, saved.tokens
-            log(f"continuing from step {step}")
+            run.saved = saved = restored.checkpoint
+            run.step, position = saved.step, saved.data_position + order["skip_examples"]
+            log(f"continuing from step {run.step}")
             if order["skip_examples"]:
-                position += order["skip_examples"]
                 log(f"examples {saved.data_position:,} to {position:,} are left out")
             if is_new:
                 log("the optimizer's state is made anew")
-            state = continued_state(train_step, restored.state)
-        elif initial is not None:
-            taken = (
-                "weights and optimizer state" if initial.origin["optimizer_state"] else "weights"
-            )
-            log(f"starting from the {taken} of {initial.origin['weights']}")
-            state = initial.state
+            run.state = continued_state(train_step, restored.state)
+        elif run.initial is not None:
+            start = run.initial.origin
+            taken = "weights and optimizer state" if start["optimizer_state"] else "weights"
+            log(f"starting from the {taken} of {start['weights']}")
+            run.state = run.initial.state
         else:
-            state = init_train_state(checked.config, train_step.parameters)
-        found = combine(digest(saved_state(train_step, state))) if saved is None else saved.digest
-    return Start(
-        state=state,
-        step=step,
-        position=position,
-        tokens=tokens,
-        digest=found,
-        checkpoint=saved,
+            run.state = init_train_state(run.config, train_step.parameters)
+    run.batches = TrainBatches(run.data, run.config, train_step.mesh, position=position)
+    stack.callback(run.batches.close)
+
+
+def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> None:
+    """Open the files that grow while the run trains."""
+    config, workdir, saved = run.config, run.workdir, run.saved
+    owner, first_step = run.checkpointer.check_owner, run.step
+    verification = Verification(
+        own_share(run.data.files) if config.data.verify else (),
+        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
+        may_write=owner,
     )
+    run.verification = stack.enter_context(verification)
+    trained = 0 if saved is None else saved.tokens  # a step may have had more or fewer
+    run.tokens = lambda step: trained + (step - first_step) * config.tokens_per_step
+    if saved is None:
+        with run.clock("start", "making the digest of the state"):
+            state_digest = combine(digest(saved_state(run.train_step, run.state)))
+    else:
+        state_digest = saved.digest
+    told = None if saved is None else saved.journal
+    began = {
+        "step": first_step,
+        "digest": state_digest,
+        "position": run.batches.position,
+        "command": command,
+        "config": to_dict(config),
+        "data": run.data_digest,
+        "environment": run.environment,
+        "earlier": saved is not None and told is None,
+        "order": run.order,
+    }
+    if saved is None:  # a run that goes on has the origin of its first session
+        began["init_from"] = None if run.initial is None else run.initial.origin
+    run.journal = Journal(workdir, run.clock, began, checkpoint=told, may_write=owner)
+    stack.enter_context(run.journal)
+    run.writer = MetricsWriter(
+        workdir,
+        first_step,
+        tokens=run.tokens,
+        may_write=owner,
+        trackers=open_trackers(config, workdir, first_step, log=run.progress.message),
+        on_write=run.journal.add,
+    )
+    stack.enter_context(run.writer)
 
 
 def make_evaluations(

@@ -75,8 +75,9 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
 
     def asked() -> str:
         lines = read_journal(workdir)
-        orders = _orders(trajectory(lines_to(lines, newest.journal) or ()))
-        if orders[-1:] and orders[-1]["id"] == name:
+        began = began_in(trajectory(lines_to(lines, newest.journal) or ()))
+        orders = [line["order"] for line in began if line.get("order")]
+        if orders and orders[-1]["id"] == name:
             return ""
         # A session that was killed may have set the newer ones aside already.
         saved = (line["step"] for line in reversed(lines) if line["kind"] == "saved")
@@ -86,15 +87,11 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
     return json.loads(text) if text else None
 
 
-def _orders(lines: Sequence[Line]) -> list[Order]:
-    return [line["order"] for line in began_in(lines) if line.get("order")]
-
-
 def orders_in_words(chain: Sequence[Line]) -> list[str]:
     """The orders that were carried out on a trajectory, each in a line."""
-    found = []
-    for line in chain:
-        if line["kind"] == "began" and (order := line.get("order")):
+    orders = []
+    for line in began_in(chain):
+        if order := line.get("order"):
             told = [f"at step {line['step']:,}"]
             if order["rewind"] is not None:
                 told.append(f"back from step {order['from']:,}")
@@ -103,5 +100,5 @@ def orders_in_words(chain: Sequence[Line]) -> list[str]:
                 told.append(f"examples {start:,} to {line['position']:,} left out")
             if order["new_optimizer_state"]:
                 told.append("a new state of the optimizer")
-            found.append(", ".join(told))
-    return found
+            orders.append(", ".join(told))
+    return orders

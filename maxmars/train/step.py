@@ -364,7 +364,7 @@ class TrainStep:
             return self.trace().lower()
 
     def text(self) -> str:
-        """The compiled step as text, in which the operations of a trace are found."""
+        """The compiled step as text, by which a trace names its operations."""
         text = self.lower().compile().as_text()
         assert text is not None  # every backend of JAX has one
         return text
@@ -464,7 +464,7 @@ def _step(
     given = {"grads": gradients}
     if _is_exact(config):
         _, given["prev_grads"] = gradients_at(state.prev_params)
-    norms = [found.norm for found in given.values()]
+    norms = [some.norm for some in given.values()]
     sampled = {}
     if isinstance(config.optimizer, SophiaConfig):
         sampled["sampled_grads"], norm = _sampled_gradients(
@@ -480,7 +480,7 @@ def _step(
 
     def update() -> tuple[_Written, Metrics]:
         tx = _optimizer(config, parameters, learning_rate)
-        clipped = {name: found.clipped() for name, found in given.items()}
+        clipped = {name: some.clipped() for name, some in given.items()}
         updates, opt_state = tx.update(
             clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
         )
@@ -758,13 +758,9 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     return optax.tree.norm(jax.tree.map(_widened, tree))
 
 
-def relative_distance(tree: Any, params: Any) -> float:
-    """The norm of the difference from the parameters, over the norm of the parameters."""
-    return float(_relative_distance(tree, params))
-
-
 @jax.jit
-def _relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+def relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
+    """The norm of the difference from the parameters, over the norm of the parameters."""
     return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
 
 
@@ -800,8 +796,7 @@ def _update_metrics(
         # JAX takes a Python integer for an int32, which a size of 2^31 or more is not.
         metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / float(size))
     for name in ("clip_fraction", "orthogonality_error"):
-        found = optax.tree.get_all_with_path(opt_state, name)
-        given = [value for _, value in found if value is not None]
-        if given:
-            metrics[f"train/{name}"] = given[0]
+        for _, value in optax.tree.get_all_with_path(opt_state, name):
+            if value is not None:
+                metrics.setdefault(f"train/{name}", value)
     return metrics

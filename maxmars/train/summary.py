@@ -21,10 +21,6 @@ from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
 _MEDIANS = ("perf/tokens_per_sec", "perf/step_time", "perf/mfu")
-_MEANS = {
-    "train/grad_clip_fraction": "gradients",
-    "train/clip_fraction": "MARS's corrected gradients",
-}
 
 
 def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
@@ -39,17 +35,17 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
         end = f"stopped after {run.step} steps; {saved}the same command continues."
     if not processes.is_primary():
         return end
-    found = _summary(run, done=done) | {"journal": journal}
-    write_json(run.workdir / SUMMARY, found)
-    lines = _lines(found)
+    figures = _summary(run, done=done) | {"journal": journal}
+    write_json(run.workdir / SUMMARY, figures)
+    lines = _lines(figures)
     if not done:
         return "\n".join([end, *lines[:2]])
-    end += f", {short(float(found['tokens']))} tokens in {duration(found['wall_time_s'])}"
-    order = sorted(ACTIVITIES, key=lambda name: -found["seconds"][name])
+    end += f", {short(float(figures['tokens']))} tokens in {duration(figures['wall_time_s'])}"
+    order = sorted(ACTIVITIES, key=lambda name: -figures["seconds"][name])
     table = [
-        f"    {ACTIVITIES[name]:<29}{duration(found['seconds'][name]):>9}{share:>8.1%}"
+        f"    {ACTIVITIES[name]:<29}{duration(figures['seconds'][name]):>9}{share:>8.1%}"
         for name in order
-        if (share := found["shares"][name]) >= _LEAST_SHARE
+        if (share := figures["shares"][name]) >= _LEAST_SHARE
     ]
     where = f"  all of it in {run.workdir}"
     data = run.config.data
@@ -63,15 +59,13 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
 
 def _summary(run: Run, *, done: bool) -> dict[str, Any]:
     rows = read_metrics(run.workdir)
-    values: dict[str, list[float]] = {}  # by name
-    steps: dict[str, list[int]] = {}
-    for row in rows:
-        for key, value in row.items():
-            values.setdefault(key, []).append(float(value))
-            steps.setdefault(key, []).append(row["step"])
     sessions = run.journal.sessions(run.step, done=done)
     seconds = run_seconds(sessions)
-    found: dict[str, Any] = {
+
+    def values(key: str) -> list[float]:
+        return [float(row[key]) for row in rows if key in row]
+
+    figures: dict[str, Any] = {
         "name": run.config.name,
         "done": done,
         "step": run.step,
@@ -80,61 +74,54 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         "tokens": run.tokens(run.step),
         **{key: value for row in rows for key, value in row.items() if key.startswith("eval/")},
         **{key: row[key] for row in rows for key in ("train/loss", "train/skipped") if key in row},
-        **{key: json_number(np.median(values[key])) for key in _MEDIANS if key in values},
+        **{key: json_number(np.median(some)) for key in _MEDIANS if (some := values(key))},
         "sessions": len(sessions),
         "wall_time_s": sum(seconds.values()),
         "seconds": seconds,
         "shares": shares(seconds),
     }
-    for key in _MEANS:
-        if key in values:  # a line speaks for the steps since the line before
-            weights = np.maximum(np.diff(steps[key], prepend=0), 1e-9)
-            found[key] = float(np.average(values[key], weights=weights))
     if run.train_step.evaluated is not None:
-        found["evaluated"] = run.train_step.evaluated
+        figures["evaluated"] = run.train_step.evaluated
     if best := best_evaluation(rows):
-        found["best"] = best
-    return found
+        figures["best"] = best
+    return figures
 
 
 def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The lowest finite `eval/loss` of lines of `metrics.jsonl`, and its `step`; None if there is
     none."""
     losses = [(float(row["eval/loss"]), row["step"]) for row in rows if "eval/loss" in row]
-    loss, step = min((found for found in losses if math.isfinite(found[0])), default=(None, None))
+    loss, step = min((some for some in losses if math.isfinite(some[0])), default=(None, None))
     return None if loss is None else {"eval/loss": loss, "step": step}
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    """The known figures, a line each; the first two are of interest at any time."""
+def _lines(figures: dict[str, Any]) -> list[str]:
+    """The figures, a line each; the first two are of interest at any time."""
     losses = []
     for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
-        if key in found:
-            losses.append(f"{name} {float(found[key]):.4f}")
-    if "best" in found and found["best"]["eval/loss"] != found["eval/loss"]:
-        best = found["best"]
+        if key in figures:
+            losses.append(f"{name} {float(figures[key]):.4f}")
+    if "best" in figures and figures["best"]["eval/loss"] != figures["eval/loss"]:
+        best = figures["best"]
         losses.append(f"best validation {float(best['eval/loss']):.4f} at step {best['step']}")
-    of = f"; validation of {found['evaluated']}" if "evaluated" in found else ""
+    of = f"; validation of {figures['evaluated']}" if "evaluated" in figures else ""
     lines = [f"  loss       {', '.join(losses)}{of}"] if losses else []
-    starts = "" if found["sessions"] == 1 else f", over {found['sessions']} starts"
+    starts = "" if figures["sessions"] == 1 else f", over {figures['sessions']} starts"
     lines.append(
-        f"  goodput    {found['shares']['steps']:.1%} of {duration(found['wall_time_s'])} went "
+        f"  goodput    {figures['shares']['steps']:.1%} of {duration(figures['wall_time_s'])} went "
         f"into steps{starts}"
     )
     own: dict[str, dict[str, float]] = {}
-    for key, value in found.items():
+    for key, value in figures.items():
         if metric := own_metric(key):
             function, name = metric
             own.setdefault(function, {})[name] = float(value)
     lines += [f"  {function:<10} {in_one_line(numbers)}" for function, numbers in own.items()]
-    if "perf/tokens_per_sec" in found:
-        text = f"{short(float(found['perf/tokens_per_sec']))} tokens/s"
-        text += f", {1000 * found['perf/step_time']:.4g} ms a step"
-        text += f", MFU {found['perf/mfu']:.1%}" if "perf/mfu" in found else ""
+    if "perf/tokens_per_sec" in figures:
+        text = f"{short(float(figures['perf/tokens_per_sec']))} tokens/s"
+        text += f", {1000 * figures['perf/step_time']:.4g} ms a step"
+        text += f", MFU {figures['perf/mfu']:.1%}" if "perf/mfu" in figures else ""
         lines.append(f"  speed      {text} (medians)")
-    clipped = [f"{found[key]:.1%} of {name}" for key, name in _MEANS.items() if key in found]
-    if clipped:
-        lines.append(f"  clipped    {', '.join(clipped)}")
-    if found.get("train/skipped"):
-        lines.append(f"  skipped    {found['train/skipped']} steps; see skipped_steps/")
+    if figures.get("train/skipped"):
+        lines.append(f"  skipped    {figures['train/skipped']} steps; see skipped_steps/")
     return lines

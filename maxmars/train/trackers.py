@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers, by name, as one; a tracker that raises is dropped, and `log` is told."""
+    """Several trackers, by name; one that raises is dropped, and `log` is told."""
 
     def __init__(
         self, factories: Mapping[str, Callable[[], Tracker]], log: Callable[[str], None]
@@ -48,19 +48,8 @@ class Trackers:
             if tracker is not None:
                 self._trackers[name] = tracker
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Give the metrics of one line to every tracker."""
-        self._each(lambda tracker: tracker.write(step, metrics))
-
-    def sync(self) -> None:
-        """Have all lines where a kill does not reach them."""
-        self._each(lambda tracker: tracker.sync())
-
-    def close(self) -> None:
-        """Close every tracker; nothing is written afterwards."""
-        self._each(lambda tracker: tracker.close())
-
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def each(self, call: Callable[[Tracker], None]) -> None:
+        """Call every tracker."""
         for name, tracker in list(self._trackers.items()):
             self._try(name, lambda tracker=tracker: call(tracker))
 

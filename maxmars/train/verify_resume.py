@@ -109,18 +109,18 @@ def verify_resume(
             )
         _train(short, run, "2/3 continued run", progress)
         progress.message("3/3 undisturbed run")
-        found = [audit(run, replay=steps, log=progress.message)]
-        if found[0].problems:
-            found.append(audit(run, replay=steps, log=progress.message))
-    verdict = "identical" if not found[0].problems else "different"
-    if found[0].problems != found[-1].problems:
+        first = last = audit(run, replay=steps, log=progress.message)
+        if first.problems:
+            last = audit(run, replay=steps, log=progress.message)
+    verdict = "different" if first.problems else "identical"
+    if first.problems != last.problems:
         verdict = "not reproducible"
     check = ResumeCheck(
         verdict=verdict,
         steps=steps,
         killed_after_step=killed_after,
         resumed_from_step=resumed_from,
-        audit=found[-1].text,
+        audit=last.text,
     )
     environment = read_json(run / ENVIRONMENT)
     fields = dataclasses.asdict(check) | {"environment": environment, "config": to_dict(config)}

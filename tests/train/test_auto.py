@@ -9,7 +9,6 @@ import pytest
 from refusals import refused
 from tiny import ADAMW, MODEL, short_config, tiny_config
 
-from maxmars.checkpoint import read
 from maxmars.checkpoint.reader import checksum
 from maxmars.config import EvalConfig, MeshConfig
 from maxmars.config.mesh import check_mesh
@@ -47,10 +46,8 @@ AUTO_REMAT = tiny_config(model=dataclasses.replace(MODEL, remat="auto"))
 @pytest.mark.parametrize(
     ("flags", "version", "expected"),
     [
-        ("avx512_bf16 amx_bf16 amx_tile", (0, 11, 2), "bfloat16"),
         ("avx512_bf16 amx_bf16 amx_tile", (0, 12, 0, 1), "bfloat16"),
         ("avx512_bf16 amx_bf16 amx_tile", (0, 11, 1), "float32"),
-        ("avx512_bf16 amx_int8 amx_tile", (0, 12, 0), "float32"),
         ("", (0, 12, 0), "float32"),
     ],
 )
@@ -76,36 +73,29 @@ def test_a_model_whose_type_was_not_chosen_says_so():
         mean_loss(make_model(config, params), tokens)
 
 
-@pytest.mark.slow
-def test_a_run_in_the_other_type_continues_in_it(tmp_path, capsys):
-    other = "float32" if fastest_dtype("cpu")[0] == "bfloat16" else "bfloat16"
-    config = short_config(tmp_path / "tokens")
-    for dtype, steps in ((other, 1), ("auto", 2)):
-        model = dataclasses.replace(MODEL, compute_dtype=dtype)
-        train(dataclasses.replace(config, model=model, num_steps=steps), tmp_path / "run")
-    shown = capsys.readouterr().out
-    assert "continuing from step 1" in shown
-    assert "compute_dtype" not in shown
-    stored = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert stored["model"]["compute_dtype"] == other
-
-
 # --- rematerialisation ---------------------------------------------------------------------------
 
 
+NEEDS = {
+    None: Needs(2000, 900.0),
+    "dots": Needs(1200, 875.0),
+    "attention": Needs(600, 800.0),
+    "full": Needs(190, 750.0),
+}
+
+
 @pytest.mark.parametrize(
-    ("limit", "policy", "asked"),
-    [(2000, None, 1), (1999, "dots", 2), (600, "attention", 3), (190, "full", 4)],
+    ("limit", "policy", "measured"), [(2000, None, 1), (1999, "dots", 2), (190, "full", 4)]
 )
-def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
-    needed, tried = {None: 2000, "dots": 1200, "attention": 600, "full": 190}, []
+def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, measured):
+    tried = []
 
     def measure(remat):
         tried.append(remat)
-        return Needs(needed[remat])
+        return NEEDS[remat]._replace(cycles=None)
 
-    assert best_policy(measure, limit) == (policy, Needs(needed[policy]))
-    assert tried == list(POLICIES[:asked])
+    assert best_policy(measure, limit)[0] == policy
+    assert tried == list(POLICIES[:measured])
 
 
 @pytest.mark.parametrize(
@@ -114,18 +104,11 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, asked):
         (2000, False, "full"),  # keeping an array takes longer there than computing it again
         (2000, True, None),
         (1999, True, "dots"),
-        (600, False, "full"),
         (189, False, "full"),  # nothing fits
     ],
 )
 def test_of_those_that_fit_the_policy_with_the_fewest_cycles(limit, keep, policy):
-    needs = {
-        None: Needs(2000, 900.0),
-        "dots": Needs(1200, 875.0),
-        "attention": Needs(600, 800.0),
-        "full": Needs(190, 750.0),
-    }
-    assert best_policy(needs.__getitem__, limit, keep=keep) == (policy, needs[policy])
+    assert best_policy(NEEDS.__getitem__, limit, keep=keep) == (policy, NEEDS[policy])
 
 
 def test_a_policy_that_the_compiler_refuses_does_not_fit():
@@ -173,52 +156,14 @@ def in_bfloat16(folder, **changes):
     return short_config(folder / "tokens", model=model, num_steps=4, **changes)
 
 
-def train_two_lives(config, workdir, first, second):
-    """Two steps in this memory of a device, and two more in that."""
-    train(dataclasses.replace(config, num_steps=2), workdir, memory_bytes=first, quiet=True)
-    train(config, workdir, memory_bytes=second)
-    stored = json.loads((workdir / "config.json").read_text())
-    assert stored["asked"] == {"model.remat": "auto", "schedule.decay_steps": None}
-    return stored["model"]["remat"]
-
-
-def digest_of(workdir):
-    return read(workdir / "checkpoints").digest
-
-
-@pytest.mark.slow
-def test_in_less_memory_another_policy_is_chosen_and_replayed(tmp_path, capsys):
-    config, run = in_bfloat16(tmp_path), tmp_path / "run"
-    assert train_two_lives(config, run, PLENTY, LITTLE) == "full"
-    change = "model.remat None -> full"
-    assert f"since step 2: {change}; the loss goes on as before, up to rounding" in (
-        capsys.readouterr().out
-    )
-    found = audit(run, replay=2, log=lambda text: None)
-    assert found.verdict == "one trajectory up to rounding"
-    assert found.changes == [f"at step 2: {change}"]
-    assert change in found.config_changes[0]
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
-
-
-@pytest.mark.slow
-def test_the_policy_stays_on_the_same_mesh_and_devices(tmp_path):
-    config, run = in_bfloat16(tmp_path), tmp_path / "run"
-    assert train_two_lives(config, run, LITTLE, PLENTY) == "full"
-    assert train_two_lives(config, tmp_path / "unknown", LITTLE, None) == "full"
-    assert train_two_lives(config, tmp_path / "other", LITTLE, LITTLE) == "full"
-    assert digest_of(run) == digest_of(tmp_path / "unknown") == digest_of(tmp_path / "other")
-    assert audit(run, replay=2, log=lambda text: None).verdict == "one trajectory"
-
-
 @pytest.mark.slow
 def test_a_run_on_another_mesh_chooses_anew(tmp_path):
     config, run = in_bfloat16(tmp_path), tmp_path / "run"
     train(dataclasses.replace(config, num_steps=2), run, memory_bytes=LITTLE)
     train(dataclasses.replace(config, mesh=MeshConfig(fsdp=8)), run, memory_bytes=PLENTY)
-    found = audit(run, replay=2, log=lambda text: None)
-    assert "model.remat full -> None" in found.changes[0]
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
+    audited = audit(run, replay=2, log=lambda text: None)
+    assert "model.remat full -> None" in audited.changes[0]
+    assert audited.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.slow
@@ -231,47 +176,44 @@ def test_a_run_from_before_choices_were_recorded_goes_on(tmp_path):
         del meta["config"]["asked"]
         path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
     train(config, run)
-    found = audit(run, replay=2, log=lambda text: None)
-    assert (found.verdict, found.changes) == ("one trajectory", [])
+    audited = audit(run, replay=2, log=lambda text: None)
+    assert (audited.verdict, audited.changes) == ("one trajectory", [])
 
 
 @pytest.mark.slow
-def test_more_microbatches_are_taken_where_those_of_before_do_not_fit(tmp_path, capsys):
+def test_in_less_memory_microbatches_and_policy_are_chosen_anew_and_replayed(tmp_path, capsys):
     config, run = in_bfloat16(tmp_path, num_microbatches=None), tmp_path / "run"
     train(dataclasses.replace(config, num_steps=2), run, memory_bytes=PLENTY)
     train(config, run, memory_bytes=LITTLE)
-    assert "num_microbatches 1 -> 2, model.remat None -> full; " in capsys.readouterr().out
-    found = audit(run, replay=2, log=lambda text: None)
-    assert found.verdict == "one trajectory up to rounding"
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
+    change = "num_microbatches 1 -> 2, model.remat None -> full"
+    assert f"since step 2: {change}; " in capsys.readouterr().out
+    stored = json.loads((run / "config.json").read_text())
+    assert stored["model"]["remat"] == "full"
+    assert stored["asked"]["model.remat"] == "auto"
+    audited = audit(run, replay=2, log=lambda text: None)
+    assert audited.verdict == "one trajectory up to rounding"
+    assert audited.changes == [f"at step 2: {change}"]
+    assert audited.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.parametrize(
-    ("model", "unit"),
+    ("model", "changes", "named"),
     [
-        ({"embed_dim": 2**30}, "EB"),
-        ({"num_layers": 10**9}, "PB"),
-        ({"vocab_size": 2**30, "embed_dim": 2**17}, "PB"),
+        ({"embed_dim": 2**30}, {}, ["optimizer state", "EB", "mesh.fsdp"]),
+        ({"num_layers": 10**9}, {}, ["optimizer state", "PB", "mesh.fsdp"]),
+        ({"max_seq_len": 2**20}, {"global_batch_size": 2**30}, [f"global_batch_size={2**30}"]),
+        (
+            {"max_seq_len": 2**20},
+            {"eval": EvalConfig(batch_size=2**30)},
+            [f"eval.batch_size={2**30}"],
+        ),
     ],
 )
-def test_a_state_that_no_memory_holds_is_refused(model, unit):
-    config = tiny_config(model=dataclasses.replace(MODEL, **model))
-    with refused(ValueError, "optimizer state", unit, "mesh.fsdp"):
-        mesh = make_mesh(MeshConfig())
-        state = abstract_train_state(config, Parameters(config.model, mesh))
-        check_memory(config, mesh, state)
-
-
-@pytest.mark.parametrize("name", ["global_batch_size", "eval.batch_size"])
-def test_batches_that_no_machine_holds(name):
-    """A line at once, in place of a search for microbatches and of reading them."""
-    model = dataclasses.replace(MODEL, max_seq_len=2**20)
-    config = tiny_config(model=model, global_batch_size=2**30)
-    if name == "eval.batch_size":
-        config = tiny_config(model=model, eval=EvalConfig(batch_size=2**30))
+def test_what_no_memory_holds_is_refused_at_once(model, changes, named):
+    config = tiny_config(model=dataclasses.replace(MODEL, **model), **changes)
     mesh = make_mesh(MeshConfig())
     check_mesh(config, mesh.shape)
-    with refused(ValueError, f"{name}={2**30}"):
+    with refused(ValueError, *named):
         state = abstract_train_state(config, Parameters(config.model, mesh))
         check_memory(config, mesh, state)
 
@@ -303,9 +245,7 @@ def test_the_fewest_microbatches_that_fit():
     assert "not even the last fits" in logged[-1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(850, 1), (450, 2), (449, 4), (150, 8), (149, None)]
-)
+@pytest.mark.parametrize(("limit", "expected"), [(850, 1), (449, 4), (149, None)])
 def test_the_fewest_microbatches_that_fit_by_measuring(limit, expected):
     tried = []
 
@@ -329,8 +269,8 @@ def test_a_policy_that_recomputes_less_is_preferred_whatever_its_microbatch():
         def measure(config):
             return Needs(100 + vectors[config.model.remat] // config.microbatches)
 
-        found = search(config, make_mesh(UNSET.mesh), POLICIES, measure, usable)
-        return found.model.remat, found.microbatches
+        fitting = search(config, make_mesh(UNSET.mesh), POLICIES, measure, usable)
+        return fitting.model.remat, fitting.microbatches
 
     assert chosen(180) == (None, 1)
     assert chosen(120) == (None, 4)
@@ -348,7 +288,7 @@ def test_where_no_estimate_can_be_made_the_fewest_that_divide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("remat", [None, "full"])
 def test_the_estimate_follows_the_compiled_program(remat):
     model = dataclasses.replace(MODEL, num_layers=12, embed_dim=128, max_seq_len=256)
     config = with_remat(dataclasses.replace(UNSET, model=model, num_microbatches=2), remat)

@@ -14,7 +14,7 @@ from refusals import refused
 from running import finish, records, start_two, wait_for_steps
 from safetensors.numpy import load_file
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
-from tiny import MODEL, batch_of, first_difference, short_config, tiny_config, validation_batches
+from tiny import batch_of, first_difference, short_config, tiny_config, validation_batches
 
 from maxmars.checkpoint import load as load_checkpoint
 from maxmars.checkpoint import read
@@ -30,7 +30,6 @@ from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics
 from maxmars.train.step import (
     abstract_saved_state,
-    abstract_train_state,
     init_train_state,
     make_train_step,
 )
@@ -115,6 +114,10 @@ def loss_of(params, config):
     return validation_loss(make_eval_step(config.model, mesh), mesh, on_mesh, batches).loss
 
 
+def check(run, **arguments):
+    return audit(run, log=lambda text: None, **arguments)
+
+
 def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -160,15 +163,6 @@ def test_the_average_is_that_of_the_parameters_after_each_update():
         assert_close(state.evaluation_params, weighted(weights / (1 - DECAY**t), history))
 
 
-def test_it_lies_as_the_parameters_do():
-    config = tiny_config(ema_decay=DECAY, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    state = abstract_train_state(config, Parameters(MODEL, sharding.make_mesh(config.mesh)))
-    for leaf, param in zip(
-        *map(jax.tree.leaves, (state.evaluation_params, state.params)), strict=True
-    ):
-        assert (leaf.sharding, leaf.shape) == (param.sharding, param.shape)
-
-
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
     """A run that averages, stopped after 2 of 4 steps and continued."""
@@ -191,9 +185,9 @@ def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
     best = saved_arrays(tmp_path / "undisturbed", config, step=2)  # `keep_best` goes by its metric
     loss = loss_of(best.state.evaluation_params, config)
     assert best.checkpoint.metrics["eval/loss"] == pytest.approx(loss, abs=1e-6)
-    found = audit(averaged / "run", replay=2, log=lambda text: None)
-    assert found.problems == []
-    assert found.replayed
+    audited = check(averaged / "run", replay=2)
+    assert audited.problems == []
+    assert audited.replayed
 
 
 @pytest.mark.seconds
@@ -246,8 +240,7 @@ def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_pa
     off = dataclasses.replace(config, num_steps=5, ema_decay=None)
     train(off, tmp_path / "run", resume_overrides=["ema_decay"])
     assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
-    found = audit(tmp_path / "run", replay=2, log=lambda text: None)
-    assert found.problems == []
+    assert check(tmp_path / "run", replay=2).problems == []
 
 
 @pytest.mark.seconds
@@ -255,7 +248,7 @@ def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
     config = config_of(tmp_path, model=small(file, "bfloat16"), ema_decay=DECAY, num_steps=2)
     train(dataclasses.replace(config, num_steps=1, schedule=fixed(2)), tmp_path / "run")
     train(dataclasses.replace(config, schedule=fixed(2)), tmp_path / "run")
-    assert audit(tmp_path / "run", replay=2, log=lambda text: None).problems == []
+    assert check(tmp_path / "run", replay=2).problems == []
     average = saved_arrays(tmp_path / "run", config).state.evaluation_params
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), average)
     assert differs(average, rounded)
@@ -278,17 +271,16 @@ def test_a_changed_average_is_found(averaged, tmp_path):
     for run, part in (("array", "checkpoints/4/state"), ("checkpoint", "checkpoints/4")):
         shutil.rmtree(tmp_path / run / part)
         shutil.copytree(tmp_path / "other" / part, tmp_path / run / part)
-        assert audit(tmp_path / run, log=lambda text: None).problems, run
+        assert check(tmp_path / run).problems, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL_OPTIMIZERS)
-def test_it_averages_under_every_optimizer(name, tmp_path):
+@pytest.mark.parametrize("name", ["sophia", "mars m exact"])
+def test_it_averages_beside_what_else_a_step_keeps(name, tmp_path):
     config = config_of(tmp_path, ema_decay=DECAY, optimizer=ALL_OPTIMIZERS[name], num_steps=2)
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     train(dataclasses.replace(config, mesh=mesh), tmp_path / "run")
-    found = audit(tmp_path / "run", replay=1, log=lambda text: None)
-    assert found.problems == []
+    assert check(tmp_path / "run", replay=1).problems == []
 
 
 # --- what an optimizer names ---------------------------------------------------------------------
@@ -303,7 +295,7 @@ def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     train(config, run)
     train(config, tmp_path / "undisturbed")
     assert first_difference(run, tmp_path / "undisturbed") is None
-    assert audit(run, replay=2, log=lambda text: None).problems == []
+    assert check(run, replay=2).problems == []
     state = saved_arrays(run, config).state
     inner = state.opt_state if name == "free" else state.opt_state[1]
     expected = optax.contrib.schedule_free_eval_params(inner, state.params)
@@ -326,7 +318,7 @@ def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
         train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
         types = read(tmp_path / "run" / "checkpoints").types
         assert any(n.startswith("evaluation_params/") for n in types) == has
-    assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
+    assert check(tmp_path / "run", replay=1).problems == []
 
 
 @pytest.mark.seconds
@@ -334,9 +326,9 @@ def test_a_lie_about_what_is_named_is_found(file, tmp_path, monkeypatch):
     config = config_of(tmp_path, optimizer=own(file, "lying"), num_steps=2, model=small(file))
     monkeypatch.setenv("FACTOR", "2")
     train(config, tmp_path / "run")
-    assert audit(tmp_path / "run", replay=1, log=lambda text: None).problems == []
+    assert check(tmp_path / "run", replay=1).problems == []
     monkeypatch.setenv("FACTOR", "1")
-    (problem,) = audit(tmp_path / "run", replay=1, log=lambda text: None).problems
+    (problem,) = check(tmp_path / "run", replay=1).problems
     assert "digest" in problem
 
 
@@ -355,10 +347,10 @@ def test_what_cannot_be_evaluated_is_refused(file, tmp_path, name, ema_decay, na
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_a_decay_that_averages_nothing_is_refused(decay):
-    with refused(ValueError, "ema_decay", decay):
-        tiny_config(ema_decay=decay)
+def test_a_decay_that_averages_nothing_is_refused():
+    for decay in (0.0, 1.0):
+        with refused(ValueError, "ema_decay", decay):
+            tiny_config(ema_decay=decay)
 
 
 # --- two processes -------------------------------------------------------------------------------
@@ -367,29 +359,23 @@ CONFIG = """
 import sys
 sys.path.insert(0, {tests!r})
 from maxmars.config import CheckpointConfig, OptaxConfig
-from tiny import ADAMW, tiny_config
+from tiny import tiny_config
 
 def get_config():
     return tiny_config(
-        num_steps=40,
+        num_steps=20,
         num_microbatches=1,
         checkpoint=CheckpointConfig(every=4, keep_last=99),
-        {change},
+        optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2),
     )
 """
-CHANGES = {
-    "average": "optimizer=ADAMW, ema_decay=0.9",
-    "named": "optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2)",
-}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CHANGES)
-def test_two_processes_are_killed_and_go_on_bit_by_bit(tmp_path, kind):
+def test_two_processes_are_killed_and_go_on_bit_by_bit(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    text = CONFIG.format(tests=str(Path(__file__).parents[1]), change=CHANGES[kind])
-    (tmp_path / "config.py").write_text(text)
+    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
     killed = start_two(tmp_path, "run")
     wait_for_steps(tmp_path / "run", 9, killed[0])
     for process in killed:
@@ -400,6 +386,6 @@ def test_two_processes_are_killed_and_go_on_bit_by_bit(tmp_path, kind):
             assert code == 0, output
     assert records(tmp_path / "run") == records(tmp_path / "undisturbed")
     assert first_difference(tmp_path / "run", tmp_path / "undisturbed") is None
-    found = audit(tmp_path / "run", log=lambda text: None)
-    assert (found.problems, found.sessions) == ([], 2)
+    audited = check(tmp_path / "run")
+    assert (audited.problems, audited.sessions) == ([], 2)
     assert any("eval/params_distance" in row for row in read_metrics(tmp_path / "run"))

@@ -96,10 +96,10 @@ def test_a_run_of_format_3_is_continued(folder, capsys):
 def test_the_parameters_of_both_formats_are_used(folder, older, capsys):
     take(older)
     options = "--num-processes 1 --tasks loss --data.path tokens --data.num-windows 8"
-    main(["eval", "run", *options.split(), "--output", "found.json"])
-    found = json.loads(Path("found.json").read_text())
+    main(["eval", "run", *options.split(), "--output", "scores.json"])
+    scores = json.loads(Path("scores.json").read_text())
     expected = SAVED_LOSS if older == "format_3" else losses("run")[4, "eval/loss"]
-    assert found["loss"] == pytest.approx(expected, abs=1e-5)
+    assert scores["loss"] == pytest.approx(expected, abs=1e-5)
     main(["generate", "run", "--prompt", "the ", "--max-new-tokens", "3", "--output", "t.jsonl"])
     assert len(Path("t.jsonl").read_text().splitlines()) == 1
     main(["export", "run", "exported"])

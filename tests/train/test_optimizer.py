@@ -1,7 +1,5 @@
 """Kinds, matrices, rules and parts of parameters; the optimizer and schedule of a config."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,16 +35,6 @@ from maxmars.train.optimizer import (
 from maxmars.train.step import init_train_state, make_train_step
 
 
-def test_kinds_are_those_that_the_layers_say():
-    kinds = Parameters(MODEL).kinds
-    block = kinds["h"]
-    assert block["attn"]["c_attn"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["attn"]["c_proj"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["mlp"]["c_fc"] == {"kernel": "matrix", "bias": "vector"}
-    assert block["ln_1"] == {"scale": "vector", "bias": "vector"}
-    assert kinds["wte"] == kinds["wpe"] == {"embedding": "embedding"}
-
-
 def test_specs_of_stacked_parameters():
     block = Parameters(MODEL).specs["h"]
     assert block["attn"]["c_attn"]["kernel"] == MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
@@ -70,10 +58,8 @@ def first_step(optimizer, params, grads):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ADAMW,
         NAdamWConfig(),
         AdEMAMixConfig(),
-        MarsConfig(),
         MarsConfig(optimize_vectors=True),
         MarsConfig(variant="lion", decay_embeddings=True),
         MarsConfig(variant="m", decay_embeddings=True),
@@ -156,28 +142,17 @@ def test_ademamix_is_the_papers():
 def test_schedules(options, expected):
     config = tiny_config(num_steps=110, schedule=ScheduleConfig(warmup_steps=10, **options))
     schedule = make_schedule(config)
-    found = [float(schedule(step)) for step in (0, 5, 10, 60, 110, 1000)]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("decay", ["cosine", "linear", "exponential", "wsd"])
-def test_without_a_warmup_a_schedule_starts_at_the_peak(decay):
-    schedule = ScheduleConfig(warmup_steps=0, decay=decay)
-    assert float(make_schedule(tiny_config(schedule=schedule))(0)) == 1
+    shape = [float(schedule(step)) for step in (0, 5, 10, 60, 110, 1000)]
+    np.testing.assert_allclose(shape, expected, atol=1e-6)
+    given = ScheduleConfig(warmup_steps=0, decay_steps=110, **options)
+    schedule = make_schedule(tiny_config(num_steps=200, schedule=given))
+    assert float(schedule(0)) == 1
+    assert float(schedule(110)) == pytest.approx(options.get("final_fraction", 0.1), abs=1e-4)
 
 
 def test_a_warmup_may_last_to_the_end():
     config = tiny_config(num_steps=10, schedule=ScheduleConfig(warmup_steps=10))
     assert float(make_schedule(config)(10)) == pytest.approx(1.0)
-
-
-def test_schedule_ends_at_decay_steps_or_num_steps():
-    config = tiny_config(num_steps=100, schedule=ScheduleConfig(warmup_steps=10))
-    assert float(make_schedule(config)(100)) == pytest.approx(0.1)
-    schedule = dataclasses.replace(config.schedule, decay_steps=50)
-    assert float(make_schedule(dataclasses.replace(config, schedule=schedule))(50)) == (
-        pytest.approx(0.1)
-    )
 
 
 def one_step(config):

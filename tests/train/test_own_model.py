@@ -23,16 +23,12 @@ from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
-    LionConfig,
     MarsConfig,
     MeshConfig,
     ModuleConfig,
     MuonConfig,
     ScheduleConfig,
     SophiaConfig,
-    TokenShardsConfig,
-    from_dict,
-    to_dict,
 )
 from maxmars.config.checks import UsageError
 from maxmars.distributed import sharding
@@ -104,24 +100,24 @@ def test_a_run_from_the_command_line_is_evaluated_as_it_evaluated_itself(run, ca
     questions = str(run.parent / "questions.jsonl")
     options = ["--num-processes", "1", "--hellaswag.path", questions]
     main(["eval", str(run), "--output", str(report), *options])
-    found = json.loads(report.read_text())
+    scores = json.loads(report.read_text())
     lines = {key: value for line in read_metrics(run) for key, value in line.items()}
-    assert found["loss"] == pytest.approx(lines["eval/loss"], rel=1e-6)
+    assert scores["loss"] == pytest.approx(lines["eval/loss"], rel=1e-6)
     for protocol, name in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
-        assert found["hellaswag"][protocol]["acc_norm"] == lines[f"eval/{name}_acc_norm"]
+        assert scores["hellaswag"][protocol]["acc_norm"] == lines[f"eval/{name}_acc_norm"]
     assert "HellaSwag" in capsys.readouterr().out
 
 
 def test_questions_are_scored_as_each_ending_alone(run, trained):
     questions = load_questions(run.parent / "questions.jsonl")
     scorer = HellaSwag(trained.config, trained.mesh, trained.tokenizer, questions)
-    found = scorer(trained.params)["completion"].log_likelihoods
+    log_likelihoods = scorer(trained.params)["completion"].log_likelihoods
     score, encode = plain_scorer(trained.config, trained.params), trained.tokenizer.encode
     expected = [
         [score(encode(q.context), encode(f" {ending}"))[0] for ending in q.endings]
         for q in questions
     ]
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    np.testing.assert_allclose(log_likelihoods, expected, rtol=2e-5)
 
 
 @pytest.mark.seconds
@@ -131,10 +127,10 @@ def test_continuations_share_a_row_where_the_module_takes_their_numbers(trained,
     model = load(run_of_the_page)
     packed = pack_choices(choices, model.config)
     assert len(packed.rows) == 2
-    found = LogLikelihoods(model.config, model.mesh)(model.params, packed).log_likelihoods
+    log_likelihoods = LogLikelihoods(model.config, model.mesh)(model.params, packed).log_likelihoods
     score = plain_scorer(model.config, model.params)
     expected = [score(choices[0].context, ending)[0] for ending in choices[0].continuations]
-    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+    np.testing.assert_allclose(log_likelihoods[0], expected, rtol=2e-5)
 
 
 def test_generated_text_is_that_of_whole_forward_passes(trained):
@@ -155,14 +151,8 @@ def test_generated_text_is_that_of_whole_forward_passes(trained):
             tokens.append(int(logits[0, len(seen) - 1, :257].argmax()))
         return tokens[len(prompt) :]
 
-    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
-    assert [tokens.tolist() for tokens in found] == [plain(prompt) for prompt in prompts]
-
-
-def test_the_run_keeps_its_model(run, trained, capsys):
-    assert trained.config.make.file.startswith(str(run))
-    main(["generate", str(run), "--prompt", "the ", "--max-new-tokens", "3"])
-    assert capsys.readouterr().out.startswith("the ")
+    generated = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
+    assert [tokens.tolist() for tokens in generated] == [plain(prompt) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -196,15 +186,14 @@ def test_transformers_computes_the_same_logits(exported, trained):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = np.random.default_rng(0).integers(0, 257, (2, 100))
     with torch.no_grad():
-        found = model(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(found, trained.model(tokens)[..., :257], atol=1e-4)
+        logits = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(logits, trained.model(tokens)[..., :257], atol=1e-4)
 
 
 def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path):
     where = run_of_the_page / "checkpoints" / "40"
-    with refused(ValueError, where, "my_model.py:make", "GPT-2") as found:
+    with refused(ValueError, where, "my_model.py:make", "GPT-2"):
         export_model(run_of_the_page, tmp_path / "out")
-    assert "\n" not in str(found.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -284,14 +273,6 @@ def test_a_run_continues_bit_by_bit_and_refuses_another_model(tmp_path):
     assert done.step == 5
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_killed_run_continues_bit_by_bit(tmp_path, capsys):
-    out = tmp_path / "out"
-    main(["verify-resume", str(EXAMPLE), "--steps", "60", "--out", str(out)])
-    assert "identical to the undisturbed run" in capsys.readouterr().out
-
-
 PAGE = ROOT / "tools" / "examples" / "your_own_optimizer_model_data.md"
 
 
@@ -321,9 +302,9 @@ def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
         main(["generate", str(copy), *prompts, *options])
         return capsys.readouterr().out
 
-    found = generated("cached", "")
-    assert len(found) > 30
-    assert found == generated("whole rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
+    cached = generated("cached", "")
+    assert len(cached) > 30
+    assert cached == generated("whole rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
     with refused(ZeroDivisionError):
         generated("broken", "\nConvolutions.decode = lambda *arguments: 1 / 0\n")
 
@@ -368,19 +349,13 @@ def test_the_policy_of_a_run_is_chosen_written_down_and_kept(tmp_path, capsys):
     assert load(run).config.remat == "dots"
 
 
-@pytest.mark.parametrize(("remat", "named"), [("ful", ["dots", "full"]), ("Auto", ["auto"])])
-def test_an_unknown_policy_is_refused(remat, named):
-    with refused(ValueError, f"model.remat={remat!r}", *named):
-        check_model(Parameters(dataclasses.replace(OWN, remat=remat), one_device()))
-
-
-@pytest.mark.parametrize("remat", ["full", "auto"])
-def test_a_module_without_policies_refuses_them_before_anything_is_written(tmp_path, plain, remat):
-    config = own_config(tmp_path, model=dataclasses.replace(plain("make"), remat=remat))
-    with refused(ValueError, "Plain", f"model.remat={remat!r}", "remat_policies") as found:
-        train(config, tmp_path / "run")
-    assert "\n" not in str(found.value)
-    assert not (tmp_path / "run").exists()
+def test_a_policy_that_a_module_does_not_have_is_refused(plain):
+    for model, named in (
+        (dataclasses.replace(OWN, remat="ful"), ["'ful'", "dots", "full", "auto"]),
+        (dataclasses.replace(plain("make"), remat="full"), ["Plain", "'full'", "remat_policies"]),
+    ):
+        with refused(ValueError, "model.remat=", *named):
+            check_model(Parameters(model, one_device()))
 
 
 # --- on a mesh ------------------------------------------------------------------------------------
@@ -390,14 +365,9 @@ def test_a_module_without_policies_refuses_them_before_anything_is_written(tmp_p
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ADAMW,
-        LionConfig(),
-        MarsConfig(),
         MarsConfig(exact=True),
         SHAMPOO,
-        MarsConfig(variant="m"),
-        MuonConfig(),
-        MuonConfig(qkv="heads", ns_dtype="float32"),
+        MuonConfig(qkv="heads"),
         SophiaConfig(update_hessian_every=2),
     ],
 )
@@ -408,15 +378,15 @@ def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):
     shape = MeshConfig(data=2, fsdp=2, tensor=2)
     config = own_config(tmp_path, optimizer=optimizer, mesh=shape)
     tokens = np.random.default_rng(0).integers(0, 257, (2, 1, 16, 17)).astype(np.int32)
-    found = []
+    trainings = []
     for mesh in (one_device(), sharding.make_mesh(shape)):
         step = make_train_step(config, Parameters(config.model, mesh))
         state, losses = init_train_state(config, Parameters(config.model, mesh)), []
         for batch in tokens:
             state, metrics = step(state, batch_of(step, batch))
             losses.append(float(metrics["train/loss"]))
-        found.append((losses, jax.device_get(state.params)))
-    (expected, params), (losses, sharded) = found
+        trainings.append((losses, jax.device_get(state.params)))
+    (expected, params), (losses, sharded) = trainings
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     rate = optimizer.learning_rate
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02 * rate), sharded, params)
@@ -449,7 +419,7 @@ def test_a_plan_for_a_tpu(tmp_path):
 
 @pytest.mark.slow
 def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
-    options = """--optimizers adamw mars --seeds 2 --num-steps 2 --global-batch-size 8
+    options = """--optimizers adamw mars --seeds 2 --num-steps 1 --global-batch-size 8
         --model.options.embed-dim 32 --model.max-seq-len 16 --eval.num-windows 16"""
     workdir = tmp_path / "compared"
     command = ["compare", f"{EXAMPLE}:data={byte_tokens}", "--workdir", str(workdir)]
@@ -480,7 +450,6 @@ def test_flops_of_a_head_of_its_own():
     assert Parameters(OWN).flops_per_token == expected
 
 
-@pytest.mark.slow
 def test_packed_documents_are_scored_as_each_alone():
     tokens = np.random.default_rng(0).integers(0, 257, (1, 15)).astype(np.int32)
     segments = np.repeat([0, 1], [6, 9])[None].astype(np.int32)
@@ -493,20 +462,7 @@ def test_packed_documents_are_scored_as_each_alone():
     np.testing.assert_allclose(packed[6:], second, rtol=1e-5)
 
 
-def test_a_config_with_it_survives_json():
-    config = dataclasses.replace(OWN, options={"sizes": [1, 2], "deep": {"a": None}})
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    assert hash(config) == hash(dataclasses.replace(config))
-
-
-@pytest.mark.seconds
-def test_options_change_on_the_command_line():
-    arguments = ["--model.options.num-layers", "3", "--model.max-seq-len", "64"]
-    config = parse_arguments(
-        ConfigArguments, [str(EXAMPLE), *arguments], prog="maxmars train"
-    ).config
-    assert config.model.options["num_layers"] == 3
-    assert config.model.max_seq_len == 64
+def test_an_option_of_the_module_is_named_where_it_is_meant():
     with refused(UsageError, "--model.num-layers", "--model.options.num-layers"):
         parse_arguments(ConfigArguments, [str(EXAMPLE), "--model.num-layers", "3"], prog="train")
 
@@ -546,8 +502,10 @@ class Plain(nnx.Module):
             x = layer(x)
         return x
 
-def make(*, rngs, vocab_size, max_seq_len):
-    return Plain(rngs, vocab_size)
+def of(kind):
+    return lambda *, rngs, vocab_size, max_seq_len: kind(rngs, vocab_size)
+
+make = of(Plain)
 
 class Tied(Plain):
     '''Its input reads the copies of the table that the head uses.'''
@@ -559,14 +517,10 @@ class Tied(Plain):
             x = layer(x)
         return x
 
-def tied(*, rngs, vocab_size, max_seq_len):
-    return Tied(rngs, vocab_size)
-
 class Untyped(Tied):
     table_dtype = property()
 
-def untyped(*, rngs, vocab_size, max_seq_len):
-    return Untyped(rngs, vocab_size)
+tied, untyped = of(Tied), of(Untyped)
 
 class Joined(Plain):
     '''What it computes of a row depends on the other rows of the microbatch.'''
@@ -576,8 +530,7 @@ class Joined(Plain):
         x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(("data", "fsdp")))
         return x - x.mean(0)
 
-def joined(*, rngs, vocab_size, max_seq_len):
-    return Joined(rngs, vocab_size)
+joined = of(Joined)
 
 # Each of these is wrong in one way.
 
@@ -630,10 +583,6 @@ def array(*, rngs, vocab_size, max_seq_len):
     model.table_of_sines = nnx.data(jnp.sin(jnp.arange(8.0)))
     return model
 
-class OneArgument(Plain):
-    def __call__(self, tokens):
-        return super().__call__(tokens)
-
 class Uncallable(nnx.Module):
     pass
 
@@ -666,40 +615,14 @@ class NoPair(GrowingCache):
     def decode(self, tokens, positions, cache):
         return super().__call__(cache["tokens"])
 
-class Transposed(Plain):
-    @property
-    def output_embedding(self):
-        return self.table[...].T
-
-def one_argument(*, rngs, vocab_size, max_seq_len):
-    return OneArgument(rngs, vocab_size)
+logits, sums, pair = map(of, (Logits, Sums, Pair))
+only_prefill, growing_cache, no_pair = map(of, (OnlyPrefill, GrowingCache, NoPair))
 
 def uncallable(**options):
     return Uncallable()
 
 def headless(**options):
     return Headless()
-
-def logits(*, rngs, vocab_size, max_seq_len):
-    return Logits(rngs, vocab_size)
-
-def sums(*, rngs, vocab_size, max_seq_len):
-    return Sums(rngs, vocab_size)
-
-def pair(*, rngs, vocab_size, max_seq_len):
-    return Pair(rngs, vocab_size)
-
-def only_prefill(*, rngs, vocab_size, max_seq_len):
-    return OnlyPrefill(rngs, vocab_size)
-
-def growing_cache(*, rngs, vocab_size, max_seq_len):
-    return GrowingCache(rngs, vocab_size)
-
-def no_pair(*, rngs, vocab_size, max_seq_len):
-    return NoPair(rngs, vocab_size)
-
-def transposed(*, rngs, vocab_size, max_seq_len):
-    return Transposed(rngs, vocab_size)
 
 def small_vocabulary(*, rngs, vocab_size, max_seq_len):
     return Plain(rngs, 100)
@@ -724,15 +647,6 @@ def plain(tmp_path_factory):
     return lambda name: ModuleConfig(make=f"{path}:{name}", vocab_size=257, max_seq_len=16)
 
 
-@pytest.mark.slow
-def test_layers_in_a_list_are_trained_saved_and_read(tmp_path, plain, byte_tokens):
-    data = TokenShardsConfig(path=str(byte_tokens))
-    config = own_config(tmp_path, model=plain("make"), optimizer=ADAMW, num_steps=1, data=data)
-    train(config, tmp_path / "run")
-    model = load(tmp_path / "run").model
-    assert model(np.zeros((1, 3), np.int32)).shape == (1, 3, 257)
-
-
 @pytest.mark.seconds
 def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
     shape = MeshConfig(data=2, fsdp=2)
@@ -754,9 +668,9 @@ def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(
     def loss_and_gradient(config):
         return jax.value_and_grad(lambda p: mean_loss(make_model(config, p), tokens))(params)
 
-    found, expected = loss_and_gradient(plain("tied")), loss_and_gradient(plain("make"))
+    tied, looked_up = loss_and_gradient(plain("tied")), loss_and_gradient(plain("make"))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), tied, looked_up
     )
 
 
@@ -792,7 +706,6 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("no_matrix", ["extra", "[None, 'mlp']", "MatrixSpec"]),
         ("dropout", ["dropout.rngs.", " Rng", "nnx.Param"]),
         ("array", ["table_of_sines", "nnx.Param"]),
-        ("one_argument", ["OneArgument", "'segment_ids'", "__call__"]),
         ("uncallable", ["Uncallable", "segment_ids", "__call__"]),
         ("headless", ["Headless", "output_embedding"]),
         ("logits", ["257 columns", "output_embedding 8"]),
@@ -802,7 +715,6 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
         ("only_prefill", ["OnlyPrefill", "decode("]),
         ("growing_cache", ["GrowingCache", "[1, 16]", "[1, 17]"]),
         ("no_pair", ["NoPair", "decode", "float32", "[1, 16, 8]"]),
-        ("transposed", ["output_embedding", "Transposed", "[8, 257]", "model.vocab_size=257"]),
         ("small_vocabulary", ["output_embedding", "Plain", "[100, 8]", "model.vocab_size=257"]),
         ("cap_of_rows", ["cap_logits", "Plain"]),
         ("cap_with_parameter", ["cap_logits", "Plain"]),
@@ -811,9 +723,9 @@ def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vect
 def test_wrong_modules_are_refused_in_one_line(plain, name, named):
     model = plain(name)
     parameters = Parameters(model, one_device())
-    with refused(ValueError, *named) as found:
+    with refused(ValueError, *named) as error:
         parameters.specs if name == "no_matrix" else check_model(parameters)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_soft_cap_holds_for_logits_and_loss(plain):
@@ -835,7 +747,7 @@ def test_a_soft_cap_holds_for_logits_and_loss(plain):
     ("name", "changes", "named"),
     [
         ("logits", {}, ["257 columns"]),
-        ("empty", {}, ["extra", "[8, 0]"]),
+        ("make", {"remat": "auto"}, ["Plain", "'auto'", "remat_policies"]),
         ("make", {"vocab_size": 100}, ["257 (byte)", "model.vocab_size=100"]),
     ],
 )

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 from refusals import refused
 from tiny import MODEL, batch_of, first_difference, series, short_config
-from xla_flags import xla_flags
 
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -28,15 +24,15 @@ from maxmars.config.errors import in_words
 from maxmars.config.user_code import load_function
 from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
-from maxmars.plan.compile import optimizer_state_bytes
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
-from maxmars.train.step import abstract_train_state, init_train_state, make_train_step
+from maxmars.train.step import init_train_state, make_train_step
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 SOURCE = """
 from typing import Any, NamedTuple
 import jax, jax.numpy as jnp, optax, optax.contrib
+from maxmars.optim import mars
 
 class Counted(NamedTuple):
     count: jax.Array
@@ -75,6 +71,9 @@ def number(learning_rate, **options):
 
 def sums(learning_rate, **options):
     return optax.stateless(lambda updates, params: jax.tree.map(lambda x: x.sum(), updates))
+
+def exact(learning_rate, *, matrix_specs, mesh):
+    return mars(learning_rate, exact=True, matrix_specs=matrix_specs)
 
 def stateful(init, change):
     return optax.GradientTransformation(init, lambda g, s, params=None: (g, change(g, s)))
@@ -127,25 +126,19 @@ def source(tmp_path):
     return str(tmp_path / "own.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True])
-def test_a_state_made_of_the_parameters_begins_with_those_of_the_run(source, tmp_path, given):
+@pytest.mark.seconds
+def test_a_state_made_of_the_parameters_begins_with_those_of_the_run(source, tmp_path):
     optimizer = OptaxConfig(make=f"{source}:keeping", learning_rate=1e-3)
     config = short_config(tmp_path / "tokens", optimizer=optimizer)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     parameters = Parameters(config.model, mesh)
-    state, step = init_train_state(config, parameters), make_train_step(config, parameters)
-    if given:
-        params = jax.tree.map(lambda x: x + 1, state.params)
-        state = init_train_state(config, Parameters(config.model, mesh), {"params": params})
+    step = make_train_step(config, parameters)
+    params = jax.tree.map(lambda x: x + 1, init_train_state(config, parameters).params)
+    state = init_train_state(config, parameters, {"params": params})
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, state.params)
     tokens = np.zeros(step.abstract_batch["tokens"].shape, np.int32)
     state, metrics = step(state, batch_of(step, tokens))  # donates every array once
     assert metrics["train/skipped"] == 0
-
-
-def losses(workdir):
-    return {key: value for key, value in series(workdir).items() if key[1] == "train/loss"}
 
 
 @pytest.mark.seconds
@@ -166,7 +159,7 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     config = dataclasses.replace(config, optimizer=own)
     train(config, tmp_path / "continued")
     assert first_difference(tmp_path / "package", tmp_path / "continued") is None
-    assert len(losses(tmp_path / "continued")) == 3
+    assert {step for step, _ in series(tmp_path / "continued")} == {1, 2, 3}
     kept = tmp_path / "continued" / "sources" / "optimizer"
     assert [path.name for path in kept.iterdir()] == ["own.py"]
     assert [path.name for path in kept.parent.iterdir()] == ["optimizer"]
@@ -223,15 +216,6 @@ def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
     assert load_function(f"{source}:counting") is not first
 
 
-def test_its_state_lies_as_the_parameters_do(tmp_path, source):
-    own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
-    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
-    config = short_config(tmp_path / "tokens", optimizer=own, mesh=mesh)
-    state = abstract_train_state(config, Parameters(config.model, sharding.make_mesh(config.mesh)))
-    found = optimizer_state_bytes(state.opt_state)
-    assert found["mu"] == found["nu"] == sharding.bytes_on_chip(state.params)
-
-
 def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     arguments = ["--optimizer.options.b1", "0.9", "--optimizer.learning-rate", "1e-3"]
     config = parse_arguments(
@@ -247,13 +231,13 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
 @pytest.mark.parametrize(
     ("make", "options", "kind", "named"),
     [
-        ("own.py:missing", {}, ValueError, ["'missing'"]),
         ("own.py:not_a_function", {}, ValueError, ["'not_a_function'"]),
         ("none.py:adamw", {}, FileNotFoundError, ["none.py"]),
         ("own.py:adamw", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
         ("own.py:plain", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
         ("own.py:refusing", {"b1": 2}, ValueError, ["b1=2"]),
         ("own.py:number", {}, ValueError, ["a int", "optax.GradientTransformation"]),
+        ("own.py:exact", {}, ValueError, ["prev_grads="]),
         ("own.py:sums", {}, ValueError, ["own.py:sums", "updates", "parameters"]),
         ("own.py:searching", {}, ValueError, ["'value_fn'"]),
         ("own.py:widening", {}, ValueError, ["m/h/", "bfloat16[", "float32[", "old.dtype"]),
@@ -293,8 +277,7 @@ def test_a_rate_that_the_optimizer_leaves_aside_is_no_metric(tmp_path, source):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("save_every", [1, None])
-def test_what_a_rate_of_zero_makes_not_finite_is_told_apart(tmp_path, source, save_every):
+def test_what_a_rate_of_zero_makes_not_finite_is_told_apart(tmp_path, source):
     """Prodigy divides by sums that are zero after a step at the rate 0, where a warm-up begins."""
 
     def config(warmup):
@@ -303,37 +286,10 @@ def test_what_a_rate_of_zero_makes_not_finite_is_told_apart(tmp_path, source, sa
             num_steps=3,
             optimizer=OptaxConfig(make=f"{source}:prodigy", learning_rate=1.0),
             schedule=ScheduleConfig(warmup_steps=warmup),
-            checkpoint=CheckpointConfig(every=save_every),
+            checkpoint=CheckpointConfig(every=None),
         )
 
     with refused(ValueError, "--schedule.warmup-steps 0", "not finite") as error:
         train(config(warmup=2), tmp_path / "from_zero")
-    if save_every is None:  # a longer warm-up begins with the same rate
-        assert "more schedule" not in in_words(error.value)
+    assert "more schedule" not in in_words(error.value)  # which begins with the same rate
     assert np.isfinite(train(config(warmup=0), tmp_path / "run").eval_loss)
-
-
-@pytest.mark.slow
-def test_the_example_trains_from_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "maxmars", "train", str(EXAMPLE)]
-    options = ["--workdir", str(tmp_path / "run"), "--num-steps", "3", "--eval.num-windows", "64"]
-    options += ["--model.embed-dim", "16", "--model.num-layers", "2", "--model.scan-unroll", "1"]
-    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
-    result = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert "3" in (tmp_path / "run" / "summary.json").read_text()
-    assert "own_optimizer.py:mars_nadam  its own" in (tmp_path / "run/parameters.txt").read_text()
-
-
-def test_exact_mars_is_told_that_it_gets_no_second_gradient(tmp_path):
-    (tmp_path / "exact.py").write_text(
-        "from maxmars.optim import mars\n"
-        "def make(learning_rate, *, matrix_specs, mesh):\n"
-        "    return mars(learning_rate, exact=True, matrix_specs=matrix_specs)\n"
-    )
-    own = OptaxConfig(make=f"{tmp_path / 'exact.py'}:make", learning_rate=0.1)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with refused(ValueError, "prev_grads="):
-        check_optimizer(own, Parameters(MODEL, mesh))

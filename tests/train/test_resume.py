@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 from refusals import refused
-from tiny import ADAMW, MODEL, batch_of, begin_from
+from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
 
-from maxmars.checkpoint import find, list_steps, load, read, save_params
+from maxmars.checkpoint import load, read, save_params
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.curves import read_run
@@ -67,11 +67,6 @@ def continuing(source, short_config):
     return continuing
 
 
-def rows_of(workdir, key):
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[key] for line in lines if key in line}
-
-
 @pytest.mark.seconds
 def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tmp_path):
     workdir = tmp_path / "run"
@@ -85,7 +80,7 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     )
     names = ["optimizer.learning_rate", "global_batch_size"]
     train(config, workdir, resume_overrides=names)
-    assert rows_of(workdir, "train/learning_rate")[4] == pytest.approx(1e-2)
+    assert values_of(workdir, "train/learning_rate")[4] == pytest.approx(1e-2)
     for step, position in ((2, 2 * 16), (4, 2 * 16 + 2 * 8)):
         meta = json.loads((workdir / "checkpoints" / str(step) / "meta" / "data.json").read_text())
         assert meta["data_position"] == position
@@ -94,24 +89,10 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert "num_steps 2 -> 4" in changes[1]
     assert "optimizer.learning_rate 0.0006 -> 0.01" in changes[1]
     tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
-    assert rows_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
+    assert values_of(workdir, "tokens") == read_run(workdir, "run").logged[0].tokens == tokens
     assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
     assert list(changes_of_config(read_journal(workdir))) == [2]
-
-
-def test_a_finished_run_that_only_evaluates_leaves_its_checkpoint_as_it_is(
-    source, short_config, tmp_path
-):
-    workdir = tmp_path / "run"
-    shutil.copytree(source, workdir)
-    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    lost = [line for line in lines if '"step": 2, "eval/loss"' not in line]
-    (workdir / "metrics.jsonl").write_text("".join(lost))
-    config = short_config(optimizer=dataclasses.replace(ADAMW, learning_rate=1e-2))
-    train(config, workdir, resume_overrides=["optimizer.learning_rate"])
-    assert rows_of(workdir, "eval/loss") == rows_of(source, "eval/loss")
-    assert read(workdir / "checkpoints").digest == read(source / "checkpoints").digest
 
 
 def test_a_library_of_another_version_is_told(source, short_config, tmp_path, monkeypatch, capsys):
@@ -124,35 +105,15 @@ def test_a_library_of_another_version_is_told(source, short_config, tmp_path, mo
     assert re.search(r"changed since step 2: optax \S+ -> 9\.9\.9\n", capsys.readouterr().out)
 
 
-def test_a_damaged_checkpoint_is_told_like_all_else(source, short_config, tmp_path, capsys):
-    shutil.copytree(source, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "2" / "meta" / "data.json").write_text("{")
-    train(short_config(), tmp_path / "run")
-    printed, log = capsys.readouterr().out, (tmp_path / "run/logs/host_000.log").read_text()
-    for text in (printed, log):
-        assert re.search(r"\n[\d: -]+ checkpoint \S*/run/checkpoints/2 skipped: ", f"\n{text}")
-        assert re.search(r"\n[\d: -]+ damaged checkpoint 2 is now \S*/2\.damaged; delete", text)
-    assert "continuing from step 1" in printed
-
-
-@pytest.mark.slow
-def test_microbatches_are_kept_on_the_same_mesh_and_chosen_anew_on_another(
-    source, short_config, tmp_path
-):
+@pytest.mark.seconds
+def test_microbatches_are_kept_on_the_same_mesh(source, short_config, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(source, workdir)
-    for changes, expected in (
-        ({"num_microbatches": 2}, 2),
-        ({"num_microbatches": None}, 2),
-        ({"num_microbatches": None, "mesh": MeshConfig(fsdp=8)}, 1),
-        ({"num_microbatches": 2, "mesh": MeshConfig(fsdp=8)}, 2),  # what is given counts
-    ):
-        last = max(list_steps(workdir / "checkpoints"))
-        train(short_config(num_steps=last + 1, **changes), workdir)
+    for steps, given in ((3, 2), (4, None)):
+        train(short_config(num_steps=steps, num_microbatches=given), workdir)
         stored = json.loads((workdir / "config.json").read_text())
-        assert stored["num_microbatches"] == expected
-        asked = {} if changes["num_microbatches"] else {"num_microbatches": None}
-        assert stored["asked"].items() >= asked.items()
+        assert stored["num_microbatches"] == 2
+        assert stored["asked"].get("num_microbatches", 2) == given
 
 
 def test_a_change_of_the_rounding_is_told(short_config, source):
@@ -180,13 +141,10 @@ def test_only_what_is_named_changes(continuing, short_config):
     assert continuing(short_config(), *named) == short_config()  # nothing left to change
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("optimizer.weight_decy", ["optimizer.weight_decay?"]), ("x", [])]
-)
-def test_a_field_that_does_not_exist(continuing, short_config, name, meant):
-    with refused(ValueError, f"--resume-overrides {name}:", *meant) as error:
+def test_a_field_that_does_not_exist(continuing, short_config):
+    name = "optimizer.weight_decy"
+    with refused(ValueError, f"--resume-overrides {name}:", "optimizer.weight_decay?"):
         continuing(short_config(), name)
-    assert ("?" in str(error.value)) == bool(meant)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +155,6 @@ def test_a_field_that_does_not_exist(continuing, short_config, name, meant):
             "model",
             ["model.num_layers", "params/h/", "float32[3,", "float32[2,"],
         ),
-        ({"optimizer": MarsConfig()}, "optimizer", [ADAMW, MarsConfig(), "--init-from"]),
         ({"optimizer": AdoptConfig()}, "optimizer", [ADAMW, AdoptConfig(), "--init-from"]),
     ],
 )
@@ -212,22 +169,18 @@ def test_what_does_not_fit_cannot_be_changed(
     assert "--resume-overrides" not in str(error.value)  # it would not help
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_config, dtype):
-    stored, auto = (
-        short_config(model=dataclasses.replace(MODEL, compute_dtype=d)) for d in (dtype, "auto")
-    )
-    assert continuing(auto, stored=stored) == stored
+def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_config):
+    for dtype in ("bfloat16", "float32"):
+        stored, auto = (
+            short_config(model=dataclasses.replace(MODEL, compute_dtype=d)) for d in (dtype, "auto")
+        )
+        assert continuing(auto, stored=stored) == stored
 
 
-@pytest.mark.parametrize("options", [None, {"xla_a": 1}])
-def test_compiler_options_may_change(continuing, short_config, options):
-    config = short_config(tpu_compiler_options=options)
+def test_compiler_options_and_what_the_model_hides_may_change(continuing, short_config):
+    config = short_config(tpu_compiler_options=None)
     assert continuing(config) == config
     assert continuing(short_config(), stored=config) == short_config()
-
-
-def test_the_model_may_be_computed_in_another_way(continuing, short_config):
     config = short_config(model=dataclasses.replace(MODEL, document_end_id=256))
     assert continuing(config, "model.document_end_id") == config
 
@@ -291,7 +244,7 @@ def assert_equal(tree, other):
 @pytest.mark.smoke
 def test_a_run_starts_where_another_ended(source, started):
     workdir, _ = started
-    before, losses = rows_of(source, "eval/loss"), rows_of(workdir, "eval/loss")
+    before, losses = values_of(source, "eval/loss"), values_of(workdir, "eval/loss")
     assert losses[0] == pytest.approx(before[2], abs=1e-5)
     assert losses[2] < losses[0]
     (began,) = began_in(read_journal(workdir))
@@ -325,7 +278,7 @@ def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_con
         check_origin(tmp_path, InitFrom(path=path), continues=False)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_weights_alone_begin_everything_anew(source, short_config):
     config = short_config(optimizer=MarsConfig(), seed=3)
     state = loaded(source / "checkpoints" / "1", config).state
@@ -367,47 +320,13 @@ def test_the_optimizer_state_can_go_on(source, short_config):
     assert np.asarray(state.hyperparams["learning_rate"]) == np.float32(1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("multiple", "mesh"),
-    [
-        (1, MeshConfig(fsdp=8)),
-        # By default `test_a_hugging_face_model` adds rows.
-        pytest.param(64, MeshConfig(fsdp=2, tensor=4), marks=pytest.mark.slow),
-    ],
-)
-def test_rows_that_pad_the_vocabulary_come_and_go(source, short_config, multiple, mesh):
+@pytest.mark.seconds
+def test_rows_that_pad_the_vocabulary_go(source, short_config):
+    """`test_a_hugging_face_model` adds some."""
     before = jax.device_get(saved(source, short_config())["params"]["wte"]["embedding"])
-    config = short_config(model=model(vocab_pad_multiple=multiple), mesh=mesh)
+    config = short_config(model=model(vocab_pad_multiple=1), mesh=MeshConfig(fsdp=8))
     table = jax.device_get(loaded(source, config).state.params["wte"]["embedding"])
-    assert table.shape[0] == config.model.padded_vocab_size != before.shape[0]
-    np.testing.assert_array_equal(table[:257], before[:257])
-    assert not np.any(table[257:])
-
-
-def test_what_a_path_can_mean(source, tmp_path):
-    checkpoints = source / "checkpoints"
-    assert find(source) == find(checkpoints) == (checkpoints, None)
-    assert find(checkpoints / "1") == (checkpoints, 1)
-    assert find(tmp_path) is find(tmp_path / "nowhere") is None
-    shutil.copytree(checkpoints / "1", tmp_path / "best")
-    with refused(ValueError, tmp_path / "best"):
-        find(tmp_path / "best")
-
-
-def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(source, short_config, tmp_path):
-    shutil.copytree(source, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "2"
-    for path in newest.glob("state/**/d/*"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    initial = loaded(tmp_path / "run", short_config())
-    assert initial.origin["weights"].endswith("/1")
-    assert_equal(initial.state.params, saved(source, short_config(), 1)["params"])
-    with refused(ValueError, newest.parent, "step 2"):
-        loaded(newest, short_config())
-    assert newest.is_dir()  # reading renames nothing
+    np.testing.assert_array_equal(table, before[:257])
 
 
 @pytest.mark.parametrize(
@@ -490,17 +409,3 @@ def test_a_hugging_face_model(reference_dir, short_config):
         loaded(directory, short_config(model=dataclasses.replace(shape, max_seq_len=512)))
     with refused(ValueError, directory, "--init-optimizer-state"):
         loaded(directory, config, optimizer_state=True)
-
-
-@pytest.mark.slow
-def test_another_optimizer_mesh_and_padding_at_once(source, short_config, tmp_path):
-    config = short_config(
-        optimizer=MarsConfig(), mesh=MeshConfig(fsdp=2, tensor=4), model=model(vocab_pad_multiple=4)
-    )
-    train(config, tmp_path, init_from=InitFrom(path=str(source)))
-    losses = rows_of(tmp_path, "eval/loss")
-    assert losses[0] == pytest.approx(rows_of(source, "eval/loss")[2], abs=1e-5)
-    assert losses[2] < losses[0]
-    exact = dataclasses.replace(config, optimizer=MarsConfig(exact=True))
-    with refused(ValueError, "last_grad", "optimizer.exact", "False there", "True here"):
-        loaded(tmp_path, exact, optimizer_state=True)

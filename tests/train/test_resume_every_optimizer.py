@@ -1,6 +1,6 @@
 """A continued run is the same, bit by bit, under every optimizer."""
 
-import dataclasses
+import shutil
 
 import pytest
 from tiny import first_difference, series, short_config
@@ -10,11 +10,11 @@ from maxmars.config import (
     AdEMAMixConfig,
     AdoptConfig,
     CheckpointConfig,
+    EvalConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
     NAdamWConfig,
-    ScheduleConfig,
     SoapConfig,
     SophiaConfig,
 )
@@ -50,11 +50,12 @@ def test_a_continued_run_is_the_same(tmp_path, name):
         tmp_path / "tokens",
         optimizer=OPTIMIZERS[name],
         num_steps=5,
-        schedule=ScheduleConfig(warmup_steps=0, decay_steps=5),
-        checkpoint=CheckpointConfig(every=None),
+        eval=EvalConfig(every=None),
+        checkpoint=CheckpointConfig(every=3, keep_last=9),
     )
     train(config, tmp_path / "undisturbed")
-    train(dataclasses.replace(config, num_steps=3), tmp_path / "continued")
+    shutil.copytree(tmp_path / "undisturbed", tmp_path / "continued")
+    shutil.rmtree(tmp_path / "continued" / "checkpoints" / "5")
     train(config, tmp_path / "continued")
     assert len({step for step, _ in series(tmp_path / "continued")}) == 5
     assert first_difference(tmp_path / "undisturbed", tmp_path / "continued") is None

@@ -65,9 +65,9 @@ def test_back_to_a_checkpoint_the_steps_are_the_same(run):
     steer(run, rewind=2)
     assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
     assert read(run / "checkpoints").digest == digest
-    found = audit(run, replay=4, log=lambda text: None)
-    assert found.problems == []
-    assert found.orders == ["at step 2, back from step 6"]
+    audited = audit(run, replay=4, log=lambda text: None)
+    assert audited.problems == []
+    assert audited.orders == ["at step 2, back from step 6"]
 
 
 @pytest.mark.seconds
@@ -102,9 +102,9 @@ def test_an_order_is_carried_out_once(run):
     train(config, run, steering=steering, resume_overrides=["seed"])
     assert position(run, 8) == 8 * BATCH + 10
     assert names(run) >= {"6.rewound-3", "8.rewound-2"}
-    found = audit(run, log=lambda text: None)
-    assert found.problems == []
-    assert len(found.orders) == 2
+    audited = audit(run, log=lambda text: None)
+    assert audited.problems == []
+    assert len(audited.orders) == 2
 
 
 @pytest.mark.seconds
@@ -114,33 +114,19 @@ def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run)
         shutil.rmtree(run / "checkpoints" / str(step))
     steer(run, rewind=2, skip_examples=5)
     assert position(run, 6) == 6 * BATCH + 5
-    found = audit(run, log=lambda text: None)
-    assert found.problems == []
-    assert "6" in found.orders[0]
+    audited = audit(run, log=lambda text: None)
+    assert audited.problems == []
+    assert "6" in audited.orders[0]
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("moved", [[4], [4, 6]])
-def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_start(run, moved):
-    for step in moved:
-        (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.rewound")
+def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_start(run):
+    (run / "checkpoints" / "4").rename(run / "checkpoints" / "4.rewound")
     steer(run, rewind=2, skip_examples=5)
     assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
-    found = audit(run, log=lambda text: None)
-    assert found.problems == []
-    assert found.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
-
-
-@pytest.mark.seconds
-def test_checkpoints_deleted_by_hand_are_made_again(run):
-    digest = read(run / "checkpoints").digest
-    for step in (2, 6):
-        shutil.rmtree(run / "checkpoints" / str(step))
-    steer(run)
-    assert names(run) == {"4", "6"}
-    assert read(run / "checkpoints").digest == digest
-    found = audit(run, log=lambda text: None)
-    assert (found.problems, found.orders) == ([], [])
+    audited = audit(run, log=lambda text: None)
+    assert audited.problems == []
+    assert audited.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
 
 
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
@@ -150,14 +136,11 @@ def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [MuonConfig(learning_rate=1e-3), None])
-def test_the_optimizer_changes_while_step_data_and_schedule_go_on(run, optimizer):
-    """Also into the same one with a new state: its moments begin at zero."""
+def test_the_moments_begin_at_zero_while_step_data_and_schedule_go_on(run):
     config = config_of(run.parent, 8)
-    if optimizer is not None:
-        config = dataclasses.replace(config, optimizer=optimizer)
-        with refused(ValueError, "optimizer", "--new-optimizer-state"):
-            train(config, run, resume_overrides=["optimizer"])
+    other = dataclasses.replace(config, optimizer=MuonConfig(learning_rate=1e-3))
+    with refused(ValueError, "optimizer", "--new-optimizer-state"):
+        train(other, run, resume_overrides=["optimizer"])
     undisturbed = run.parent / "undisturbed"
     shutil.copytree(run, undisturbed)
     train(config_of(run.parent, 8), undisturbed)
@@ -168,9 +151,9 @@ def test_the_optimizer_changes_while_step_data_and_schedule_go_on(run, optimizer
     assert ended[0].step == ended[1].step
     assert ended[0].data_position == ended[1].data_position
     assert ended[0].digest != ended[1].digest
-    found = audit(run, replay=2, log=lambda text: None)
-    assert found.problems == []
-    assert "state of the optimizer" in found.orders[0]
+    audited = audit(run, replay=2, log=lambda text: None)
+    assert audited.problems == []
+    assert "state of the optimizer" in audited.orders[0]
     with refused(ValueError, "--replay 8", "step 6"):
         audit(run, replay=8, log=lambda text: None)
 
@@ -192,54 +175,38 @@ def get_config():
 """
 
 
-@pytest.fixture(scope="module")
-def mars(tmp_path_factory):
-    """A run under MARS of two steps, its continuation to four, and their config."""
-    folder = tmp_path_factory.mktemp("mars")
-    text = MARS.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
-    (folder / "config.py").write_text(text)
-    train_mars(folder, folder / "2", 2)
-    shutil.copytree(folder / "2", folder / "4")
-    train_mars(folder, folder / "4", 4)
-    return folder
-
-
-def train_mars(folder, run, steps, *words):
-    config, steps = str(folder / "config.py"), str(steps)
-    given = ["--workdir", str(run), "--num-steps", steps, "--num-processes", "1"]
-    main(["train", config, *given, *words])
-
-
 @pytest.mark.slow
-def test_parts_of_mars_change_on_a_resume(mars, tmp_path, capsys):
+def test_parts_of_mars_change_on_a_resume(tmp_path, capsys):
     run, names = tmp_path / "run", "optimizer.gamma,optimizer.clip_threshold"
-    shutil.copytree(mars / "2", run)
+    text = MARS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    (tmp_path / "config.py").write_text(text)
+
+    def train_mars(run, steps, *words):
+        given = ["--workdir", str(run), "--num-steps", str(steps), "--num-processes", "1"]
+        main(["train", str(tmp_path / "config.py"), *given, *words])
+
+    train_mars(run, 2)
+    shutil.copytree(run, tmp_path / "undisturbed")
+    train_mars(tmp_path / "undisturbed", 4)
     words = ["--optimizer.gamma", "0", "--optimizer.clip-threshold", "None"]
-    train_mars(mars, run, 4, *words, "--resume-overrides", names)
-    undisturbed = records(mars / "4")
+    train_mars(run, 4, *words, "--resume-overrides", names)
+    undisturbed = records(tmp_path / "undisturbed")
     assert records(run) == {key: pytest.approx(loss, rel=1e-6) for key, loss in undisturbed.items()}
     main(["audit", str(run), "--replay", "2"])
     assert "the same digest" in capsys.readouterr().out
     with pytest.raises(SystemExit):  # the correction would need the gradient of before
-        train_mars(mars, run, 6, "--resume-overrides", names)
+        train_mars(run, 6, "--resume-overrides", names)
     told = capsys.readouterr().err
     assert "/last_grad/" in told
     assert "--new-optimizer-state" in told
     # The clip comes back without the correction, which needs no array.
-    train_mars(mars, run, 6, *words[:2], "--resume-overrides", names)
+    train_mars(run, 6, *words[:2], "--resume-overrides", names)
     assert audit(run, log=lambda text: None).problems == []
 
 
 @pytest.mark.parametrize("variant", ["adamw", "m"])
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"clip_threshold": None},
-        {"gamma": 0.0},
-        {"gamma": 0.0, "clip_threshold": None},
-        {"exact": True},
-    ],
-    ids=str,
+    "change", [{"gamma": 0.0, "clip_threshold": None}, {"exact": True}], ids=str
 )
 def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
     params = {"w": jnp.ones([3, 2]), "b": jnp.ones([2])}
@@ -248,25 +215,21 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
     saved = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), new)
     changed = carried_over(saved, other)
     for name in ("mu", "nu", "ema"):
-        wanted, *found = (
+        before, *after = (
             [array for _, array in optax.tree.get_all_with_path(state, name)]
             for state in (saved, changed, carried_over(changed, new))
         )
-        for arrays in found:
-            assert jax.tree.all(jax.tree.map(np.array_equal, wanted, arrays))
+        for arrays in after:
+            assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays))
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("field", ["skip_examples", "position"])
-def test_a_lie_about_what_was_left_out_is_found(run, field):
+def test_a_lie_about_what_was_left_out_is_found(run):
     steer(run, rewind=2, skip_examples=5)
     path = run / "journal.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     began = next(line for line in lines if line.get("order"))
-    if field == "position":
-        began["position"] = 2 * BATCH
-    else:
-        began["order"]["skip_examples"] = 6
+    began["position"] = 2 * BATCH
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert audit(run, log=lambda text: None).problems
 

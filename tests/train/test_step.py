@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gpt2_reference import Reference
 from jax.sharding import PartitionSpec as P
-from refusals import refused
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
 from tiny import ADAMW, MODEL, batch_of, tiny_config
 
@@ -19,7 +18,6 @@ from maxmars.config import (
     MarsConfig,
     MeshConfig,
     ModuleConfig,
-    SoapConfig,
     SophiaConfig,
     load_config,
 )
@@ -115,30 +113,21 @@ RUNS = [
 ]
 
 
-# The warmup ends at step 10; one of them runs to the end of the schedule by default.
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        *((name, 15) for name in RUNS if name != "mars_adamw"),
-        *(pytest.param(n, 60, marks=[] if n == "mars_adamw" else pytest.mark.slow) for n in RUNS),
-    ],
-)
-def test_training_equals_the_official_code_in_float64(reference_dir, x64, name, steps):
+@pytest.mark.parametrize("name", RUNS)
+def test_training_equals_the_official_code_in_float64(reference_dir, x64, name):
     reference = Reference(reference_dir)
-    state, history = run_reference(reference, name, "float64", steps)
+    state, history = run_reference(reference, name, "float64", 60)
     arrays = reference.arrays
-    expected = arrays[f"run/{name}/loss"][:steps]
-    np.testing.assert_allclose(losses(history), expected, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(losses(history), arrays[f"run/{name}/loss"], rtol=0, atol=1e-7)
     rates = [m["train/learning_rate"] for m in history]
-    np.testing.assert_allclose(rates, arrays[f"run/{name}/lr"][:steps], rtol=0, atol=1e-15)
-    if steps == 60:
-        table = arrays[f"run/{name}/params/transformer.wte.weight"]
-        np.testing.assert_allclose(state.params["wte"]["embedding"], table, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(rates, arrays[f"run/{name}/lr"], rtol=0, atol=1e-15)
+    table = arrays[f"run/{name}/params/transformer.wte.weight"]
+    np.testing.assert_allclose(state.params["wte"]["embedding"], table, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["mars_adamw", "mars_shampoo"])
 def test_training_equals_the_official_code_in_float32(reference_dir, name):
     # 20 steps only: later on rounding alone moves the loss, that of mars_adamw by 1e-2.
     reference = Reference(reference_dir)
@@ -164,19 +153,8 @@ def test_training_on_an_accelerator_equals_the_official_code(reference_dir, name
 # --- meshes --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_device_history():
-    @functools.cache
-    def history(name, steps):
-        config = tiny_config(optimizer=OPTIMIZERS[name])
-        return run(config, batches(config, steps))[1]
-
-    return history
-
-
 OPTIMIZERS = {
     "mars": MarsConfig(),
-    "adamw": ADAMW,
     # In bfloat16 the order of additions shows in the third digit.
     "shampoo": MarsConfig(variant="shampoo", learning_rate=2e-2, ns_dtype="float32"),
     "m": MarsConfig(
@@ -191,33 +169,27 @@ OPTIMIZERS = {
 }
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("optimizer", "mesh", "steps"),
+    ("optimizer", "mesh"),
     [
         # Its matrices need the most communication; test_packed_step.py has MARS over AdamW.
-        ("shampoo", "2,2,2", 6),
-        *(
-            pytest.param(optimizer, mesh, 20, marks=pytest.mark.slow)
-            for optimizer, mesh in [
-                *(("mars", mesh) for mesh in MESHES),
-                ("adamw", "2,2,2"),
-                ("exact", "2,2,2"),
-                ("sophia", "2,2,2"),
-                ("shampoo", "1,8,1"),
-                ("shampoo", "2,2,2"),
-                ("shampoo", "1,2,4"),
-                ("m", "2,2,2"),
-            ]
-        ),
+        ("shampoo", "2,2,2"),
+        slow("shampoo", "1,2,4"),
+        slow("mars", "1,8,1"),
+        slow("exact", "2,2,2"),
+        slow("sophia", "2,2,2"),
+        slow("m", "2,2,2"),
     ],
 )
-def test_every_mesh_gives_the_losses_of_one_device(
-    one_device_history, optimizer, mesh, steps, capfd
-):
+def test_every_mesh_gives_the_losses_of_one_device(optimizer, mesh, capfd):
     config = tiny_config(optimizer=OPTIMIZERS[optimizer], mesh=MESHES[mesh])
-    _, history = run(config, batches(config, steps))
-    one = one_device_history(optimizer, steps)
+    tokens = batches(config, 8)
+    _, history = run(config, tokens)
+    _, one = run(dataclasses.replace(config, mesh=ONE), tokens)
     np.testing.assert_allclose(losses(history), losses(one), rtol=0, atol=1e-5)
     # Sophia divides by an estimate that is nearly zero for some gains; what rounding makes of the
     # norm of their updates depends on the processor (1.2e-3 on one of them).
@@ -226,15 +198,21 @@ def test_every_mesh_gives_the_losses_of_one_device(
         np.testing.assert_allclose(ours["train/norms"], theirs["train/norms"], rtol=rtol)
     if optimizer == "m":
         error = [[m["train/orthogonality_error"] for m in metrics] for metrics in (history, one)]
-        assert len(set(map(float, error[0]))) == 5  # measured in every fourth step
-        np.testing.assert_allclose(error[0][:8], error[1][:8], rtol=1e-3)
+        assert len(set(map(float, error[0]))) == 2  # measured in every fourth step
+        np.testing.assert_allclose(error[0], error[1], rtol=1e-3)
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "microbatches"),
+    [
+        ("8,1,1", "bfloat16", 4),
+        ("1,8,1", "float32", 4),
+        ("2,2,2", "float32", 1),
+        ("1,2,4", "bfloat16", 1),
+    ],
+)
 def test_every_mesh_gives_the_losses_of_one_device_in_any_microbatches(mesh, dtype, microbatches):
     config = tiny_config(
         optimizer=ADAMW,
@@ -259,30 +237,10 @@ def test_every_mesh_gives_the_losses_of_one_device_in_any_microbatches(mesh, dty
         )
 
 
-@pytest.mark.slow
-def test_soap_trains_on_a_mesh():
-    # Bases of nearly equal eigenvalues turn by rounding, so later losses agree loosely only.
-    optimizer = SoapConfig(learning_rate=3e-3, precondition_frequency=5)
-    config = tiny_config(optimizer=optimizer, mesh=MESHES["2,2,2"])
-    tokens = batches(config, 8)
-    state, history = run(config, tokens)
-    _, one = run(dataclasses.replace(config, mesh=ONE), tokens)
-    np.testing.assert_allclose(losses(history)[:2], losses(one)[:2], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(losses(history), losses(one), rtol=0, atol=2e-2)
-    abstract = step_of(config).abstract_state
-    for leaf, planned in zip(
-        jax.tree.leaves(state.opt_state), jax.tree.leaves(abstract.opt_state), strict=True
-    ):
-        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
-
-
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "mesh", [m if m == "2,2,2" else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
-def test_initial_values_are_the_same_on_every_mesh(mesh):
+def test_initial_values_are_the_same_on_every_mesh():
     values, reference = (
-        jax.device_get(new_state(tiny_config(mesh=mesh))) for mesh in (MESHES[mesh], ONE)
+        jax.device_get(new_state(tiny_config(mesh=mesh))) for mesh in (MESHES["2,2,2"], ONE)
     )
     jax.tree.map(np.testing.assert_array_equal, values, reference)
 
@@ -302,13 +260,12 @@ def test_initialisation_never_holds_the_whole_model_on_one_device():
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("optimizer", [MarsConfig(), MarsConfig(variant="m", exact=True)])
-def test_programs_are_the_same_for_all_seeds_and_learning_rates(optimizer):
+def test_programs_are_the_same_for_all_seeds_and_learning_rates():
     """So the cells of a comparison compile them once."""
 
     def programs(seed, learning_rate):
-        own = dataclasses.replace(optimizer, learning_rate=learning_rate)
-        config = tiny_config(optimizer=own, seed=seed)
+        optimizer = MarsConfig(variant="m", exact=True, learning_rate=learning_rate)
+        config = tiny_config(optimizer=optimizer, seed=seed)
         parameters = Parameters(config.model, mesh_of(ONE))
         hyperparams = make_hyperparams(config, parameters)
         assert float(hyperparams["learning_rate"]) == np.float32(learning_rate)
@@ -339,14 +296,11 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
 
 @pytest.mark.seconds
 @pytest.mark.smoke
-@pytest.mark.parametrize("microbatches", [2, pytest.param(16, marks=pytest.mark.slow)])
-def test_microbatches_change_nothing_but_rounding(microbatches):
+def test_microbatches_change_nothing_but_rounding():
     one = tiny_config(num_microbatches=1)
     tokens = batches(one, 3)
     _, reference = run(one, tokens)
-    config = tiny_config(num_microbatches=microbatches)
-    split = [t.reshape(microbatches, -1, t.shape[-1]) for t in tokens]
-    _, history = run(config, split)
+    _, history = run(tiny_config(), [t.reshape(2, -1, t.shape[-1]) for t in tokens])
     np.testing.assert_allclose(losses(history), losses(reference), rtol=0, atol=1e-5)
     for ours, theirs in zip(history, reference, strict=True):
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
@@ -366,30 +320,7 @@ def test_a_gradient_multiplier_acts_before_the_clip():
     np.testing.assert_allclose(clipped, mean * 0.5 / norm, rtol=1e-4)
 
 
-def test_no_recompilation_after_the_first_step():
-    config = tiny_config(mesh=MESHES["2,2,2"])
-    step, state = step_of(config), new_state(config)
-    tokens = [batch_of(step, t) for t in batches(config, 6)]
-    # Another learning rate, as in a sweep.
-    rate = jax.device_put(np.float32(1e-3), state.hyperparams["learning_rate"].sharding)
-    state, _ = step(state, tokens[0])
-    compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None
-    )
-    jax.jit(lambda x: x + 1)(np.ones(3))
-    assert len(compilations) == 1
-    for batch in tokens[1:5]:
-        state, _ = step(state, batch)
-    state = dataclasses.replace(state, hyperparams={"learning_rate": rate})
-    state, metrics = step(state, tokens[5])
-    assert len(compilations) == 1
-    assert metrics["train/learning_rate"] < 1e-3
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "mars" else pytest.param(n, marks=pytest.mark.slow) for n in ALL_OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", ["mars", *map(slow, ["mars m exact", "sophia", "soap"])])
 def test_every_buffer_of_the_state_is_reused(name):
     step = step_of(tiny_config(optimizer=ALL_OPTIMIZERS[name], mesh=MESHES["2,2,2"]))
     memory = step.lower().compile().memory_analysis()
@@ -400,32 +331,20 @@ def test_every_buffer_of_the_state_is_reused(name):
     assert memory.alias_size_in_bytes >= on_a_device
 
 
-def test_the_state_is_used_up():
-    config = tiny_config()
-    step, state = step_of(config), new_state(config)
-    step(state, batch_of(step, batches(config, 1)[0]))
-    assert state.params["wte"]["embedding"].is_deleted()
-
-
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "mars shampoo"]
-)
-def test_more_layers_do_not_make_a_larger_program(optimizer):
+def test_more_layers_do_not_make_a_larger_program():
     def size(num_layers):
         model = dataclasses.replace(MODEL, num_layers=num_layers)
-        config = tiny_config(
-            optimizer=ALL_OPTIMIZERS[optimizer], mesh=MeshConfig(fsdp=8), model=model
-        )
+        optimizer = ALL_OPTIMIZERS["mars shampoo"]
+        config = tiny_config(optimizer=optimizer, mesh=MESHES["1,8,1"], model=model)
         step = make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh)))
         return step.lower().as_text().count("\n")
 
     assert size(48) <= size(8)  # smaller where every device owns the same number of matrices
 
 
-@pytest.mark.parametrize("size", ["6.7b", "13b"])
-def test_a_step_of_more_than_2_to_the_31_parameters_is_traced(size):
-    config = load_config(f"gpt3:size={size},optimizer=mars_shampoo")
+def test_a_step_of_more_than_2_to_the_31_parameters_is_traced():
+    config = load_config("gpt3:size=13b,optimizer=mars_shampoo")
     model = dataclasses.replace(config.model, remat="full", compute_dtype="bfloat16")
     config = dataclasses.replace(config, model=model, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh))).lower()
@@ -506,26 +425,6 @@ def test_every_gradient_that_the_update_is_made_of_is_guarded(tmp_path, name):
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
     )
-
-
-def test_a_spike_of_the_loss_withholds_the_update():
-    guard = GuardConfig(loss_spike_threshold=8.0, history=4, max_consecutive_skips=1)
-    config = tiny_config(guard=guard, optimizer=ADAMW)
-    step, state = step_of(config), new_state(config)
-    common = np.zeros_like(batches(config, 1)[0])  # soon learnt
-    for tokens in [common] * 6:
-        state, _ = step(state, batch_of(step, tokens))
-    before = jax.device_get(state.params)
-    rare = batches(config, 1)[0]
-    spread = np.sqrt(state.guard.loss_variance)
-    state = dataclasses.replace(
-        state, guard=state.guard._replace(loss_mean=state.guard.loss_mean - 20 * spread)
-    )
-    state, metrics = step(state, batch_of(step, rare))
-    assert metrics["train/skipped"] == 1
-    assert np.isfinite(metrics["train/loss"])
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
-    assert state.step == 7
 
 
 # --- the guard -----------------------------------------------------------------------------------
@@ -628,31 +527,3 @@ def test_a_loss_that_stays_high_passes_in_the_end():
 
 def test_the_norm_of_small_gradients_in_float16_is_not_zero():
     assert global_norm({"a": jnp.full(100, 1e-4, jnp.float16)}) == pytest.approx(1e-3, rel=1e-3)
-
-
-# --- bad meshes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"mesh": MeshConfig(fsdp=3)}, ["fsdp=3", "3 devices", "1, 2, 4, 8"]),
-        ({"mesh": MeshConfig(data=3, fsdp=2)}, ["data=3", "fsdp=2", "6 devices", "1, 2, 4, 8"]),
-        ({"mesh": MeshConfig(tensor=8)}, ["mesh.tensor=8", "model.num_heads=4"]),
-        (
-            {"global_batch_size": 12, "num_microbatches": 1},
-            ["12 sequences", "global_batch_size=12", "8 devices"],
-        ),
-        (
-            {
-                "mesh": MeshConfig(tensor=4),
-                "model": dataclasses.replace(MODEL, vocab_pad_multiple=1),
-            },
-            ["mesh.tensor=4", "257", "model.vocab_pad_multiple"],
-        ),
-    ],
-)
-def test_a_mesh_that_does_not_fit(changes, named):
-    config = tiny_config(**changes)
-    with refused(ValueError, *named):
-        make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh)))

@@ -14,41 +14,40 @@ from tiny import short_config
 from maxmars.config import CheckpointConfig, LogConfig
 from maxmars.distributed import files
 from maxmars.train import train
-from maxmars.train.metrics import MetricsWriter
+from maxmars.train.metrics import MetricsWriter, read_metrics
 from maxmars.train.trackers import Trackers, check_trackers, open_trackers
 
 
 def read_events(path):
     """The events of a file: records of a length, its checksum, the event and its checksum."""
-    data, found, at = path.read_bytes(), [], 0
+    data, at = path.read_bytes(), 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
-        found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
+        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
         at += length + 16
-    return found
 
 
 def read_tensorboard(directory):
     """Values by step and name as TensorBoard shows them: what a later part repeats is dropped."""
-    found = []
+    rows = []
     for path in sorted(directory.iterdir()):
         for event in read_events(path):
             if event.HasField("session_log"):
                 assert event.session_log.status == event_pb2.SessionLog.START
-                found = [row for row in found if row[0] < event.step]
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    return found
+                rows = [row for row in rows if row[0] < event.step]
+            rows += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return rows
 
 
-def read_metrics(directory):
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+def written_in(directory):
+    lines = read_metrics(directory)
     return [(r["step"], k, float(v)) for r in lines for k, v in r.items() if k != "step"]
 
 
-def same(found, expected):
-    assert [row[:2] for row in found] == [row[:2] for row in expected]
+def same(rows, expected):
+    assert [row[:2] for row in rows] == [row[:2] for row in expected]
     np.testing.assert_allclose(
-        [row[2] for row in found], [row[2] for row in expected], rtol=1e-6, atol=1e-30
+        [row[2] for row in rows], [row[2] for row in expected], rtol=1e-6, atol=1e-30
     )
 
 
@@ -63,12 +62,12 @@ def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_pa
         num_steps=2,
     )
     train(config, directory)
-    same(read_tensorboard(directory / "tensorboard"), read_metrics(directory))
+    same(read_tensorboard(directory / "tensorboard"), written_in(directory))
 
     # As if killed before the second checkpoint: step 2 and its evaluation are made again.
     (directory / "checkpoints" / "2").rename(tmp_path / "lost")
     train(config, directory)
-    rows = read_metrics(directory)
+    rows = written_in(directory)
     assert sum(row[:2] == (2, "train/loss") for row in rows) == 1
     same(read_tensorboard(directory / "tensorboard"), rows)
     assert len(list((directory / "tensorboard").iterdir())) == 2
@@ -135,7 +134,7 @@ def test_a_tracker_that_does_not_open_is_dropped(tmp_path):
     logged = []
     (tmp_path / "tensorboard").touch()  # no directory can be made there
     config = short_config(tmp_path / "tokens", log=LogConfig(tensorboard=True))
-    open_trackers(config, tmp_path, 0, log=logged.append).write(1, {"a": 1.0})
+    open_trackers(config, tmp_path, 0, log=logged.append)
     assert len(logged) == 1
     assert logged[0].startswith("TensorBoard failed, and the run goes on without it (NotADir")
 
@@ -174,15 +173,15 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     (told,) = logged
     assert f"wandb sync {path.parent}" in told
-    found, deadline = {}, time.monotonic() + 30
-    while not found and time.monotonic() < deadline:  # W&B's own process may still write the file
+    values, deadline = {}, time.monotonic() + 30
+    while not values and time.monotonic() < deadline:  # W&B's own process may still write the file
         for data in leveldb_records(path.read_bytes()):
             history = wandb_internal_pb2.Record.FromString(data).history
             row = {i.nested_key[0]: float(json.loads(i.value_json)) for i in history.item}
-            found |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
+            values |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
         time.sleep(0.1)
-    written = sorted((row[:2], row[2]) for row in read_metrics(tmp_path))
-    assert str(sorted(found.items())) == str(written)  # as text: nan is not nan
+    written = sorted((row[:2], row[2]) for row in written_in(tmp_path))
+    assert str(sorted(values.items())) == str(written)  # as text: nan is not nan
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert path.name == f"run-{run_id}.wandb"
     with MetricsWriter(

@@ -88,9 +88,9 @@ def get_config():
 
 def records(text):
     rows = [json.loads(line) for line in text.splitlines()]
-    found = [(r["step"], k, r[k]) for r in rows for k in ("train/loss", "eval/loss") if k in r]
-    assert len({(step, key) for step, key, _ in found}) == len(found)  # none is there twice
-    return found
+    losses = [(r["step"], k, r[k]) for r in rows for k in ("train/loss", "eval/loss") if k in r]
+    assert len({(step, key) for step, key, _ in losses}) == len(losses)  # none is there twice
+    return losses
 
 
 def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):

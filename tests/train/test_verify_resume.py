@@ -56,14 +56,7 @@ def test_a_resume_is_identical_on_this_machine(
 
 
 @pytest.mark.seconds
-def test_a_run_that_fails_is_named_with_its_log(tmp_path):
-    config = tiny_config(global_batch_size=2**20)
-    with refused(ValueError, "1/3", "code 1", tmp_path / "out" / "run.log"):
-        verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
-
-
-@pytest.mark.slow
-def test_a_run_shorter_than_its_warmup_is_tried_as_it_is(tmp_path):
+def test_a_run_that_fails_is_named_with_its_log_and_tried_as_it_is(tmp_path):
     config = tiny_config(global_batch_size=2**20, schedule=ScheduleConfig(warmup_steps=9))
     with refused(ValueError, "1/3", "code 1", tmp_path / "out" / "run.log"):
         verify_resume(config, tmp_path / "out", steps=4, checkpoint_step=2)
