@@ -87,8 +87,8 @@ def test_the_model_computes_the_published_formulas():
     tokens = np.random.default_rng(0).integers(0, 320, 17)
     wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
     expected = plain_logits(wide, tokens[:-1])
-    found = make_model(model, params)(tokens[None, :-1])[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    logits = make_model(model, params)(tokens[None, :-1])[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
     loss = mean_loss(make_model(model, params), jnp.asarray(tokens)[None])
     losses = cross_entropy.cross_entropy(jnp.asarray(expected), jnp.asarray(tokens[1:]))
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-5)

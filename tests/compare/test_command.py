@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import short_config
 from token_directories import write_shards
 
 from maxmars.cli import main
@@ -51,22 +50,6 @@ def recorded(tmp_path, capsys):
     return recorded
 
 
-@pytest.fixture
-def config_file(tmp_path):
-    """A config file with the choice `optimizer`, of a model and data that train in an instant."""
-    short_config(tmp_path / "tokens")
-    file = tmp_path / "config.py"
-    file.write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from pathlib import Path\nfrom typing import Literal\nfrom tiny import short_config\n"
-        "from maxmars.config import AdamWConfig, LionConfig\n\n"
-        "def get_config(optimizer: Literal['adamw', 'lion'] = 'adamw'):\n"
-        "    chosen = AdamWConfig() if optimizer == 'adamw' else LionConfig(learning_rate=1e-4)\n"
-        f"    return short_config(Path({str(tmp_path / 'tokens')!r}), optimizer=chosen)\n"
-    )
-    return str(file)
-
-
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "expected"),
@@ -75,17 +58,15 @@ def config_file(tmp_path):
             ["--optimizers", "adamw", "lion"],
             {"adamw": [3e-4, 6e-4, 1.2e-3, 2.4e-3], "lion": [5e-5, 1e-4, 2e-4, 4e-4]},
         ),
-        (["--learning-rates", "3e-3", "1e-3"], {"tiny": [1e-3, 3e-3]}),
+        (["--learning-rates", "3e-3", "1e-3"], {"adamw": [1e-3, 3e-3], "lion": [1e-3, 3e-3]}),
     ],
 )
-def test_grids_and_names_of_contenders(words, expected, config_file, recorded):
-    grids = recorded(config_file, *words)["compared"]
+def test_grids_of_contenders(words, expected, compare_command, recorded):
+    grids = recorded(compare_command[1], *words)["compared"]
     assert {name: own[0]["scanned"] for name, own in grids.items()} == expected
 
 
 IN_FILE = """
-from maxmars.config import ComparisonConfig
-
 def get_comparison(most: Literal["3", "5"] = "5"):
     return ComparisonConfig(
         contenders={name: get_config(name) for name in ("adamw", "lion")},
@@ -99,10 +80,11 @@ def get_comparison(most: Literal["3", "5"] = "5"):
 
 
 @pytest.mark.seconds
-def test_a_comparison_in_a_config_file(config_file, recorded):
+def test_a_comparison_in_a_config_file(compare_command, tmp_path, recorded):
     """What is typed counts more, for all contenders."""
-    Path(config_file).write_text(Path(config_file).read_text() + IN_FILE)
-    kept = recorded(f"{config_file}:most=3", "--budget", "9")
+    config = tmp_path / "config.py"
+    config.write_text(Path(compare_command[1]).read_text() + IN_FILE)
+    kept = recorded(f"{config}:most=3", "--budget", "9")
     assert (kept["baseline"], kept["budget"], len(kept["seeds"])) == ("lion", 9, 3)
     assert {c["model"]["max_seq_len"] for c in kept["configs"].values()} == {1000}
     fields = {n: [grid["field"] for grid in own] for n, own in kept["compared"].items()}

@@ -103,8 +103,8 @@ def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
 def colors_of(names, path):
     """The colours of contenders in a figure, by name."""
     draw_losses([line(n, [5.0, 3.0, 2.5]) for n in names], path, against="tokens")
-    found = re.findall(r"stroke: (#\w{6}); stroke-width: 1.6", path.read_text())
-    return dict(zip(names, dict.fromkeys(found), strict=True))
+    colors = re.findall(r"stroke: (#\w{6}); stroke-width: 1.6", path.read_text())
+    return dict(zip(names, dict.fromkeys(colors), strict=True))
 
 
 def test_a_contender_keeps_its_colour_whatever_the_order_of_contenders(tmp_path):

@@ -54,6 +54,7 @@ def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.seconds
 def test_the_first_steps_of_a_copy_whose_runs_are_shorter_than_their_warmup(kept, capsys):
     forge(kept, {}, schedule=ScheduleConfig(warmup_steps=5))
     assert verify(kept, "--steps", "1", "--seed", "1") == 0
