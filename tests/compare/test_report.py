@@ -79,25 +79,25 @@ def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     norms = {"train/grad_norm": "gradient", "train/param_norm": "parameters"}
     gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
     every = {one.name: one.curves for one in lines}
-    drawn = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        for against in ("tokens", "time", "steps"):
-            assert draw_losses(lines, folder / f"{against}.png", against=against)
-        assert draw_training_losses(lines, folder / "training.png", against="tokens")
-        assert draw_rates_and_norms(lines, folder / "norms.png", norms)
-        assert draw_every_run(every, {"a": lines[0]}, folder / "every.png")
-        assert draw_tuning(grids, folder / "rates.png", "learning_rate", others)
-        assert draw_tuning(decays, folder / "b1.png", "b1")
-        assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, folder / "decay.png", "weight_decay")
-        assert draw_speed_ups(gains, folder / "gains.png", "b")
-        for path in (folder / "x.pdf", folder / "x.svg"):
+    for against in ("tokens", "time", "steps"):
+        assert draw_losses(lines, tmp_path / f"{against}.png", against=against)
+    assert draw_training_losses(lines, tmp_path / "training.png", against="tokens")
+    assert draw_rates_and_norms(lines, tmp_path / "norms.png", norms)
+    assert draw_every_run(every, {"a": lines[0]}, tmp_path / "every.png")
+    assert draw_tuning(grids, tmp_path / "rates.png", "learning_rate", others)
+    assert draw_tuning(decays, tmp_path / "b1.png", "b1")
+    assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, tmp_path / "decay.png", "weight_decay")
+    assert draw_speed_ups(gains, tmp_path / "gains.png", "b")
+    drawn = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert len(set(drawn)) == 10
+    assert {content[:4] for content in drawn} == {b"\x89PNG"}
+    for ending, begin in ("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml"):
+        paths = [tmp_path / name / f"tokens.{ending}" for name in ("one", "two")]
+        for path in paths:
             draw_losses(lines, path, against="tokens", note="838k parameters, 3 seeds")
-        drawn.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert drawn[0] == drawn[1]
-    assert len(drawn[0]) == 12
-    begins = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
-    for name, content in drawn[0].items():
-        assert content.startswith(begins[name[-3:]])
+        one, two = (path.read_bytes() for path in paths)
+        assert one == two
+        assert one.startswith(begin)
 
 
 def colors_of(names, path):
