@@ -177,6 +177,12 @@ class Comparison:
     confirm: int = 1
     """Seeds with which a setting must be better before the search moves to it."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How contenders are tuned and tested, as files hold it."""
+        names = ("baseline", "seeds", "budget", "finalists", "confirm")
+        return {name: getattr(self, name) for name in names}
+
     def cell(self, contender: Contender, setting: Setting, seed: int) -> Cell:
         """The cell of a contender at a setting."""
         return Cell(size=self.size, contender=contender.name, setting=setting, seed=seed)
@@ -292,11 +298,7 @@ def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
             )
     configs = stored | {c.name: c.config for c in comparison.contenders}
     return {
-        "baseline": comparison.baseline,
-        "seeds": list(comparison.seeds),
-        "budget": comparison.budget,
-        "finalists": comparison.finalists,
-        "confirm": comparison.confirm,
+        **comparison.options,
         "compared": {
             c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
         },

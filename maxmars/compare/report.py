@@ -714,11 +714,7 @@ def _summary_json(size: str, summary: Summary) -> dict[str, Any]:
     return {
         "size": size,
         "num_parameters": summary.num_parameters,
-        "baseline": summary.comparison.baseline,
-        "seeds": list(summary.comparison.seeds),
-        "budget": summary.comparison.budget,
-        "finalists": summary.comparison.finalists,
-        "confirm": summary.comparison.confirm,
+        **summary.comparison.options,
         "tuned": _tuned(summary),
         "num_missing": summary.num_missing,
         "digests": {
