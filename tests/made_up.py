@@ -1,20 +1,40 @@
-"""Results of cells that never ran."""
+"""Results of cells that never ran, and rows that are not as a comparison wrote them."""
+
+import json
 
 from maxmars.compare.cells import Cell, CellResult
 
 
-def cell_result(cell: Cell, loss: float) -> CellResult:
-    """A cell that ended at this loss, and of which nothing else is known."""
-    return CellResult(
-        cell=cell,
-        loss=loss,
-        diverged=None,
-        step_time_s=None,
-        seconds=1.0,
-        initial_weights="",
-        tokens="",
-        curve=None,
-        train_losses=(),
-        final_state=None,
-        environment={},
-    )
+def cell_result(cell: Cell, loss: float, **changes) -> CellResult:
+    """A cell that ended at this loss, and of which nothing else is known but the changes."""
+    fields = {
+        "diverged": None,
+        "step_time_s": None,
+        "seconds": 1.0,
+        "initial_weights": "",
+        "tokens": "",
+        "curve": None,
+        "train_losses": (),
+        "final_state": None,
+        "environment": {},
+    }
+    return CellResult(cell=cell, loss=loss, **fields | changes)
+
+
+def change_rows(workdir, change, contender="lion"):
+    """Replace each row of a contender by `change(row)`: fields, a line of text, or None."""
+    path = workdir / "rows.jsonl"
+    lines = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        changed = change(row) if row["cell"]["contender"] == contender else row
+        lines.append(changed if isinstance(changed, str | None) else json.dumps(changed))
+    path.write_text("".join(f"{line}\n" for line in lines if line is not None))
+
+
+def change_comparison(workdir, change):
+    """Change what `compare.json` says of the only size of a comparison."""
+    path = workdir / "compare.json"
+    fields = json.loads(path.read_text())
+    change(fields["sizes"][""])
+    path.write_text(json.dumps(fields))

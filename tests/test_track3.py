@@ -17,9 +17,7 @@ from maxmars.model.parameters import Parameters, init_params
 from maxmars.train.optimizer import make_optimizer, make_schedule
 
 TRACK3 = Path(__file__).parents[1] / "tools" / "examples" / "track3" / "track3.py"
-SLOW = [
-    pytest.param(o, marks=pytest.mark.slow) for o in ("nadamw", "soap", "mars_shampoo", "mars_m")
-]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("soap", "mars_shampoo")]
 
 
 def tiny(model):
@@ -89,8 +87,8 @@ def test_the_model_computes_the_published_formulas():
     tokens = np.random.default_rng(0).integers(0, 320, 17)
     wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
     expected = plain_logits(wide, tokens[:-1])
-    found = make_model(model, params)(tokens[None, :-1])[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    logits = make_model(model, params)(tokens[None, :-1])[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
     loss = mean_loss(make_model(model, params), jnp.asarray(tokens)[None])
     losses = cross_entropy.cross_entropy(jnp.asarray(expected), jnp.asarray(tokens[1:]))
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-5)
@@ -118,35 +116,23 @@ def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(updates))
 
 
-TINY = {
-    "--global-batch-size": 16,
-    "--num-microbatches": 2,
-    "--model.max-seq-len": 16,
-    "--model.options.num-layers": 1,
-    "--model.options.num-heads": 2,
-    "--model.options.embed-dim": 16,
-    "--model.options.dtype": "float32",
-    "--eval.num-windows": 8,
-}
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """A few tokens in files that are named and built as the published ones."""
-    rng = np.random.default_rng(0)
-    for name in ("train_000001", "train_000002", "val_000000"):
-        write_llm_c(tmp_path / "tokens" / f"fineweb_{name}.bin", rng.integers(0, 320, 400))
-    return tmp_path / "tokens"
+TINY = """
+    --optimizers mars --seeds 1 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
+    --global-batch-size 16 --num-microbatches 2 --model.max-seq-len 16 --eval.num-windows 8
+    --model.options.num-layers 1 --model.options.num-heads 2 --model.options.embed-dim 16
+    --model.options.dtype float32
+"""
 
 
 @pytest.mark.slow
-def test_an_entry_is_made_and_verified(tokens, tmp_path, capsys):
-    workdir = tmp_path / "runs"
-    command = ["compare", str(TRACK3), "--optimizers", "mars", "--seeds", "2", "--num-steps", "2"]
-    one_setting = ["--learning-rates", "6e-3", "--budget", "1", "--finalists", "1"]
-    changes = {**TINY, "--data.path": tokens, "--workdir": workdir}
-    words = [str(word) for option in changes.items() for word in option]
-    cli.main([*command, *one_setting, *words])
+def test_an_entry_is_made_and_verified(tmp_path, capsys):
+    """Of a few tokens in files that are named and built as the published ones."""
+    tokens, workdir = tmp_path / "tokens", tmp_path / "runs"
+    rng = np.random.default_rng(0)
+    for name in ("train_000001", "train_000002", "val_000000"):
+        write_llm_c(tokens / f"fineweb_{name}.bin", rng.integers(0, 320, 400))
+    words = [*TINY.split(), "--data.path", str(tokens), "--workdir", str(workdir)]
+    cli.main(["compare", str(TRACK3), *words])
     assert {path.name for path in (workdir / "sources").rglob("*.py")} == {"track3.py", "model.py"}
-    cli.main(["compare", "verify", str(workdir), "--seed", "1", "--data", str(tokens)])
-    assert "mars, seed 1, 2 steps: confirmed, same digest" in capsys.readouterr().out
+    cli.main(["compare", "verify", str(workdir), "--data", str(tokens)])
+    assert "mars, seed 0, 2 steps: confirmed, same digest" in capsys.readouterr().out

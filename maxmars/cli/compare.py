@@ -25,7 +25,7 @@ from maxmars.cli.parse import (
 )
 from maxmars.config import Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, Positive, UsageError
-from maxmars.config.comparison import ComparisonConfig
+from maxmars.config.comparison import ComparisonConfig, SearchConfig
 from maxmars.config.load import load_comparison
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _PROG = "maxmars compare"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareArguments(ConfigArguments):
+class CompareArguments(ConfigArguments, SearchConfig):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
     A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each
@@ -79,27 +79,12 @@ class CompareArguments(ConfigArguments):
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
     """Values of the config file's choice `size`, at each of which all contenders are tuned and
     compared."""
-    tune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD ...")] = ("learning_rate",)
-    """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
-    gamma, or warmup. A contender that lacks one is tuned over the others."""
-    budget: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
     learning_rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
     """Learning rates that all contenders try first, such as 1e-3 3e-3. Those of none are the
     config's own rate times 1/2, 1, 2 and 4."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """A finished comparison of the same contenders, say of a smaller model (DIR/SIZE of several):
     each search begins at the best setting there, with 1/2, 1 and 2 times its learning rate."""
-    confirm: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
-    """Seeds with which a setting must be better before the search moves there, of its budget. With
-    one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""
-    finalists: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 2
-    """The best settings of each contender, which run with all seeds."""
-    seeds: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 3
-    """Seeds of the best settings: the config's seed, with which all settings are tried, and those
-    that follow it."""
-    baseline: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The contender that the others are tested against; None is the first."""
     cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
     """Share the cells with other processes that have the same command and DIR: this is number I,
     from 0, of N. Each runs what no other one runs."""
@@ -230,7 +215,7 @@ def _workdir(arguments: CompareArguments) -> Path:
     return Path(arguments.workdir).expanduser().absolute()
 
 
-_SHARED = ("tune", "baseline", "budget", "confirm", "finalists", "seeds")
+_SHARED = [field.name for field in dataclasses.fields(SearchConfig)]
 """Options that a comparison of a config file has too; what is typed counts more."""
 
 

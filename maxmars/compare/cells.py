@@ -177,6 +177,12 @@ class Comparison:
     confirm: int = 1
     """Seeds with which a setting must be better before the search moves to it."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How contenders are tuned and tested, as files hold it."""
+        names = ("baseline", "seeds", "budget", "finalists", "confirm")
+        return {name: getattr(self, name) for name in names}
+
     def cell(self, contender: Contender, setting: Setting, seed: int) -> Cell:
         """The cell of a contender at a setting."""
         return Cell(size=self.size, contender=contender.name, setting=setting, seed=seed)
@@ -217,81 +223,38 @@ def _differences(
     return [row for row in differences(config, other) if not row[0].startswith(ignored)]
 
 
-def code_of(config: TrainConfig) -> dict[str, str]:
-    """SHA-256, in hex, of the Python files that a config names, by path.
-
-    Raises:
-      FileNotFoundError: one is gone.
-    """
-    paths = {Path(source.file) for source in sources_in(config)}
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
-
-
-Code = Mapping[str, Mapping[str, str]]
-"""Contender -> what `code_of` its config was when its comparison began."""
-
-
-def check_code(contender: Contender, before: Code, workdir: Path) -> None:
-    """Check that the files of a contender are still those of its finished cells.
-
-    Args:
-      contender: of the comparison.
-      before: see `stored_code`.
-      workdir: directory of the comparison.
-
-    Raises:
-      ValueError: one has changed.
-    """
-    now = code_of(contender.config)
-    for path, digest in before.get(contender.name, now).items():
-        if now.get(path, digest) != digest:
-            raise ValueError(
-                f"{path} has changed since the comparison in {workdir} began, so that cells of "
-                f"{contender.name} before and after would be of two optimizers under one name. "
-                "Undo the change, or choose another --workdir."
-            )
-
-
-def stored_code(workdir: Path, size: str) -> Code:
-    """The code of a size of the comparison in `workdir`, as far as it is stored."""
-    return _read_sizes(workdir).get(size, {}).get("code", {})
-
-
-def _keep_code(code: Code, workdir: Path) -> None:
-    """Copy the files of the code to where `with_kept_code` finds them."""
-    for path, digest in {item for digests in code.values() for item in digests.items()}:
-        target = _kept(Path(path), digest, workdir)
-        if not _has_digest(target, digest) and _has_digest(Path(path), digest):
+def _keep_code(config: TrainConfig, workdir: Path) -> None:
+    """Copy the Python files that a config names to where `with_kept_code` finds them."""
+    for source in sources_in(config):
+        target = _kept(source, workdir)
+        if source.as_it_is() == source and not _has_digest(target, source.sha256):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            shutil.copyfile(source.file, target)
 
 
-def _kept(path: Path, digest: str, workdir: Path) -> Path:
-    return workdir / _SOURCES / digest[:16] / path.name
+def _kept(source: Source, workdir: Path) -> Path:
+    return workdir / _SOURCES / (source.sha256 or "")[:16] / Path(source.file).name
 
 
-def _has_digest(path: Path, digest: str) -> bool:
+def _has_digest(path: Path, digest: str | None) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
-def with_kept_code(config: TrainConfig, cell: Cell, workdir: Path) -> TrainConfig:
-    """The config of a cell that names Python files as they were when its comparison began: where
-    they lay then, or the copies in `workdir`.
+def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
+    """The config of a comparison that names Python files as they were when it began: where they lay
+    then, or the copies in `workdir`.
 
     Raises:
       FileNotFoundError: a file is gone or was changed, and there is no copy.
     """
-    code = stored_code(workdir, cell.size).get(cell.contender, {})
 
     def kept_copy(source: Source) -> Source:
-        path = Path(source.file)
-        digest = code.get(str(path), "")
-        for candidate in (path, _kept(path, digest, workdir)):
-            if _has_digest(candidate, digest):
-                return dataclasses.replace(source, file=str(candidate), sha256=digest)
+        for candidate in (Path(source.file), _kept(source, workdir)):
+            if _has_digest(candidate, source.sha256):
+                return dataclasses.replace(source, file=str(candidate))
         raise FileNotFoundError(
-            f"{path} is not the file that {cell.contender} was trained with (SHA-256 {digest}), "
-            f"and {workdir / _SOURCES} holds no copy of that."
+            f"{source.file} is not the file of the comparison (SHA-256 {source.sha256}), and "
+            f"{workdir / _SOURCES} holds no copy of that."
         )
 
     return with_sources(config, kept_copy)
@@ -318,19 +281,14 @@ def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:
     fields = {"format": _FORMAT, "maxmars": maxmars.__version__, "sizes": sizes}
     write_json(workdir / COMPARISON, fields)
     for comparison in comparisons:
-        _keep_code(stored_code(workdir, comparison.size), workdir)
+        for contender in comparison.contenders:
+            _keep_code(contender.config, workdir)
 
 
 def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
     """What `compare.json` says of a size; contenders that it had before keep their configs."""
-    before = _read_sizes(workdir).get(comparison.size, {})
-    code = before.get("code", {})
-    stored = {
-        name: with_recorded(from_dict(config), code.get(name, {}))
-        for name, config in before.get("configs", {}).items()
-    }
+    stored = _configs_in(_read_sizes(workdir).get(comparison.size, {}))
     for contender in comparison.contenders:
-        check_code(contender, code, workdir)
         earlier = stored.get(contender.name, contender.config)
         if rows := _differences(contender.config, earlier):
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
@@ -339,18 +297,22 @@ def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
                 "Continue it with its own values, or choose another --workdir."
             )
     configs = stored | {c.name: c.config for c in comparison.contenders}
-    code = {**code, **{c.name: code_of(c.config) for c in comparison.contenders}}
     return {
-        "baseline": comparison.baseline,
-        "seeds": list(comparison.seeds),
-        "budget": comparison.budget,
-        "finalists": comparison.finalists,
-        "confirm": comparison.confirm,
+        **comparison.options,
         "compared": {
             c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
         },
         "configs": {name: to_dict(config) for name, config in configs.items()},
-        "code": {name: digests for name, digests in code.items() if digests},
+    }
+
+
+def _configs_in(fields: Mapping[str, Any]) -> dict[str, TrainConfig]:
+    """The configs by contender that `compare.json` holds of a size; `code` are the digests of the
+    users' own files, which now the configs have themselves."""
+    code = fields.get("code", {})
+    return {
+        name: with_recorded(from_dict(config), code.get(name, {}))
+        for name, config in fields.get("configs", {}).items()
     }
 
 
@@ -374,26 +336,17 @@ def read_comparisons(workdir: Path) -> list[Comparison]:
 
 
 def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
-    contenders = tuple(
-        Contender(
-            name=name,
-            config=from_dict(fields["configs"][name]),
-            grids=tuple(
-                Grid(field=g["field"], values=tuple(g["values"]), scanned=tuple(g["scanned"]))
-                for g in grids
-            ),
+    configs = _configs_in(fields)
+    contenders = []
+    for name, own in fields["compared"].items():
+        grids = tuple(
+            Grid(field=g["field"], values=tuple(g["values"]), scanned=tuple(g["scanned"]))
+            for g in own
         )
-        for name, grids in fields["compared"].items()
-    )
-    return Comparison(
-        size=size,
-        contenders=contenders,
-        baseline=fields["baseline"],
-        seeds=tuple(fields["seeds"]),
-        budget=fields["budget"],
-        finalists=fields["finalists"],
-        confirm=fields["confirm"],
-    )
+        contenders.append(Contender(name=name, config=configs[name], grids=grids))
+    numbers = {name: fields[name] for name in ("baseline", "budget", "finalists", "confirm")}
+    seeds = tuple(fields["seeds"])
+    return Comparison(size=size, contenders=tuple(contenders), seeds=seeds, **numbers)
 
 
 def write_result(result: CellResult, workdir: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.checkpoint import read
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed.files import Workdir, read_json
-from maxmars.distributed.workdir import CHECKPOINTS, CONFIG
+from maxmars.distributed.workdir import CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
 VALIDATION_LOSS = "validation loss"
@@ -91,8 +90,6 @@ def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
 def read_run(workdir: Workdir, name: str) -> Line:
     """The run in a working directory of `maxmars train`, by this name.
 
-    Where its `config.json` is missing, the newest checkpoint tells the config.
-
     Raises:
       ValueError: there is no run, another version of maxmars wrote it, or it has no losses yet.
     """
@@ -101,14 +98,10 @@ def read_run(workdir: Workdir, name: str) -> Line:
     except TypeError:  # fields are missing, or of other types
         config = None
     if not isinstance(config, TrainConfig):
-        try:
-            config = read(workdir / CHECKPOINTS).run_config()
-        except FileNotFoundError:
-            raise ValueError(
-                f"{workdir} holds no run: there is no config.json in it, or a damaged one, and no "
-                "checkpoint. Name working directories of `maxmars train`, or of `maxmars compare` "
-                "on a disk."
-            ) from None
+        raise ValueError(
+            f"{workdir} holds no run, as it has no sound config.json. Name working directories of "
+            "`maxmars train`, or of `maxmars compare` on a disk."
+        )
     curve, logged = read_curve(workdir, config), read_logged(workdir, config)
     return Line(name=name, curves=(curve,), logged=(logged,))
 

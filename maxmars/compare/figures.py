@@ -3,9 +3,9 @@
 matplotlib (extra `report`) draws them, without its global state.
 
 Every run is drawn: thin, and the mean over its seeds thick. An axis of losses or norms shows what
-most runs do after their first steps; where a run leaves it, a triangle stands at the upper edge, an
-x where its value is not a number. Lines differ in dashes and markers as well as in colour, so that
-they can be told apart in black and white. The looks of a contender follow from its name.
+most runs do after their first steps; a run that diverges leaves it. Lines differ in dashes and
+markers as well as in colour, so that they can be told apart in black and white. The looks of a
+contender follow from its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ from maxmars.compare.curves import TRAINING_LOSS, Curve, Line, fixed_tokens_per_
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.config.errors import pip_install
-from maxmars.config.numbers import short
+from maxmars.config.numbers import duration, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, from dark to light.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
@@ -38,10 +39,8 @@ _MARKERS = "osD^vPX*<"  # nine markers for eight colours: the ninth line differs
 _KNOWN = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap", "lion", "mars_shampoo")
 _SIZE = (6.4, 4.2)  # inches, without the legend
 _PANEL = (4.2, 2.9)
-_LEGEND_ROW = 0.24  # inches
-_LEGEND_WIDTH = 66  # characters beside each other
-_LEGEND_SAMPLE = 9  # of them, for a line's sample
-_NAME_WIDTH = 52
+_LEGEND = 1.8  # inches
+_NAME_WIDTH = 22  # characters
 _NOTE_WIDTH = 14  # characters of a note on an inch
 _STYLE = {
     "font.size": 11,
@@ -60,12 +59,11 @@ _STYLE = {
 }
 _THIN = 0.7  # points
 _WARM_UP = 0.12  # values in this first share of the horizontal axis may lie above the figure
-_REACH = 1.5
-_RATIO = 10.0
 _FEWEST = 2  # points of a run after that share; with fewer it counts, too
+_REACH = 1.5  # of an axis of losses, in ranges of the lower half of the runs
+_DECADES = 2  # of a logarithmic axis above the lower half of the runs
 _SMOOTHED = 16  # a running mean is over one of so many parts of a run
-_MAX_TICKS = 10
-_FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 30, 50, 100)
+_AXES = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}
 
 
 def require_matplotlib() -> None:
@@ -106,13 +104,12 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = 
       ImportError: matplotlib is not installed.
     """
     strands, numbers = [], _numbers([line.name for line in lines])
-    for line in lines:
-        position = _axis(line, against)
-        if position is not None:
-            runs = [(position(c.steps, c.tokens), np.array(c.losses)) for c in line.curves]
-            tokens, losses = line.points
-            mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
-            strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
+    for line in _placed(lines, against):
+        runs = [(_positions(line, c.steps, c.tokens, against), c.losses) for c in line.curves]
+        tokens, losses = line.points
+        mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
+        runs = [(x, np.array(values)) for x, values in runs]
+        strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
     names = {curve.loss_of for line in lines for curve in line.curves}
     label = f"{names.pop() if len(names) == 1 else 'loss'}, nats a token"
     return _draw_alone(strands, path, label, against, lines, note)
@@ -141,16 +138,10 @@ def draw_rates_and_norms(
 
     Args:
       lines: one for each contender or run.
-      path: of the figure; its directory is made.
       metrics: metric -> how it is called; those that no line has get no panel.
       columns: panels beside each other.
-      note: what the figure is of, above it.
 
-    Returns:
-      Whether there was anything to draw.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    Result and errors are those of `draw_losses`.
     """
     panels = {
         metric: strands
@@ -159,8 +150,6 @@ def draw_rates_and_norms(
     }
     if not panels:
         return False
-    everything = [strand for strands in panels.values() for strand in strands]
-    divisor, unit = _unit(_end(everything), "tokens")
     with _figure(path, len(panels), columns, note=note) as all_axes:
         for axes, (metric, strands) in zip(all_axes, panels.items(), strict=True):
             # Rates begin and end at 0, so of them the peaks count.
@@ -168,9 +157,9 @@ def draw_rates_and_norms(
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
             is_log = spread.size > 0 and spread.max() > 5 * spread.min()
-            _draw(axes, strands, divisor, is_log=bool(is_log), warm_up=0.0, are_losses=False)
+            _draw(axes, strands, is_log=bool(is_log), are_losses=False)
             axes.set_title(metrics[metric], parse_math=False)
-            axes.set_xlabel(f"tokens{unit}")
+            _label_positions(axes, "tokens")
     return True
 
 
@@ -182,14 +171,8 @@ def draw_every_run(
     Args:
       cells: contender -> curves of all its cells.
       best: contender -> curves at its best setting, whose mean is drawn thick.
-      path: of the figure; its directory is made.
-      note: what the figure is of, above it.
 
-    Returns:
-      Whether there was anything to draw.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    Result and errors are those of `draw_losses`.
     """
     strands, numbers = [], _numbers(cells)
     for name, curves in cells.items():
@@ -202,14 +185,12 @@ def draw_every_run(
             strands.append(_Strand(number=numbers[name], name=name, runs=runs, mean=mean))
     if not strands:
         return False
-    divisor, unit = _unit(_end(strands), "tokens")
     with _figure(path, len(strands), 3, legend=False, note=note) as all_axes:
         for axes, strand in zip(all_axes, strands, strict=True):
-            _draw(axes, [strand], divisor, like=strands)
+            _draw(axes, [strand], like=strands)
             text = f"{strand.name}: {len(strand.runs)} run{'s'[: len(strand.runs) != 1]}"
             axes.set_title(_label(text, 36).strip())
-        for axes in all_axes[-3:]:
-            axes.set_xlabel(f"tokens{unit}")
+            _label_positions(axes, "tokens")
         for axes in all_axes[::3]:
             axes.set_ylabel("validation loss")
     return True
@@ -229,17 +210,12 @@ def draw_tuning(
     Args:
       grids: contender -> value of the field, increasing -> final losses of its runs in nats a
         token; infinite where a run diverged. The line goes through their means.
-      path: of the figure; its directory is made.
       field: its name.
       others: contender -> value of the field and final losses by seed of each setting that is not
         on its line, drawn as small crosses.
-      note: what the figure is of, above it.
 
-    Returns:
-      Whether there was anything to draw: some contender has two values of the field.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    Result and errors are those of `draw_losses`; there is nothing to draw where no contender has
+    two values of the field.
     """
     others = others or {}
     settings = {name: [*grid.items(), *others.get(name, ())] for name, grid in grids.items()}
@@ -248,64 +224,64 @@ def draw_tuning(
     if not finite or all(len({value for value, _ in tried}) < 2 for tried in settings.values()):
         return False
     bottom, middle = min(finite), float(np.median(finite))
-    # A run far above the others would flatten their lines.
+    # A run far above the others would flatten their lines. It, and one that diverged, has its mark
+    # on the upper edge.
     top = min(max(finite), middle + 4 * (middle - bottom) + 0.05)
     margin = 0.06 * (top - bottom) or 0.01
     with _figure(path, note=note) as (axes,):
-        edge: dict[str, Any] = {
-            "transform": axes.get_xaxis_transform(),
-            "linestyle": "",
-            "clip_on": False,
-        }
         numbers = _numbers(grids)
         for name, grid in grids.items():
             if not settings[name]:
                 continue
             style = _style(numbers[name])
-            color = style["color"]
-            means = [float(np.mean(losses)) if losses else math.nan for losses in grid.values()]
-            means = [mean if math.isfinite(mean) else math.nan for mean in means]
+            color, marker = style["color"], style["marker"]
+            means = [_mean(losses) for losses in grid.values()]
             axes.plot(list(grid), means, label=_label(name), **style)
-            for value, losses in grid.items():
-                if len(losses) > 1:
-                    mark = {key: style[key] for key in ("color", "marker")}
-                    axes.plot([value] * len(losses), losses, ls="", alpha=0.5, ms=3, **mark)
-            for value, losses in others.get(name, ()):
-                axes.plot([value] * len(losses), losses, "+", color=color, ms=4, mew=0.8, alpha=0.6)
-            lowest: dict[Number, float] = {}
-            for value, losses in settings[name]:
-                lowest[value] = min(
-                    float(np.mean(losses or [math.inf])), lowest.get(value, math.inf)
+            for mark, tried in ((marker, grid.items()), ("+", others.get(name, ()))):
+                for value, losses in tried:
+                    at, shown = [value] * len(losses), np.minimum(losses, top + margin)
+                    axes.plot(at, shown, mark, color=color, ms=3.5, alpha=0.5, clip_on=False)
+            values = sorted({value for value, _ in settings[name]})
+            lowest = [
+                np.fmin.reduce(
+                    [_mean(losses) for other, losses in settings[name] if other == value]
                 )
-                for loss in losses:
-                    if not loss <= top + margin:
-                        axes.plot(value, 1.0, color=color, marker="^x"[math.isinf(loss)], **edge)
-            profile = sorted((v, loss) for v, loss in lowest.items() if math.isfinite(loss))
-            if profile:
-                axes.plot(*zip(*profile, strict=True), color=color, lw=_THIN, alpha=0.6, zorder=1.5)
-        values = sorted({value for tried in settings.values() for value, _ in tried})
-        positive = [value for value in values if value > 0]
-        if len(positive) < len(values) and positive:
-            axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
-        elif positive and positive[-1] < 1 < 2 * positive[0]:  # a decay such as b1
-            axes.set_xscale("function", functions=(_far_from_1, _near_1))
-        elif positive:
-            axes.set_xscale("log")
-        best = {
-            min(means, key=lambda value: means[value])
-            for grid in grids.values()
-            if (means := {v: np.mean(losses) for v, losses in grid.items() if losses})
-        }
-        labelled = _ticks(values, axes, best)
-        axes.set_xticks(labelled)
-        axes.set_xticks([value for value in values if value not in labelled], minor=True)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
+                for value in values
+            ]
+            axes.plot(values, lowest, color=color, lw=_THIN, alpha=0.6, zorder=1.5)
+        _scale_of_values(axes, {value for tried in settings.values() for value, _ in tried})
         axes.tick_params(axis="x", labelrotation=30)
         axes.set_ylim(bottom - margin, top + margin)
         axes.set_xlabel("peak learning rate" if field == "learning_rate" else field)
         axes.set_ylabel("final validation loss, nats a token")
     return True
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """The mean of final losses; NaN, which leaves a gap in a line, where it is not finite."""
+    mean = float(np.mean(losses)) if losses else math.nan
+    return mean if math.isfinite(mean) else math.nan
+
+
+def _scale_of_values(axes: Axes, values: Collection[Number]) -> None:
+    """The horizontal axis of a field: decays such as b1 by their distance from 1, everything else
+    by its logarithm, with a place for 0."""
+    from matplotlib.ticker import SymmetricalLogLocator
+
+    positive = sorted(value for value in values if value > 0)
+    if len(positive) < len(values) and positive:
+        axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
+        locator = SymmetricalLogLocator(axes.xaxis.get_transform(), subs=(1.0, 3.0))
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    elif positive and positive[-1] < 1 < 2 * positive[0]:
+        axes.set_xscale("function", functions=(_far_from_1, _near_1))
+        ticks = [1 - m * 10.0**-k for k in range(1, 5) for m in (5, 2, 1)]
+        axes.set_xticks([v for v in ticks if positive[0] <= v <= positive[-1]] or positive)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    elif positive:
+        axes.set_xscale("log")
+        _label_log(axes.xaxis, (1.0, 2.0, 5.0))
 
 
 def draw_speed_ups(
@@ -319,15 +295,9 @@ def draw_speed_ups(
 
     Args:
       points: contender -> (parameters of the model, speed-up), increasing in size.
-      path: of the figure; its directory is made.
       baseline: the contender whose speed-up is 1.
-      note: what the figure is of, above it.
 
-    Returns:
-      Whether there was anything to draw.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    Result and errors are those of `draw_losses`.
     """
     numbers, points = _numbers(points), {name: gains for name, gains in points.items() if gains}
     if not points:
@@ -342,10 +312,7 @@ def draw_speed_ups(
             axes.errorbar(sizes, means, reach, label=_label(name), **_style(numbers[name]))
         axes.axhline(1.0, color="#7F7F7F", linewidth=1.0)
         axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        axes.set_yticks([tick for tick in _FACTORS if low <= tick <= high])
-        axes.set_yticks([], minor=True)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _label_log(axes.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0))
         axes.set_xscale("log")
         ticks = sorted({size for gains in points.values() for size, _ in gains})
         axes.set_xticks(ticks, [short(tick) for tick in ticks])
@@ -359,45 +326,46 @@ def _runs(strands: Sequence[_Strand]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [run for strand in strands for run in strand.runs]
 
 
-def _axis(line: Line, against: str) -> Callable[[Sequence[int], Sequence[int]], np.ndarray] | None:
-    """From steps and tokens to the place on the horizontal axis; None where that is unknown."""
-    seconds = line.seconds_per_step
+def _placed(lines: Sequence[Line], against: str) -> list[Line]:
+    """The lines that have positions: no time without timed steps."""
+    return [line for line in lines if against != "time" or line.seconds_per_step is not None]
+
+
+def _positions(line: Line, steps: Sequence[int], tokens: Sequence[int], against: str) -> np.ndarray:
+    """Positions of these steps on the horizontal axis."""
     if against == "time":
-        return None if seconds is None else lambda steps, _: np.array(steps) * seconds
-    return lambda steps, tokens: np.array(tokens if against == "tokens" else steps, float)
+        return np.array(steps) * (line.seconds_per_step or 0.0)
+    return np.array(tokens if against == "tokens" else steps, float)
 
 
 def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_Strand]:
     strands, numbers = [], _numbers([line.name for line in lines])
-    for line in lines:
-        position = _axis(line, against)
+    for line in _placed(lines, against):
         with_metric = [logged for logged in line.logged if metric in logged.series]
-        if position is None or not with_metric:
+        if not with_metric:
             continue
         runs, series = [], [dict(logged.series[metric]) for logged in with_metric]
         for logged, values in zip(with_metric, series, strict=True):
-            positions = position(list(values), [logged.tokens[step] for step in values])
+            tokens = [logged.tokens[step] for step in values]
+            positions = _positions(line, list(values), tokens, against)
             runs.append((positions, np.array(list(values.values()))))
         steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
         means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        positions = position(steps, [with_metric[0].tokens[step] for step in steps])
-        mean = positions, means
+        tokens = [with_metric[0].tokens[step] for step in steps]
+        mean = _positions(line, steps, tokens, against), means
         strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
     return strands
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """The running mean over a sixteenth of the values, of those that are finite."""
-    half = len(values) // _SMOOTHED // 2
+    window = np.ones(1 + 2 * (len(values) // _SMOOTHED // 2))
     is_sound = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(is_sound, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(is_sound)])
-    index = np.arange(len(values))
-    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    count = counts[last] - counts[first]
-    return np.where(count > 0, (sums[last] - sums[first]) / np.maximum(count, 1), np.nan)
+    sums = np.convolve(np.where(is_sound, values, 0.0), window, "same")
+    counts = np.convolve(is_sound, window, "same")
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def _draw_alone(
@@ -412,55 +380,51 @@ def _draw_alone(
     same batch."""
     if not strands:
         return False
-    from matplotlib.ticker import MaxNLocator
-
-    divisor, unit = _unit(_end(strands), against)
     with _figure(path, note=note) as (axes,):
-        _draw(axes, strands, divisor)
-        if against == "steps":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _draw(axes, strands)
         axes.set_ylabel(label)
-        name = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}[against]
-        axes.set_xlabel(f"{name}{unit}")
+        _label_positions(axes, against)
         batch = fixed_tokens_per_step(lines)
         if against == "tokens" and batch is not None:
-            steps = divisor / batch
-
-            def to_steps(position: Any) -> Any:
-                return position * steps
-
-            def from_steps(step: Any) -> Any:
-                return step / steps
-
-            upper = axes.secondary_xaxis("top", functions=(to_steps, from_steps))
-            upper.xaxis.set_major_locator(MaxNLocator(integer=True))
-            upper.set_xlabel("steps")
+            by_step = (lambda tokens: tokens / batch, lambda steps: steps * batch)
+            upper = axes.secondary_xaxis("top", functions=by_step)
+            _label_positions(upper, "steps")
     return True
+
+
+def _label_positions(axes: Any, against: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    is_time = against == "time"
+    axes.xaxis.set_major_formatter(
+        (lambda value, _: duration(value)) if is_time else EngFormatter(sep="")
+    )
+    axes.set_xlabel(_AXES[against])
+
+
+def _label_log(axis: Axis, subs: tuple[float, ...]) -> None:
+    """Label these multiples of the powers of ten on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _draw(
     axes: Axes,
     strands: Sequence[_Strand],
-    divisor: float,
     *,
     is_log: bool = False,
-    warm_up: float = _WARM_UP,
     are_losses: bool = True,
     like: Sequence[_Strand] = (),
 ) -> None:
-    """Draw strands, positions divided by `divisor`, on the range of themselves or of others."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    settled = warm_up * _end(like or strands)
-    if all(np.sum(x >= settled) < _FEWEST for x, _ in _runs(like or strands)):
-        settled = 0.0  # else nothing but the ends would be seen
-    limits = _limits(like or strands, settled, are_losses=are_losses, is_log=is_log)
+    """Draw strands on the range of themselves or of others."""
+    limits = _limits(like or strands, are_losses=are_losses, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _label_log(axes.yaxis, (1.0,) if is_wide else (1.0, 2.0, 5.0))
     if limits is not None:
         axes.set_ylim(*limits)
     alpha = float(np.clip(6 / len(_runs(strands)), 0.15, 0.45))  # many lines hide each other
@@ -471,78 +435,48 @@ def _draw(
             every = max(1, len(x) // 10)
             # Marks of lines that lie on each other stand beside each other.
             markers = (strand.number % every, every)
-            axes.plot(x / divisor, means, label=_label(strand.name), markevery=markers, **style)
+            axes.plot(x, means, label=_label(strand.name), markevery=markers, **style)
         for x, values in strand.runs:
             if len(strand.runs) > 1 or not np.array_equal(values, means):
-                axes.plot(
-                    x / divisor, values, color=style["color"], lw=_THIN, alpha=alpha, zorder=1.5
-                )
-            if limits is not None:
-                _mark_leaving(axes, x, values, settled, limits[1], divisor, style["color"])
-
-
-def _mark_leaving(
-    axes: Axes,
-    x: np.ndarray,
-    values: np.ndarray,
-    settled: float,
-    top: float,
-    divisor: float,
-    color: str,
-) -> None:
-    """Mark on the upper edge where a run leaves the figure."""
-    x, values = x[x >= settled], values[x >= settled]
-    is_above = ~(values <= top)
-    starts = is_above & ~np.concatenate([[False], is_above[:-1]])
-    for position, value in zip(x[starts], values[starts], strict=True):
-        axes.plot(
-            position / divisor,
-            1.0,
-            color=color,
-            marker="^" if math.isfinite(value) else "x",
-            linestyle="",
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-        )
+                axes.plot(x, values, color=style["color"], lw=_THIN, alpha=alpha, zorder=1.5)
 
 
 def _limits(
-    strands: Sequence[_Strand], settled: float, *, are_losses: bool, is_log: bool
+    strands: Sequence[_Strand], *, are_losses: bool, is_log: bool
 ) -> tuple[float, float] | None:
-    """The vertical range of what runs do once they have settled, as far as a run that diverged does
-    not flatten the others: of losses `_REACH` times the range of the lower half of them; of rates
-    and norms, which differ more between sound runs, `_RATIO` times the highest value of that half,
-    on a logarithmic axis its square."""
-    lows, highs = [], []
-    for x, values in _runs(strands):
-        late = values[(x >= settled) & np.isfinite(values)]
-        late = np.log10(late[late > 0]) if is_log else late
-        if len(late):
-            lows.append(float(late.min()))
-            highs.append(float(late.max()))
-    if not lows or max(highs) == min(lows):
+    """The vertical range of what runs do, as far as a run that diverged does not flatten the
+    others: of losses after the warm-up, `_REACH` times the range of the lower half of the runs;
+    on a logarithmic axis of rates or norms, which differ more between sound runs, `_DECADES` above
+    that half."""
+    runs = _runs(strands)
+    settled = _WARM_UP * max(float(x[-1]) for x, _ in runs) if are_losses else 0.0
+    if all(np.sum(x >= settled) < _FEWEST for x, _ in runs):
+        settled = 0.0  # else nothing but the ends would be seen
+    late = [values[(x >= settled) & np.isfinite(values)] for x, values in runs]
+    if is_log:
+        late = [np.log10(values[values > 0]) for values in late]
+    late = [values for values in late if len(values)]
+    if not late:
         return None
-    bottom = min(lows)
-    half = sorted(highs)[(len(highs) - 1) // 2]
-    cap = half + 2 * math.log10(_RATIO) if is_log else half * _RATIO
-    if are_losses:
-        cap = bottom + _REACH * (half - bottom)
-    top = min(max(highs), cap) if cap > bottom else max(highs)
+    bottom, highs = min(map(np.min, late)), list(map(np.max, late))
+    half, top = np.percentile(highs, 50, method="lower"), max(highs)
+    if are_losses and half > bottom:
+        top = min(top, bottom + _REACH * (half - bottom))
+    elif is_log:
+        top = min(top, half + _DECADES)
     margin = 0.05 * (top - bottom)
-    low, high = bottom - margin, top + margin
+    if not margin:
+        return None
+    low, high = float(bottom - margin), float(top + margin)
     return (10**low, 10**high) if is_log else (low, high)
-
-
-def _end(strands: Sequence[_Strand]) -> float:
-    return max(float(x[-1]) for x, _ in _runs(strands))
 
 
 @contextlib.contextmanager
 def _figure(
     path: Path, num_panels: int = 1, columns: int = 1, *, legend: bool = True, note: str = ""
 ) -> Iterator[list[Axes]]:
-    """Empty axes in maxmars's style; at the end they get a note above and a legend below, and are
-    saved."""
+    """Empty axes in maxmars's style; at the end they get a note above and a legend beside them, and
+    are saved."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -560,28 +494,14 @@ def _figure(
             handles, labels = axes.get_legend_handles_labels()
             named |= dict(zip(labels, handles, strict=True))
         if named:
-            across, lines = _columns(list(named), int(_LEGEND_WIDTH * width / _SIZE[0]))
-            figure.set_size_inches(width, height + _LEGEND_ROW * lines)
-            figure.legend(
-                list(named.values()), list(named), loc="outside lower center", ncols=across
-            )
+            figure.set_size_inches(width + _LEGEND, height)
+            figure.legend(list(named.values()), list(named), loc="outside right upper")
         if note:
             texts = [_label(line, int(_NOTE_WIDTH * width)) for line in note.splitlines()]
             figure.suptitle("\n".join(texts), fontsize="small")
         # Without matplotlib's version and the time, the same figure is the same file.
         varying = {".png": "Software", ".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
         figure.savefig(path, metadata={varying: None})
-
-
-def _columns(labels: Sequence[str], room: int) -> tuple[int, int]:
-    """How many columns of a legend have room beside each other, and its number of lines."""
-    for rows in range(1, len(labels)):
-        across = -(-len(labels) // rows)
-        columns = [list(column) for column in np.array_split(labels, across)]  # as matplotlib does
-        widths = [max(len(line) for text in c for line in text.split("\n")) for c in columns]
-        if sum(width + _LEGEND_SAMPLE for width in widths) <= room:
-            return across, max(sum(text.count("\n") + 1 for text in c) for c in columns)
-    return 1, sum(text.count("\n") + 1 for text in labels)
 
 
 def _numbers(names: Collection[str]) -> dict[str, int]:
@@ -609,17 +529,6 @@ def _label(name: str, width: int = _NAME_WIDTH) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
-def _unit(largest: float, against: str) -> tuple[float, str]:
-    """The number to divide an axis by, and the unit to name."""
-    if against == "time":
-        units = [(3600.0, ", hours"), (60.0, ", minutes")]
-        return next((u for u in units if largest >= 2 * u[0]), (1.0, ", seconds"))
-    if against == "steps":
-        return 1.0, ""
-    units = [(1e9, ", billions"), (1e6, ", millions"), (1e3, ", thousands")]
-    return next((u for u in units if largest >= u[0]), (1.0, ""))
-
-
 def _far_from_1(value: Any) -> Any:
     """Decays by the logarithm of their distance from 1."""
     return -np.log10(np.maximum(1 - np.asarray(value, float), 1e-9))
@@ -627,14 +536,3 @@ def _far_from_1(value: Any) -> Any:
 
 def _near_1(position: Any) -> Any:
     return 1 - 10.0 ** -np.asarray(position, float)
-
-
-def _ticks(values: Sequence[Number], axes: Axes, best: Collection[Number]) -> list[Number]:
-    """The values whose labels have room: first the best ones, then both ends, then the others."""
-    positions = axes.transScale.transform([(value, 0.0) for value in values])[:, 0]
-    room, ends = 0.75 * np.ptp(positions) / _MAX_TICKS, (0, len(values) - 1)
-    kept: list[int] = []
-    for index in sorted(range(len(values)), key=lambda i: (values[i] not in best, i not in ends)):
-        if all(abs(positions[index] - positions[other]) > room for other in kept):
-            kept.append(index)
-    return [values[index] for index in sorted(kept)]

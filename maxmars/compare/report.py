@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,6 @@ from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import (
     EFFECT,
     MARK_MEANS,
-    TOLERANCE,
     Best,
     Outcome,
     Summary,
@@ -115,7 +115,8 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png") -> Non
     names = ", ".join(dict.fromkeys(outcome.contender.name for outcome in every))
     title = f"{names} at {', '.join(summaries)}" if any(summaries) else names
     one_device = {o.cost["num_devices"] for o in every if o.cost} == {1}
-    results = _table(summaries, _result_columns(summaries), _result_rows)
+    columns = [name.format(baseline=_baseline(summaries)) for name in _COLUMNS.values()]
+    results = _table(summaries, columns, _result_rows)
     blocks = [
         f"# Comparison of {title}",
         "## Result",
@@ -235,13 +236,12 @@ def write_run_report(
     thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
     figures = _Figures(out=out, format=format)
     blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
-    path = figures.path("norms_by_part")
-    if draw_rates_and_norms(lines, path, norms_by_component(lines), columns=4):
-        blocks.append(figures.image("norms_by_part", "Norms by component of the model."))
-    path = figures.path("evaluations")
-    if draw_rates_and_norms(lines, path, own_evaluations(lines)):
-        words = "Evaluations by functions of one's own (`eval.own`)."
-        blocks.append(figures.image("evaluations", words))
+    for name, metrics, columns, caption in (
+        ("norms_by_part", norms_by_component(lines), 4, "Norms by component of the model."),
+        ("evaluations", own_evaluations(lines), 2, "Evaluations by functions of one's own."),
+    ):
+        if draw_rates_and_norms(lines, figures.path(name), metrics, columns=columns):
+            blocks.append(figures.image(name, caption))
     _write_markdown(out, blocks)
 
 
@@ -290,20 +290,9 @@ def print_report(summaries: Summaries, out: Path) -> None:
 
 
 def _print_summary(summary: Summary) -> None:
-    columns = {
-        "rate": "rate",
-        "loss": "loss",
-        "difference": "- baseline",
-        "p": "p",
-        "tokens_share": "tokens",
-        "seconds_share": "time",
-        "step_ms": "ms",
-    }
-    rows = [
-        (cells["name"], *(cells[key].replace(" ", "") for key in columns))
-        for cells in (_result(outcome, summary) for outcome in summary.outcomes)
-    ]
-    print_table(("", *columns.values()), rows)
+    results = [_result(outcome, summary) for outcome in summary.outcomes]
+    rows = [[r["name"], *(r[key].replace(" ", "") for key in _PRINTED)] for r in results]
+    print_table(("", *_PRINTED.values()), rows)
     baseline = summary.comparison.baseline
     texts = [
         f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
@@ -362,86 +351,68 @@ def _runs_of(summary: Summary) -> str:
     )
 
 
-def _result(outcome: Outcome, summary: Summary) -> dict[str, str]:
-    """The cells of a contender in the two tables of results; empty where there is nothing."""
-    best, name, step_s = outcome.best, outcome.contender.name, outcome.step_time_s
-    cells = {
-        "name": name,
-        "rate": "",
-        "loss": "diverged" if outcome.has_diverged else _NONE,
-        "difference": "",
-        "p": "",
-        "tokens": "",
-        "tokens_share": "",
-        "seconds": "",
-        "seconds_share": "",
-        "step_ms": "" if step_s is None else f"{1000 * step_s:.1f}",
-    }
+_COLUMNS = {
+    "name": "optimizer",
+    "setting": "best setting",
+    "loss": f"validation loss ({CONFIDENCE:.0%})",
+    "difference": f"minus {{baseline}} ({CONFIDENCE:.0%})",
+    "p": "p",
+    "seeds_needed": f"seeds to find {EFFECT}",
+    "tokens": "tokens to {baseline}'s loss",
+    "seconds": "time to it",
+    "speed_up": f"data speed-up ({CONFIDENCE:.0%})",
+    "diverged": "diverged",
+}
+_PRINTED = {
+    "rate": "rate",
+    "mean": "loss",
+    "difference": "- baseline",
+    "p": "p",
+    "tokens_share": "tokens",
+    "seconds_share": "time",
+    "step_ms": "ms",
+}
+
+
+def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
+    """The cells of a contender under `_COLUMNS` and `_PRINTED`; `_NONE` where there is nothing."""
+    best, comparison, step_s = outcome.best, summary.comparison, outcome.step_time_s
+    cells = defaultdict(lambda: _NONE, name=outcome.contender.name)
+    cells["diverged"] = f"{outcome.num_diverged} of {outcome.num_cells}"
+    if step_s is not None:
+        cells["step_ms"] = f"{1000 * step_s:.1f}"
     if best is None:
+        cells["mean"] = "diverged" if outcome.has_diverged else _NONE
         return cells
-    rate = dict(best.setting)[LEARNING_RATE]
-    cells |= {"rate": f"{rate:g}", "loss": interval(best.loss, "{:.4f}")}
+    setting = describe_setting(best.setting).replace(",", ", ")
+    cells["setting"] = f"{setting}{' (not at its end)' if outcome.search.untried else ''}"
+    cells["rate"] = f"{dict(best.setting)[LEARNING_RATE]:g}"
+    cells["mean"] = cells["loss"] = interval(best.loss, "{:.4f}")
+    if len(best.losses) < len(comparison.seeds):
+        cells["loss"] += f" ({len(best.losses)} of {len(comparison.seeds)} seeds)"
     if best.test is not None:
         cells["difference"] = interval(best.test.difference, "{:+.4f}")
-        mark = summary.mark(name, summary.comparison.baseline)
-        cells["p"] = f"{summary.p_adjusted[name]:.2g}{mark}"
+        mark = summary.mark(outcome.contender.name, comparison.baseline)
+        cells["p"] = f"{summary.p_adjusted[outcome.contender.name]:.2g}{mark}"
+    if best.seeds_needed:
+        cells["seeds_needed"] = str(best.seeds_needed)
+    if best.speed_up is not None:
+        cells["speed_up"] = _factor(best.speed_up)
     # Where a curve comes down to the baseline's loss, the baseline's own does as well.
-    base = next(o.best for o in summary.outcomes if o.contender.name == summary.comparison.baseline)
-    for key, field, show in (
-        ("tokens", "tokens_to_baseline", short),
-        ("seconds", "seconds_to_baseline", duration),
-    ):
-        value, whole = getattr(best, field), getattr(base, field, None)
+    base = next(o.best for o in summary.outcomes if o.contender.name == comparison.baseline)
+    for key, show in (("tokens", short), ("seconds", duration)):
+        value, whole = (getattr(each, f"{key}_to_baseline", None) for each in (best, base))
         if value is not None and whole:
-            cells |= {key: show(value), f"{key}_share": f"{value / whole:.0%}"}
+            cells[f"{key}_share"] = f"{value / whole:.0%}"
+            cells[key] = f"{show(value)} ({value / whole:.0%})"
+        elif best.tokens_to_baseline is None and base is not None:
+            cells[key] = "not reached"
     return cells
 
 
-def _result_columns(summaries: Summaries) -> Sequence[str]:
-    """Columns of the table of results."""
-    baseline = _baseline(summaries)
-    return (
-        "optimizer",
-        "best setting",
-        f"validation loss ({CONFIDENCE:.0%})",
-        f"minus {baseline} ({CONFIDENCE:.0%})",
-        "p",
-        f"seeds to find {EFFECT}",
-        f"tokens to {baseline}'s loss",
-        "time to it",
-        f"data speed-up ({CONFIDENCE:.0%})",
-        "diverged",
-    )
-
-
 def _result_rows(summary: Summary) -> Sequence[Sequence[str]]:
-    baseline = summary.comparison.baseline
-    rows = []
-    base = next(o.best for o in summary.outcomes if o.contender.name == baseline)
-    for outcome in summary.outcomes:
-        best, cells = outcome.best, _result(outcome, summary)
-        diverged = f"{outcome.num_diverged} of {outcome.num_cells}"
-        if best is None:
-            rows.append((cells["name"], *[_NONE] * 8, diverged))
-            continue
-        reached = [
-            f"{cells[key]} ({cells[f'{key}_share']})" if cells[key] else _NONE
-            for key in ("tokens", "seconds")
-        ]
-        if best.tokens_to_baseline is None and base is not None:
-            reached = ["not reached"] * 2
-        setting = describe_setting(best.setting).replace(",", ", ")
-        setting += " (not at its end)" if outcome.search.untried else ""
-        tested = (
-            cells["difference"] or _NONE,
-            cells["p"] or _NONE,
-            str(best.seeds_needed or _NONE),
-        )
-        loss, seeds = cells["loss"], len(summary.comparison.seeds)
-        loss += f" ({len(best.losses)} of {seeds} seeds)" if len(best.losses) < seeds else ""
-        gain = _NONE if best.speed_up is None else _factor(best.speed_up)
-        rows.append((cells["name"], setting, loss, *tested, *reached, gain, diverged))
-    return rows
+    results = [_result(outcome, summary) for outcome in summary.outcomes]
+    return [[cells[key] for key in _COLUMNS] for cells in results]
 
 
 def _factor(ratio: Interval) -> str:
@@ -479,12 +450,13 @@ def _notes(summary: Summary) -> Iterator[str]:
         versions = {r.environment.get(name) for o in summary.outcomes for r in o.results}
         if len(versions - {None}) > 1:
             yield f"The cells ran with {len(versions - {None})} versions {what}."
-    devices: dict[str, list[str]] = {}
+    devices: dict[str, dict[str, None]] = {}
     for outcome in summary.outcomes:
-        for kind in sorted({_devices(r.environment) for r in outcome.results if r.environment}):
-            devices.setdefault(kind, []).append(outcome.contender.name)
+        for at in (r.environment for r in outcome.results if r.environment):
+            device = f"{at['num_devices']} x {' and '.join(at['device_kinds'])}"
+            devices.setdefault(device, {})[outcome.contender.name] = None
     if len(devices) > 1:
-        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in devices.items())
+        listed = "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
         yield (
             "The cells ran on several devices, so their step times do not compare, and losses "
             f"differ by rounding: {listed}."
@@ -492,16 +464,6 @@ def _notes(summary: Summary) -> Iterator[str]:
     for outcome in summary.outcomes:
         if outcome.has_diverged:
             yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
-        basin = outcome.basin
-        if basin is not None:
-            low = f"{'at most ' if basin.open_low else ''}{basin.low:.2g}"
-            high = f"{'at least ' if basin.open_high else ''}{basin.high:.2g}"
-            least = "at least " if basin.open_low or basin.open_high else ""
-            yield (
-                f"With seed {summary.comparison.seeds[0]}, {outcome.contender.name} is within "
-                f"{TOLERANCE} nats of its best loss for rates from {low} to {high}, a factor of "
-                f"{least}{basin.factor:.1f}."
-            )
     for field, values in summary.comparison.own_fields.items():
         each = ", ".join(
             f"{escape_markdown(str(value))} ({name})" for name, value in values.items()
@@ -533,10 +495,6 @@ def _general_notes(summaries: Summaries) -> Iterator[str]:
         "comes down to the final loss of the other; the inverse of it where the baseline is the "
         "better one. The mean over the seeds is the geometric one."
     )
-
-
-def _devices(environment: Mapping[str, Any]) -> str:
-    return f"{environment['num_devices']} x {' and '.join(environment['device_kinds'])}"
 
 
 def _tuned(summary: Summary) -> list[str]:
@@ -659,8 +617,8 @@ def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "
                 "is as in the best setting, and small marks are single seeds; crosses are all "
-                "other runs, and thin lines join the lowest means. At the upper edge, a triangle "
-                "is a run above it, an x one that diverged."
+                "other runs, and thin lines join the lowest means. Marks on the upper edge are "
+                "runs above it, or that diverged."
             )
             yield figures.image(name, caption)
     cells = {  # a run that diverged before its second evaluation has a curve of its training loss
@@ -680,48 +638,26 @@ def _line_figures(lines: Sequence[Line], figures: _Figures, what: str, thin: str
     note = figures.note
     validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
     never = _names([line for line in lines if line not in validated])
-    axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else [])]
-    for against in axes if validated else ():
-        name = f"loss_{against}"
-        draw_losses(validated, figures.path(name), against=against, note=note)
-        notes = f" Without evaluations, so not drawn: {never}." if never else ""
-        yield figures.image(name, f"Validation loss{what} against {against}. {thin}{notes}")
-    for against in axes:
-        name = f"training_loss_{against}"
-        if draw_training_losses(lines, figures.path(name), against=against, note=note):
-            text = f"Training loss{what} against {against}. Thin: every run as it was logged; "
-            text += "thick: a mean over the seeds and a sixteenth of the run."
-            yield figures.image(name, text)
-    name = "training_loss_time"
-    if validated and draw_training_losses(lines, figures.path(name), against="time", note=note):
-        yield figures.image(name, f"Training loss{what} against the time of the steps.")
-    name, timed = "loss_time", validated or lines
-    if draw_losses(timed, figures.path(name), against="time", note=note):
-        untimed = _names([line for line in timed if line.seconds_per_step is None])
-        notes = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
-        text = "time of the steps (their number times their median)"
-        loss = "Validation loss" if validated else "Training loss"
-        yield figures.image(name, f"{loss}{what} against {text}. {thin}{notes}")
-    name, text = "rates_and_norms", f"Learning rates and norms{what}."
-    if draw_rates_and_norms(lines, figures.path(name), RATES_AND_NORMS, note=note):
-        yield figures.image(name, text + _unlogged(lines))
-    else:
-        yield text + _unlogged(lines)
-
-
-def _unlogged(lines: Sequence[Line]) -> str:
-    """Which rates and norms are not drawn of which lines."""
-    undrawn: dict[str, list[str]] = {}
-    for metric, label in RATES_AND_NORMS.items():
-        lacking = [
-            line for line in lines if not any(metric in logged.series for logged in line.logged)
-        ]
-        if lacking:
-            undrawn.setdefault(_names(lacking), []).append(label)
-    if not undrawn:
-        return ""
-    listed = "; ".join(f"{', '.join(labels)} of {names}" for names, labels in undrawn.items())
-    return f" Not drawn, as no metrics.jsonl is there with them: {listed}."
+    never = f" Without evaluations, so not drawn: {never}." if never else ""
+    smooth = "Thin: every run as it was logged; thick: a mean over the seeds and a sixteenth of it."
+    axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else []), "time"]
+    for name, draw, drawn, ending in (
+        ("loss", draw_losses, validated, f"{thin}{never}"),
+        ("training_loss", draw_training_losses, lines, smooth),
+    ):
+        untimed = _names([line for line in drawn if line.seconds_per_step is None])
+        untimed = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
+        loss = "Training loss" if draw is draw_training_losses else "Validation loss"
+        for against in axes if drawn else ():
+            path = figures.path(f"{name}_{against}")
+            if draw(drawn, path, against=against, note=note):
+                is_time = against == "time"
+                axis = "time of the steps (their number times their median)" if is_time else against
+                text = f"{loss}{what} against {axis}. {ending}{untimed if is_time else ''}"
+                yield figures.image(path.stem, text)
+    if draw_rates_and_norms(lines, figures.path("rates_and_norms"), RATES_AND_NORMS, note=note):
+        text = f"Learning rates and norms{what}, of runs whose metrics.jsonl is there."
+        yield figures.image("rates_and_norms", text)
 
 
 def _names(lines: Sequence[Line]) -> str:
@@ -778,11 +714,7 @@ def _summary_json(size: str, summary: Summary) -> dict[str, Any]:
     return {
         "size": size,
         "num_parameters": summary.num_parameters,
-        "baseline": summary.comparison.baseline,
-        "seeds": list(summary.comparison.seeds),
-        "budget": summary.comparison.budget,
-        "finalists": summary.comparison.finalists,
-        "confirm": summary.comparison.confirm,
+        **summary.comparison.options,
         "tuned": _tuned(summary),
         "num_missing": summary.num_missing,
         "digests": {
@@ -811,7 +743,6 @@ def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
         "search_ended": o.search.is_at_its_end,
         "num_cells": o.num_cells,
         "num_diverged": o.num_diverged,
-        "basin": o.basin and dataclasses.asdict(o.basin) | {"tolerance": TOLERANCE},
         "settings": [
             {"setting": dict(setting), "losses": list(map(json_number, losses))}
             for setting, losses in o.losses.items()

@@ -27,11 +27,9 @@ from maxmars.compare.cells import (
     CellResult,
     Comparison,
     Contender,
-    check_code,
     check_comparable,
     open_comparison,
     read_results,
-    stored_code,
     write_result,
 )
 from maxmars.compare.curves import median_step_time, read_curve
@@ -146,7 +144,6 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Sha
                 if cell in results:  # another process finished it just now
                     continue
                 contender = contenders[cell.size, cell.contender]
-                check_code(contender, stored_code(workdir, cell.size), workdir)
                 key = cell.size, cell.contender, cell.seed
                 if key not in starts:  # the cell's own values may be refused
                     own = dataclasses.replace(contender.config, seed=cell.seed)

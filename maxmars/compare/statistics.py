@@ -1,4 +1,4 @@
-"""Statistics of a few seeds: intervals, paired tests, crossings, and the width of a basin."""
+"""Statistics of a few seeds: intervals, paired tests and crossings."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ class PairedTest:
     """First minus second."""
     p: float
     """Probability of a mean difference at least as far from zero, if the true one is zero."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Basin:
-    """The learning rates whose loss is close to the best loss."""
-
-    low: float
-    high: float
-    open_low: bool
-    """Whether the basin reaches the lowest rate of the grid, and may go on below it."""
-    open_high: bool
-    """Whether it reaches the highest rate."""
-
-    @property
-    def factor(self) -> float:
-        """Width, as the ratio of its ends."""
-        return self.high / self.low
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -151,38 +134,3 @@ def first_crossing(
             share = (losses[i - 1] - target) / (losses[i - 1] - loss)
             return float(positions[i - 1] + share * (positions[i] - positions[i - 1]))
     return None
-
-
-def basin(rates: Sequence[float], losses: Sequence[float], tolerance: float) -> Basin | None:
-    """The rates around the best rate whose loss exceeds the best loss by at most `tolerance`.
-
-    Between the points of the grid the loss is taken to be linear in the logarithm of the rate.
-    Where a rate diverged, the basin ends at the last rate before it.
-
-    Args:
-      rates: increasing.
-      losses: at these rates; infinite where a run diverged.
-      tolerance: nats.
-
-    Returns:
-      The basin; None where no loss is finite.
-    """
-    capped = np.where(np.isfinite(losses), losses, np.inf)
-    if not np.isfinite(capped).any():
-        return None
-    best = int(np.argmin(capped))
-    limit = capped[best] + tolerance
-    low, open_low = _edge(rates[best::-1], capped[best::-1].tolist(), limit)
-    high, open_high = _edge(rates[best:], capped[best:].tolist(), limit)
-    return Basin(low=low, high=high, open_low=open_low, open_high=open_high)
-
-
-def _edge(rates: Sequence[float], losses: Sequence[float], limit: float) -> tuple[float, bool]:
-    """The rate at which the loss first exceeds the limit, and whether it never does."""
-    for i in range(1, len(rates)):
-        if losses[i] > limit:
-            if not math.isfinite(losses[i]):
-                return rates[i - 1], False
-            share = (limit - losses[i - 1]) / (losses[i] - losses[i - 1])
-            return rates[i - 1] * (rates[i] / rates[i - 1]) ** share, False
-    return rates[-1], True

@@ -21,7 +21,7 @@ from maxmars.compare.cells import (
     read_results,
 )
 from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
-from maxmars.compare.grids import LEARNING_RATE, Number, value_of
+from maxmars.compare.grids import Number, value_of
 from maxmars.compare.search import (
     Results,
     Search,
@@ -33,10 +33,8 @@ from maxmars.compare.search import (
     settings_of,
 )
 from maxmars.compare.statistics import (
-    Basin,
     Interval,
     PairedTest,
-    basin,
     first_crossing,
     holm,
     mean_interval,
@@ -45,8 +43,6 @@ from maxmars.compare.statistics import (
 )
 from maxmars.model.parameters import Parameters
 
-TOLERANCE = 0.05
-"""Nats above the best loss at which a learning rate still counts as good."""
 EFFECT = 0.01
 """The difference in nats for which the report says how many seeds would find it."""
 
@@ -91,9 +87,6 @@ class Outcome:
     infinite where a run diverged."""
     best: Best | None
     """None where every setting diverged, or none is finished."""
-    basin: Basin | None
-    """Rates within `TOLERANCE` of the best loss, all else as in the best setting, by the first
-    seed."""
     step_time_s: float | None
     """Median over the contender's cells."""
     results: tuple[CellResult, ...]
@@ -222,22 +215,18 @@ def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summa
         own = [result for cell, result in results.items() if cell.contender == contender.name]
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
-        state = search(contender, comparison, results)
         settings = settings_of(contender, comparison, results)
-        outcome = Outcome(
-            contender=contender,
-            search=state,
-            losses={s: losses_at(contender, s, comparison, results) for s in settings},
-            best=_best(contender, comparison, results, baselines, step_time_s, workdir),
-            basin=None,
-            step_time_s=step_time_s,
-            results=tuple(own),
-            cost=next((r.cost for r in own if r.cost), {}),
+        outcomes.append(
+            Outcome(
+                contender=contender,
+                search=search(contender, comparison, results),
+                losses={s: losses_at(contender, s, comparison, results) for s in settings},
+                best=_best(contender, comparison, results, baselines, step_time_s, workdir),
+                step_time_s=step_time_s,
+                results=tuple(own),
+                cost=next((r.cost for r in own if r.cost), {}),
+            )
         )
-        # Of one seed, which all rates have: means over other seeds would not compare.
-        by_rate = {rate: losses[0] for rate, losses in outcome.along(LEARNING_RATE).items()}
-        width = basin(list(by_rate), list(by_rate.values()), TOLERANCE) if by_rate else None
-        outcomes.append(dataclasses.replace(outcome, basin=width))
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
     return Summary(
         comparison=comparison,

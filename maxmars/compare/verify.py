@@ -100,7 +100,7 @@ def verify(
     if own not in summaries:
         raise ValueError(f"--size {own} is none of those with a finished run: {[*summaries]}.")
     row, config = _find(summaries[own], contender, seed)
-    config = with_kept_code(config, row.cell, workdir)
+    config = with_kept_code(config, workdir)
     if data_path is not None:
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: these tokens are not read from a directory.")

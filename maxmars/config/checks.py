@@ -49,6 +49,8 @@ _IN_JAX = Rule(lambda value: value < 2**31, "must be less than 2**31: JAX counts
 Count = Annotated[Positive[T], _IN_JAX]
 CountOrZero = Annotated[NotNegative[T], _IN_JAX]
 Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "must lie in [0, 1)")]
+AtMostOne = Annotated[T, Rule(lambda value: value <= 1, "must be at most 1")]
+NotEmpty = Annotated[str, Rule(bool, "must not be empty")]
 
 
 class CheckedConfig:

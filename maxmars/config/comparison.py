@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from tyro.conf import arg
 
 from maxmars.config.checks import CheckedConfig, Positive, require
 from maxmars.config.train import TrainConfig
@@ -12,8 +15,29 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonConfig(CheckedConfig):
-    """Contenders, how each is tuned, and with how many seeds the best settings run.
+class SearchConfig(CheckedConfig):
+    """How each contender is tuned, and with how many seeds the best settings run."""
+
+    tune: Annotated[tuple[str, ...], arg(metavar="FIELD ...")] = ("learning_rate",)
+    """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
+    gamma, or among its options, or warmup. A contender that lacks one is tuned over the others."""
+    budget: Annotated[Positive[int] | None, arg(metavar="N")] = None
+    """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
+    confirm: Annotated[Positive[int], arg(metavar="N")] = 1
+    """Seeds with which a setting must be better before the search moves there, of its budget. With
+    one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""
+    finalists: Annotated[Positive[int], arg(metavar="N")] = 2
+    """The best settings of each contender, which run with all seeds."""
+    seeds: Annotated[Positive[int], arg(metavar="N")] = 3
+    """Seeds of the best settings: the config's seed, with which all settings are tried, and those
+    that follow it."""
+    baseline: Annotated[str | None, arg(metavar="NAME")] = None
+    """The contender that the others are tested against; None is the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig(SearchConfig):
+    """Contenders and what is tuned of each.
 
     Raises:
       ValueError: a name is none for a directory, or names no contender.
@@ -21,22 +45,9 @@ class ComparisonConfig(CheckedConfig):
 
     contenders: dict[str, TrainConfig]
     """By name, of letters, digits, `.`, `_` and `-`."""
-    tune: tuple[str, ...] = ("learning_rate",)
-    """Fields to tune, in this order: numbers of the optimizer's config or among its options, or
-    `warmup`. A contender that lacks one is tuned over the others."""
     grids: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
     """Contender -> field -> values to try; `()` are those around the config's own. A field that
     `tune` lacks is tuned after the others, for this contender alone."""
-    baseline: str | None = None
-    """The contender that the others are tested against; None is the first."""
-    budget: Positive[int] | None = None
-    """Most cells of a contender's search; None is 4, and 4 more for each field."""
-    confirm: Positive[int] = 1
-    """Seeds with which a setting must be better before the search moves there."""
-    finalists: Positive[int] = 2
-    """The best settings of each contender, which run with all seeds."""
-    seeds: Positive[int] = 3
-    """Seeds of the best settings, from that of the configs on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ Fields named `vector_*` concern norms and biases; embeddings follow the class's 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from maxmars.config.checks import (
     CheckedConfig,
@@ -16,6 +16,7 @@ from maxmars.config.checks import (
     Fraction,
     NotNegative,
     Positive,
+    Rule,
     require,
 )
 from maxmars.config.user_code import Source, with_tuples
@@ -38,9 +39,39 @@ class UpdateRule:
     """Whether it needs whole matrices."""
 
 
-def _one_rule(name: str, weight_decay: float, kind: Kind) -> UpdateRule:
+def _one_rule(config: Any, kind: Kind) -> UpdateRule:
     """The rule of an optimizer that has one, and decays the matrices of linear layers alone."""
-    return UpdateRule(name=name, weight_decay=weight_decay if kind == "matrix" else 0.0)
+    name = type(config).__name__.removesuffix("Config").lower()
+    return UpdateRule(name=name, weight_decay=config.weight_decay if kind == "matrix" else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewtonSchulzConfig(CheckedConfig):
+    """An optimizer that orthogonalises matrices."""
+
+    decay_embeddings: bool = False
+    """Decay embeddings too, by `weight_decay`."""
+    embeddings: Literal["adamw", "orthogonalize"] = "adamw"
+    """Rule of the embeddings, where matrices are orthogonalised; the official MARS-Shampoo
+    orthogonalises them."""
+    qkv: Literal["fused", "qkv", "heads"] = "fused"
+    """Which parts of the attention's input projection are orthogonalised separately: none, so the
+    whole matrix at once (as the official MARS does), queries, keys and values, or every head."""
+    ns_steps: Positive[int] = 5
+    """Newton-Schulz iterations."""
+    ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
+    """Newton-Schulz coefficients; keller's are those of the official Muon and MARS."""
+    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of the operands of Newton-Schulz and of its traffic."""
+    own_over_data: bool = False
+    """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
+    Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
+    are gathered over `data`: faster where `data` is a fast network, slower between slices or
+    nodes."""
+    orthogonality_every: Count[int] | None = None
+    """Steps between measurements of train/orthogonality_error, the distance of the results of
+    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
+    more. None never measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +89,7 @@ class AdamWConfig(CheckedConfig):
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("adamw", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +108,7 @@ class NAdamWConfig(CheckedConfig):
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("nadamw", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +139,11 @@ class AdEMAMixConfig(CheckedConfig):
             f"AdEMAMixConfig.b1={self.b1} must be positive and at most b3={self.b3}.",
         )
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("ademamix", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarsConfig(CheckedConfig):
+class MarsConfig(NewtonSchulzConfig):
     """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings are matrices in the
     variants adamw and lion, and AdamW's (with the vectors' betas) in shampoo and m."""
 
@@ -144,8 +169,6 @@ class MarsConfig(CheckedConfig):
     variant other than adamw."""
     weight_decay: NotNegative[float] = 1e-2
     """Decoupled weight decay of the linear layers' matrices."""
-    decay_embeddings: bool = False
-    """Decay embeddings too, as the official MARS-M does."""
     amsgrad: bool = False
     """Divide by the running maximum of the second moment (variant adamw)."""
     last_grad_dtype: Literal["bfloat16", "float32"] | None = None
@@ -161,27 +184,6 @@ class MarsConfig(CheckedConfig):
     """Decay of the second moment of norms and biases."""
     vector_weight_decay: NotNegative[float] = 0.1
     """Weight decay of norms and biases. The official code decays LayerNorm gains by 0.1."""
-    embeddings: Literal["adamw", "orthogonalize"] = "adamw"
-    """Rule of the embeddings in the variants shampoo and m; the official MARS-Shampoo
-    orthogonalises them."""
-    qkv: Literal["fused", "qkv", "heads"] = "fused"
-    """Which parts of the attention's input projection are orthogonalised separately: none, so the
-    whole matrix at once (official), queries, keys and values, or every head."""
-    ns_steps: Positive[int] = 5
-    """Newton-Schulz iterations."""
-    ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
-    """Newton-Schulz coefficients; keller's are the official ones."""
-    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of the operands of Newton-Schulz and of its traffic."""
-    own_over_data: bool = False
-    """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
-    Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
-    are gathered over `data`: faster where `data` is a fast network, slower between slices or
-    nodes."""
-    orthogonality_every: Count[int] | None = None
-    """Steps between measurements of train/orthogonality_error, the distance of the results of
-    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
-    more. None never measures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,14 +228,14 @@ class MarsConfig(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(CheckedConfig):
+class MuonConfig(NewtonSchulzConfig):
     """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
     AdamW on norms, biases and, unless `embeddings` says otherwise, embeddings. With `ns_scale=rms`
     and one rate for all it is Moonlight (arXiv 2502.16982)."""
 
     learning_rate: Positive[float] = 2e-2
     """Peak learning rate of matrices; the schedule multiplies it."""
-    momentum: float = 0.95
+    momentum: Annotated[Fraction, Rule(lambda m: m > 0, "must be greater than zero")] = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
     """Look one step ahead."""
@@ -249,37 +251,8 @@ class MuonConfig(CheckedConfig):
     """AdamW's decay of the second moment."""
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of norms and biases."""
-    decay_embeddings: bool = False
-    """Decay embeddings too, by `weight_decay`."""
-    embeddings: Literal["adamw", "orthogonalize"] = "adamw"
-    """Rule of the embeddings."""
-    qkv: Literal["fused", "qkv", "heads"] = "fused"
-    """Which parts of the attention's input projection are orthogonalised separately: none, so the
-    whole matrix at once, queries, keys and values, or every head."""
     ns_scale: Literal["spectral", "rms"] = "spectral"
     """Factor after Newton-Schulz: sqrt(max(1, out/in)) or 0.2 sqrt(max(in, out))."""
-    ns_steps: Positive[int] = 5
-    """Newton-Schulz iterations."""
-    ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
-    """Newton-Schulz coefficients."""
-    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of the operands of Newton-Schulz and of its traffic."""
-    own_over_data: bool = False
-    """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
-    Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
-    are gathered over `data`: faster where `data` is a fast network, slower between slices or
-    nodes."""
-    orthogonality_every: Count[int] | None = None
-    """Steps between measurements of train/orthogonality_error, the distance of the results of
-    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
-    more. None never measures."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 < self.momentum < 1,
-            f"MuonConfig.momentum={self.momentum} must lie between 0 and 1.",
-        )
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """What it does with a kind of parameter."""
@@ -307,9 +280,7 @@ class LionConfig(CheckedConfig):
     weight_decay: NotNegative[float] = 1.0
     """Decoupled weight decay of the linear layers' matrices."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("lion", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,9 +298,7 @@ class AdoptConfig(CheckedConfig):
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("adopt", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,9 +319,7 @@ class SophiaConfig(CheckedConfig):
     update_hessian_every: Count[int] = 10
     """Updates between estimates."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        return _one_rule("sophia", self.weight_decay, kind)
+    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from maxmars.config.checks import (
+    AtMostOne,
     CheckedConfig,
     Count,
     CountOrZero,
+    NotEmpty,
+    NotNegative,
     Positive,
     Rule,
     require,
@@ -37,25 +40,17 @@ class ScheduleConfig(CheckedConfig):
     decay: Literal["cosine", "linear", "exponential", "wsd"] = "cosine"
     """Shape of the decay; `exponential` is the official MARS code's, `wsd` stays at the peak until
     the last `wsd_decay_fraction` of the steps, then falls linearly."""
-    wsd_decay_fraction: float = 0.2
+    wsd_decay_fraction: AtMostOne[Positive[float]] = 0.2
     """Share of the steps in which `wsd` decays."""
     warmup_steps: CountOrZero[int] = 2000
     """Steps from learning rate zero to the peak."""
     decay_steps: Count[int] | None = None
     """Step at which the decay ends; None means at num_steps."""
-    final_fraction: float = 0.1
+    final_fraction: AtMostOne[NotNegative[float]] = 0.1
     """Learning rate at the end and after it, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.final_fraction <= 1,
-            f"schedule.final_fraction={self.final_fraction} must lie in [0, 1].",
-        )
-        require(
-            0 < self.wsd_decay_fraction <= 1,
-            f"schedule.wsd_decay_fraction={self.wsd_decay_fraction} must lie in (0, 1].",
-        )
         # A run shorter than its warmup is fine: it is the beginning of a longer one.
         require(
             self.decay_steps is None or self.warmup_steps <= self.decay_steps,
@@ -166,12 +161,8 @@ class LogConfig(CheckedConfig):
     """Also send the metrics to Weights & Biases (extra `wandb`); `offline` keeps them in
     `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides which of the two;
     None does neither."""
-    wandb_project: str = "maxmars"
+    wandb_project: NotEmpty = "maxmars"
     """Project of Weights & Biases; see also WANDB_ENTITY."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.wandb_project), "log.wandb_project must not be empty.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +211,9 @@ def _are_scalars(options: dict[str, Any]) -> bool:
 class TrainConfig(CheckedConfig):
     """One training run."""
 
-    name: str
+    name: NotEmpty
     """Name of the run; its default working directory is runs/NAME."""
-    seed: int = 0
+    seed: Annotated[NotNegative[int], Rule(lambda s: s < 2**32, "must be less than 2**32")] = 0
     """Seed of the initial weights and of the token order."""
     num_steps: Count[int]
     """Number of optimizer steps."""
@@ -272,8 +263,6 @@ class TrainConfig(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.name), "name must not be empty: it names the working directory.")
-        require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32).")
         require(
             self.num_microbatches is None or self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "

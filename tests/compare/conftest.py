@@ -1,6 +1,7 @@
 """One comparison of tiny models, made from the command line, which the tests of this room read."""
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,21 @@ sys.path.insert(0, {tests!r})
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
-from maxmars.config import CheckpointConfig, ComparisonConfig, EvalConfig, LionConfig
+from maxmars.config import *
 from tiny import ADAMW, MODEL, short_config
 
-def get_config(optimizer: Literal["adamw", "lion"], size: Literal["16", "32"] = "32"):
+def get_config(
+    optimizer: Literal["adamw", "lion"] | Source = "adamw", size: Literal["16", "32"] = "32"
+):
+    if isinstance(optimizer, Source):
+        own = dict(options={{"damping": 0.02}}, learning_rate=4e-3)
+        chosen = OptaxConfig(make=optimizer, **own)
+    else:
+        chosen = ADAMW if optimizer == "adamw" else LionConfig()
     return short_config(
         Path({tokens!r}),
         model=replace(MODEL, embed_dim=int(size)),
-        optimizer=ADAMW if optimizer == "adamw" else LionConfig(),
+        optimizer=chosen,
         eval=EvalConfig(every=9, num_windows=16),
         checkpoint=CheckpointConfig(every=None),
     )
@@ -66,3 +74,13 @@ def comparison(compared) -> Comparison:
     """What that comparison compares."""
     (comparison,) = read_comparisons(compared)
     return comparison
+
+
+@pytest.fixture
+def kept(compared, tmp_path) -> Path:
+    """A copy of what of that comparison is kept, to write into."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name in ("compare.json", "rows.jsonl"):
+        shutil.copy(compared / name, kept)
+    return kept

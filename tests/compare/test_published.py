@@ -23,8 +23,8 @@ def summaries() -> dict[str, Summary]:
     return summarize(RESULTS)
 
 
-def interval(found: Interval, sign: str = "") -> str:
-    return tables.interval(found, f"{{:{sign}.3f}}", 3).replace("-", "−")
+def interval(value: Interval, sign: str = "") -> str:
+    return tables.interval(value, f"{{:{sign}.3f}}", 3).replace("-", "−")
 
 
 def p_value(p: float) -> str:
@@ -58,11 +58,11 @@ def test_the_table_of_a_size(size, summaries):
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     for outcome in summaries[size].outcomes:
         made = row(outcome, summaries[size])
-        (found,) = (cells for cells in shown if cells[:3] == made[:3])
-        assert found[: len(made)] == made
+        (cells,) = (cells for cells in shown if cells[:3] == made[:3])
+        assert cells[: len(made)] == made
         if size == "0.3M":
             state = outcome.cost["optimizer_state_bytes"] / outcome.cost["num_parameters"]
-            assert found[-1] == f"{state:.1f}"
+            assert cells[-1] == f"{state:.1f}"
 
 
 def test_the_table_of_the_first_page(summaries):
@@ -77,9 +77,9 @@ PAIRS = ("muon mars", "soap mars", "nadamw adamw", "nadamw mars", "muon mars_m",
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_pairs_that_the_text_names(size, summaries):
-    found = {f"{pair.first} {pair.second}": pair for pair in summaries[size].pairs}
+    pairs = {f"{pair.first} {pair.second}": pair for pair in summaries[size].pairs}
     for name in (*PAIRS, "soap muon"):
-        p = found[name].p_adjusted
-        assert interval(found[name].test.difference).removeprefix("−") in PAGE, name
+        p = pairs[name].p_adjusted
+        assert interval(pairs[name].test.difference).removeprefix("−") in PAGE, name
         # Rounded to two digits, the one p just below 0.05 would say too little.
         assert p_value(p) in PAGE or f"{p:.3g}" in PAGE, name

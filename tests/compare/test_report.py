@@ -20,11 +20,8 @@ from maxmars.compare.figures import (
     draw_training_losses,
     draw_tuning,
 )
-from maxmars.compare.report import write_run_report
 from maxmars.compare.statistics import Interval
 from maxmars.config import to_dict
-
-PNG = b"\x89PNG"
 
 
 def write_run(path, losses, key="eval/loss", **changes):
@@ -53,18 +50,14 @@ def line(name, losses, step_time_s=0.1, **series):
 
 
 def test_the_curve_of_a_run(tmp_path):
-    (curve,) = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]), "one").curves
-    assert curve.tokens == (0, 10 * 256, 20 * 256)
-    assert curve.losses == (5.0, 4.0, 3.0)
-    assert curve.step_time_s == 0.2
-    assert curve.loss_of == "validation loss"
-    assert Line(name="one", curves=(curve,)).seconds_per_step == 0.2
-
-
-def test_a_run_without_evaluations_has_its_training_loss(tmp_path):
-    run = read_run(write_run(tmp_path / "one", [5.0, "NaN"], key="train/loss"), "one")
+    run = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]), "one")
     (curve,) = run.curves
-    assert curve.loss_of == "training loss"
+    assert curve.tokens == (0, 10 * 256, 20 * 256)
+    assert (curve.losses, curve.loss_of) == ((5.0, 4.0, 3.0), "validation loss")
+    assert curve.step_time_s == run.seconds_per_step == 0.2
+    run = read_run(write_run(tmp_path / "two", [5.0, "NaN"], key="train/loss"), "two")
+    (curve,) = run.curves
+    assert (curve.losses[0], curve.loss_of) == (5.0, "training loss")
     assert math.isnan(curve.losses[1])
     assert run.logged[0].series["train/loss"][0] == (0, 5.0)
 
@@ -77,43 +70,41 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
 
 
 @pytest.mark.seconds
-def test_figures_are_png_and_the_same_figure_is_the_same_file(tmp_path):
+def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     logged = {"loss": [5.0, math.inf, 2.4], "grad_norm": [9.0, 0.0, 0.3], "param_norm": [1, 1, 1]}
     lines = [line("a", [5.0, 3.0, 2.5], **logged), line("b", [5.0, math.nan], step_time_s=None)]
     grids = {"a": {1e-3: [2.0, 2.1], 2e-3: [math.inf], 4e-3: []}}
-    drawn = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        assert draw_losses(lines, folder / "tokens.png", against="tokens")
-        assert draw_losses(lines, folder / "time.png", against="time")
-        assert draw_losses(lines, folder / "steps.png", against="steps")
-        assert draw_training_losses(lines, folder / "training.png", against="tokens")
-        names = {"train/grad_norm": "gradient", "train/param_norm": "parameters"}
-        assert draw_rates_and_norms(lines, folder / "norms.png", names)
-        every = {one.name: one.curves for one in lines}
-        assert draw_every_run(every, {"a": lines[0]}, folder / "every.png")
-        others = {"a": [(8e-3, [9.0, math.inf]), (4e-3, [2.2])]}
-        assert draw_tuning(grids, folder / "rates.png", "learning_rate", others)
-        decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
-        assert draw_tuning(decays, folder / "b1.png", "b1")
-        assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, folder / "decay.png", "weight_decay")
-        gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
-        assert draw_speed_ups(gains, folder / "gains.png", "b")
-        drawn.append([path.read_bytes() for path in sorted(folder.iterdir())])
-    assert drawn[0] == drawn[1]
-    assert {content[:4] for content in drawn[0]} == {PNG}
-    for ending, begin in (("pdf", b"%PDF"), ("svg", b"<?xml")):
+    others = {"a": [(8e-3, [9.0, math.inf]), (4e-3, [2.2])]}
+    decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
+    norms = {"train/grad_norm": "gradient", "train/param_norm": "parameters"}
+    gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
+    every = {one.name: one.curves for one in lines}
+    for against in ("tokens", "time", "steps"):
+        assert draw_losses(lines, tmp_path / f"{against}.png", against=against)
+    assert draw_training_losses(lines, tmp_path / "training.png", against="tokens")
+    assert draw_rates_and_norms(lines, tmp_path / "norms.png", norms)
+    assert draw_every_run(every, {"a": lines[0]}, tmp_path / "every.png")
+    assert draw_tuning(grids, tmp_path / "rates.png", "learning_rate", others)
+    assert draw_tuning(decays, tmp_path / "b1.png", "b1")
+    assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, tmp_path / "decay.png", "weight_decay")
+    assert draw_speed_ups(gains, tmp_path / "gains.png", "b")
+    drawn = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert len(set(drawn)) == 10
+    assert {content[:4] for content in drawn} == {b"\x89PNG"}
+    for ending, begin in ("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml"):
         paths = [tmp_path / name / f"tokens.{ending}" for name in ("one", "two")]
         for path in paths:
             draw_losses(lines, path, against="tokens", note="838k parameters, 3 seeds")
-        assert paths[0].read_bytes() == paths[1].read_bytes()
-        assert paths[0].read_bytes().startswith(begin)
+        one, two = (path.read_bytes() for path in paths)
+        assert one == two
+        assert one.startswith(begin)
 
 
 def colors_of(names, path):
     """The colours of contenders in a figure, by name."""
     draw_losses([line(n, [5.0, 3.0, 2.5]) for n in names], path, against="tokens")
-    found = re.findall(r"stroke: (#\w{6}); stroke-width: 1.6", path.read_text())
-    return dict(zip(names, dict.fromkeys(found), strict=True))
+    colors = re.findall(r"stroke: (#\w{6}); stroke-width: 1.6", path.read_text())
+    return dict(zip(names, dict.fromkeys(colors), strict=True))
 
 
 def test_a_contender_keeps_its_colour_whatever_the_order_of_contenders(tmp_path):
@@ -168,117 +159,66 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         draw_losses([line("a", [3.0, 2.0])], tmp_path / "x.png", against="tokens")
 
 
-def test_a_name_shows_as_it_is(tmp_path):
-    name = "_|`a`\n[x](http://y) <b> *c* & $\\d$"
-    run = write_run(tmp_path / name.replace("/", ":"), [3.0, 2.0])
-    write_run_report([line(name, [3.0, 2.0])], tmp_path / "out", {name: run})
-    text = (tmp_path / "out" / "report.md").read_text()
-    heading, *_, row = text[: text.index("Losses in nats")].strip().splitlines()
-    for where in (heading, row.split(" | ")[0]):
-        assert name.replace("\n", " ") in html.unescape(where)
-        assert not re.search(r"[`\[\]<>*\\]|://", where)
-    assert row.count("|") == 7
-    assert (tmp_path / "out" / "figures" / "loss_tokens.png").is_file()
+NAME = "_|`a`\n[x](http://y) <b> *c* & $\\d$ and so on, longer than any column of a table may be"
 
 
-def test_the_report_of_two_runs_from_the_command_line(tmp_path, capsys):
-    runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in ("one", "two")]
+@pytest.mark.seconds
+def test_the_report_of_runs(tmp_path, capsys):
+    one, two = (write_run(tmp_path / f, [5.0, 4.0, 3.0]) for f in ("one", NAME.replace("/", ":")))
+    norms = {"train/grad_norm": 1.0, "train/grad_norm/mlp": 0.6, "train/grad_norm/vector": 0.8}
+    rows = [{"step": n, "train/loss": 9.0 - n, "train/learning_rate": 0.1} for n in (1, 2, 3)]
+    text = (one / "metrics.jsonl").read_text().rpartition("\n")[0]
+    rows = [text, *(json.dumps(row | norms) for row in rows), ""]
+    (one / "metrics.jsonl").write_text("\n".join(rows))
     seconds = {"steps": 90.0, "checkpoint": 10.0}
-    line = {"kind": "began", "step": 0, "start": 0.0, "command": None, "before": None}
-    lines = [line | {"seconds": {}}, line | {"kind": "ended", "step": 20, "seconds": seconds}]
-    (runs[1] / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    assert str(tmp_path / "out" / "report.md") in printed
-    assert re.search(r"^two +5,120 +– +3.0000 +3.0000 +200.0", printed, re.MULTILINE)
-    text = (tmp_path / "out/report.md").read_text()
-    assert "| two | 5,120 | – | 3.0000 | 3.0000 | 200.0 |" in text
-    assert "| share of the time | two |\n| --- | ---: |\n| time | 1:40 |" in text
-    assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in text
-    assert (tmp_path / "out" / "figures" / "loss_time.png").is_file()
-    cli.main(["report", str(runs[0])])
-    assert (runs[0] / "report" / "report.md").is_file()
-
-
-def test_only_a_report_of_the_same_runs_is_written_anew(tmp_path, capsys):
-    one, two = (str(write_run(tmp_path / name, [5.0, 4.0])) for name in ("one", "two"))
+    began = {"kind": "began", "step": 0, "start": 0.0, "command": None, "before": None}
+    lines = [began | {"seconds": {}}, began | {"kind": "ended", "step": 20, "seconds": seconds}]
+    (one / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = ["--out", str(tmp_path / "out")]
-    cli.main(["report", one, two, *out])
-    cli.main(["report", two, one, *out])
-    before = (tmp_path / "out" / "report.md").read_bytes()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "report.md").write_text("my own")
-    for words in ([one, *out], [one, "--out", str(tmp_path / "notes")], [one, one, *out]):
-        with pytest.raises(SystemExit):
-            cli.main(["report", *words])
-    errors = capsys.readouterr().err.splitlines()
-    assert "out holds report.md and report.json" in errors[0]
-    assert "notes holds report.md" in errors[1]
-    assert "RUN" in errors[2]
-    assert (tmp_path / "notes" / "report.md").read_text() == "my own"
-    assert (tmp_path / "out" / "report.md").read_bytes() == before
-
-
-def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path):
-    one = write_run(tmp_path / "one", [5.0], key="train/loss")
-    two = write_run(tmp_path / "two", [5.0, 4.0])
-    (two / "metrics.jsonl").write_text(
-        "".join(f"{text}\n" for text in (two / "metrics.jsonl").read_text().splitlines()[:2])
-    )
-    three = write_run(tmp_path / "three", [5.0, 4.0])
-    cli.main(["report", *map(str, (one, two, three)), "--out", str(tmp_path / "out")])
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "| one | 0 | 5.0000 | – | – | 200.0 |" in text
-    assert "| two | 2,560 | – | 4.0000 | 4.0000 | – |" in text
-    assert "not drawn: one." in text
-    assert "timed: two." in text
-
-
-def test_what_a_run_logged_is_drawn_and_what_it_did_not_is_said(tmp_path, capsys):
-    names = ["one", "a-name-that-is-much-longer-than-any-column-of-a-table-in-80-columns-can-be"]
-    runs = [write_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in names]
-    for run, norm in zip(runs, (True, False), strict=True):
-        rows = [{"step": n, "train/loss": 9.0 - n, "train/learning_rate": 0.1} for n in (1, 2, 3)]
-        norms = {"train/grad_norm": 1.0, "train/grad_norm/mlp": 0.6, "train/grad_norm/vector": 0.8}
-        rows = [row | norms if norm else row for row in rows]
-        (run / "metrics.jsonl").write_text(
-            (run / "metrics.jsonl").read_text().rpartition("\n")[0]
-            + "".join("\n" + json.dumps(row) for row in rows)
-            + "\n"
-        )
-    cli.main(["report", *map(str, runs), "--out", str(tmp_path / "out")])
+    cli.main(["report", str(one), str(two), *out])
     *table, last = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 80
-    assert last.startswith("report: ")
-    figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figures >= {"loss_tokens.png", "training_loss_tokens.png", "rates_and_norms.png"}
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert f"gradient norm of {names[1]}; update norm, parameter norm of one, {names[1]}" in text
-    assert "![norms by part](figures/norms_by_part.png)" in text
+    assert re.search(r"^one +5,120 +6.0000 +3.0000 +3.0000 +200.0", "\n".join(table), re.MULTILINE)
+    assert last == f"report: {tmp_path / 'out' / 'report.md'}"
+    figures = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    assert figures >= {"loss_tokens", "loss_time", "training_loss_tokens", "rates_and_norms"}
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in page
+    assert "| share of the time | one |\n| --- | ---: |\n| time | 1:40 |" in page
+    assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in page
+    assert "![norms by part](figures/norms_by_part.png)" in page
     parts = {"train/grad_norm/mlp": "gradient norm, mlp"}
     parts |= {"train/grad_norm/vector": "gradient norm, vector"}
-    assert norms_by_component([read_run(run, "a") for run in runs]) == parts
-    assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in text
+    assert norms_by_component([read_run(run, "a") for run in (one, two)]) == parts
+
+    # The name shows as it is.
+    heading, *_, row = page[: page.index("Losses in nats")].strip().splitlines()
+    for where in (heading.rpartition("one, ")[2], row.split(" | ")[0]):
+        assert NAME.replace("/", ":").replace("\n", " ") in html.unescape(where)
+        assert not re.search(r"[`\[\]<>*\\]|://", where)
+    assert row.count("|") == 7
+
+    # Only a report of the same runs is written anew.
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(one), *out])
+    assert f"{tmp_path / 'out'} " in capsys.readouterr().err
+    assert (tmp_path / "out" / "report.md").read_text() == page
+    for _ in range(2):
+        cli.main(["report", str(one)])
+    assert (one / "report" / "report.md").is_file()
 
 
-def test_runs_whose_directories_have_the_same_name(tmp_path, monkeypatch):
+def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path, monkeypatch):
+    """Their directories have the same name, so that parents tell them apart."""
     monkeypatch.chdir(tmp_path)
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
-        write_run(tmp_path / parent / "run", [5.0, 4.0, 3.0])
+    write_run(tmp_path / "a" / "run", [5.0], key="train/loss")
+    untimed = write_run(tmp_path / "b" / "run", [5.0, 4.0]) / "metrics.jsonl"
+    untimed.write_text("\n".join([*untimed.read_text().splitlines()[:2], ""]))
     cli.main(["report", "a/run", "b/run", "--out", "out"])
-    names = [found["name"] for found in json.loads((tmp_path / "out/report.json").read_text())]
-    assert names == ["a/run", "b/run"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [([], "RUN"), (["one", "two"], "--out"), (["nowhere"], "nowhere "), (["empty"], "empty ")],
-)
-def test_what_cannot_be_drawn(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "empty", [])
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["report", *words])
-    assert stop.value.code in (1, 2)
-    assert message in capsys.readouterr().err
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| a/run | 0 | 5.0000 | – | – | 200.0 |" in text
+    assert "| b/run | 2,560 | – | 4.0000 | 4.0000 | – |" in text
+    assert "not drawn: a/run." in text
+    assert "timed: b/run." in text

@@ -70,11 +70,6 @@ def test_a_scan_then_seeds_at_the_best_rate():
     assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2e-3),)
 
 
-def test_contenders_take_turns():
-    asked, _ = run(comparison(names=("a", "b")), bowl)
-    assert [cell.contender for cell in asked[:8]] == ["a", "b"] * 4
-
-
 def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
     asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 3.2e-2))
     assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2, 3.2e-2, 6.4e-2]
@@ -92,8 +87,8 @@ def test_fields_are_moved_one_after_the_other_and_with_the_rate():
     asked, results = run(compared, valley)
     best = best_setting(compared.contenders[0], compared, results)
     assert dict(best) == {"learning_rate": 1e-3, "b1": 0.98}
-    found = search(compared.contenders[0], compared, results)
-    assert found.untried == found.missing == ()
+    state = search(compared.contenders[0], compared, results)
+    assert state.untried == state.missing == ()
     assert len(asked) == len(set(asked)) < 40
     # The same search with a smaller budget is its beginning.
     assert run(comparison(fields, seeds=(0,), budget=12), valley)[0] == asked[:12]
@@ -103,6 +98,7 @@ def test_every_contender_has_the_same_budget():
     fields = ("learning_rate", "b1", "weight_decay")
     compared = comparison(fields, names=("a", "b", "c"), seeds=(0, 1, 2), budget=9, finalists=2)
     asked, _ = run(compared, lambda cell: valley(cell) + 0.1 * (cell.contender == "b"))
+    assert [cell.contender for cell in asked[:12]] == ["a", "b", "c"] * 4  # they take turns
     for name in ("a", "b", "c"):
         assert sum(cell.contender == name for cell in asked) == 9 + 2 * 2
 
@@ -153,8 +149,8 @@ def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
     }
 
     def loss(cell):
-        found = by_setting.get((rate_of(cell), dict(cell.setting).get("b1", 0.9)), (2.5, 2.5))
-        return found[min(cell.seed, 1)]
+        losses = by_setting.get((rate_of(cell), dict(cell.setting).get("b1", 0.9)), (2.5, 2.5))
+        return losses[min(cell.seed, 1)]
 
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
     (contender,) = compared.contenders
@@ -193,13 +189,6 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     assert dict(best_setting(alone.contenders[0], alone, results))["learning_rate"] > 2e-3
 
 
-def test_a_finished_cell_is_not_asked_for_again():
-    done = Cell(contender="a", setting=(("learning_rate", 2e-3),), seed=0)
-    cells = next_cells(comparison(names=("a", "b")), {done: cell_result(done, 2.0)})
-    assert len(cells) == 7
-    assert done not in cells
-
-
 def test_another_field_keeps_the_cells_so_far():
     _, results = run(comparison(), bowl)
     cells = next_cells(comparison(("learning_rate", "b1"), budget=20), results)
@@ -227,10 +216,7 @@ def test_where_rates_diverge_the_search_goes_down():
     asked, results = run(compared, lambda _: math.inf)
     assert len(asked) == 7
     assert best_setting(compared.contenders[0], compared, results) is None
-
-
-def test_where_no_rate_is_tuned_the_search_survives_a_divergence():
-    asked, results = run(comparison(("b1",), budget=3), lambda _: math.inf)
+    asked, results = run(comparison(("b1",), budget=3), lambda _: math.inf)  # no rate is tuned
     assert len(asked) == len(results) == 3
 
 
@@ -257,7 +243,6 @@ def own_optimizer(**options):
 @pytest.mark.parametrize(
     ("optimizer", "field", "given", "near"),
     [
-        (AdamWConfig(b1=0.9), "b1", (), (0.8, 0.9, 0.95)),
         (AdamWConfig(b2=0.97), "b2", (), (0.95, 0.97, 0.98)),
         (AdamWConfig(b1=0.9), "b1", (0.9, 0.95), (0.8, 0.9, 0.95, 0.975)),
         (AdamWConfig(weight_decay=0.1), "weight_decay", (), (0.0111, 0.0333, 0.1, 0.3)),
@@ -266,9 +251,7 @@ def own_optimizer(**options):
         (AdamWConfig(), "warmup", (), (0, 12, 25, 50, 100, 200)),
         (MuonConfig(), "momentum", (), (0.9, 0.95, 0.98)),
         (AdEMAMixConfig(b1=0.9), "b3", (), (0.999, 0.9995, 0.9998, 0.9999)),
-        (AdEMAMixConfig(b1=0.9), "b3", (0.99, 0.999), (0.9, 0.99, 0.999)),
         (own_optimizer(k=4), "k", (), (2, 4, 8)),
-        (own_optimizer(b1=0.9), "b1", (), (0.8, 0.9, 0.95)),
         (own_optimizer(beta_2=0.5), "beta_2", (0.5, 0.9), (0.5, 0.9, 0.98)),
         (own_optimizer(alpha=0.9), "alpha", (), (0.45, 0.9, 1.8)),
     ],
@@ -293,9 +276,7 @@ def test_a_grid_begins_where_another_comparison_ended():
     assert decay.scanned == (0.985,)
     assert decay.values[decay.values.index(0.985) - 1] == 0.98
     assert make_grid(CONFIG, "weight_decay", start=0.0).scanned == (0.0,)
-
-
-def test_a_field_that_a_contender_has_not():
+    # A contender without the field has no grid of it.
     assert make_grid(tiny_config(optimizer=MuonConfig()), "b1") is None
 
 

@@ -1,20 +1,19 @@
 """What a comparison of made-up losses found."""
 
 import dataclasses
-import json
 import math
 import re
 
 import numpy as np
 import pytest
 import scipy.stats
+from made_up import cell_result, change_comparison
 from refusals import refused
 from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.compare.cells import (
     Cell,
-    CellResult,
     Comparison,
     Contender,
     open_comparison,
@@ -50,24 +49,40 @@ def write(workdir, losses, num_seeds=3, size=""):
                 write_result(made_up(name, seed, loss, size), workdir)
 
 
-def report_of(workdir):
-    """What a comparison of one size found, after its report is written."""
-    write_report(found := summarize(workdir), workdir)
-    (summary,) = found.values()
+def made_up(name, seed, loss, size="", **changes):
+    """The result of a cell whose loss fell from 6 to this."""
+    cell = Cell(size=size, contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
+    points = {"steps": (0, 1), "tokens": (0, 100), "losses": (6.0, loss)}
+    curve = Curve(loss_of="validation loss", **points, step_time_s=0.1)
+    return cell_result(cell, loss, curve=curve, step_time_s=0.1, **changes)
+
+
+def summary_of(workdir):
+    """What a comparison of one size found."""
+    (summary,) = summarize(workdir).values()
     return summary
+
+
+def page_of(workdir):
+    """The page of its report."""
+    write_report(summarize(workdir), workdir)
+    return (workdir / "report.md").read_text()
+
+
+SEVERAL = "The cells ran on several devices"
 
 
 def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
     write(tmp_path, LOSSES)
-    summary = report_of(tmp_path)
-    found = {(pair.first, pair.second): pair for pair in summary.pairs}
-    assert list(found) == [("b", "c"), ("b", "a"), ("c", "a")]  # the lower mean first
-    p = {pair: scipy.stats.ttest_rel(LOSSES[pair[0]], LOSSES[pair[1]]).pvalue for pair in found}
-    assert {pair: found[pair].test.p for pair in found} == p
-    assert [pair.p_adjusted for pair in found.values()] == holm(list(p.values()))
-    page = (tmp_path / "report.md").read_text()
+    pairs = {(pair.first, pair.second): pair for pair in summary_of(tmp_path).pairs}
+    assert list(pairs) == [("b", "c"), ("b", "a"), ("c", "a")]  # the lower mean first
+    p = {pair: scipy.stats.ttest_rel(LOSSES[pair[0]], LOSSES[pair[1]]).pvalue for pair in pairs}
+    assert {pair: pairs[pair].test.p for pair in pairs} == p
+    assert [pair.p_adjusted for pair in pairs.values()] == holm(list(p.values()))
+    page = page_of(tmp_path)
     assert "| b | c | " in page
     assert "| c | a | " in page
+    assert SEVERAL not in page
 
 
 def test_with_many_seeds_the_baseline_ends_at_its_own_loss(tmp_path):
@@ -76,36 +91,32 @@ def test_with_many_seeds_the_baseline_ends_at_its_own_loss(tmp_path):
     while not np.mean(losses) < np.stack([losses, losses], axis=1).mean(axis=0)[1]:
         losses = rng.uniform(2, 3, 8)
     write(tmp_path, {"a": losses.tolist(), "b": (losses - 0.1).tolist()}, num_seeds=8)
-    a, b = (outcome.best for outcome in report_of(tmp_path).outcomes)
+    a, b = (outcome.best for outcome in summary_of(tmp_path).outcomes)
     assert a.tokens_to_baseline == 100
     assert b.tokens_to_baseline == pytest.approx(100 * (6 - losses.mean()) / (6.1 - losses.mean()))
-    assert "not reached" not in (tmp_path / "report.md").read_text()
 
 
 def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)})
-    a, b = (outcome.best for outcome in report_of(tmp_path).outcomes)
+    a, b = (outcome.best for outcome in summary_of(tmp_path).outcomes)
     assert a.speed_up is None
-    found = b.speed_up
-    assert found.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
-    assert found.low is None
+    gain = b.speed_up
+    assert gain.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
+    assert gain.low is None
     # Contender and baseline exchanged give the inverse.
-    fields = json.loads((tmp_path / "compare.json").read_text())
-    fields["sizes"][""]["baseline"] = "b"
-    (tmp_path / "compare.json").write_text(json.dumps(fields))
-    a, _ = (outcome.best for outcome in report_of(tmp_path).outcomes)
-    assert a.speed_up.mean == pytest.approx(1 / found.mean)
+    change_comparison(tmp_path, lambda fields: fields.update(baseline="b"))
+    a, _ = (outcome.best for outcome in summary_of(tmp_path).outcomes)
+    assert a.speed_up.mean == pytest.approx(1 / gain.mean)
 
 
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
-    summary = report_of(tmp_path)
+    summary = summary_of(tmp_path)
     assert {(pair.first, pair.second) for pair in summary.pairs} == {
         ("b", "a"),
         ("a", "c"),  # of all seeds
         ("c", "b"),  # of the first two, though its mean of three is higher
     }
-    assert "(2 of 3 seeds)" in (tmp_path / "report.md").read_text()
     _, b, _ = summary.outcomes
     reached = 100 * (6 - 3.05) / (6 - 2.95)  # of the first two seeds; the curves are lines
     assert b.best.tokens_to_baseline == pytest.approx(reached)
@@ -113,34 +124,27 @@ def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp
 
 def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (None, None, None)})
-    result = dataclasses.replace(made_up("b", 0, math.inf), diverged="rose by 0.6")
-    write_result(result, tmp_path)
+    write_result(made_up("b", 0, math.inf, diverged="rose by 0.6"), tmp_path)
     lower = "b diverged at every setting: give it lower rates."
-    report_of(tmp_path)
-    assert lower in (tmp_path / "report.md").read_text()  # at the one that there is
-    fields = json.loads((tmp_path / "compare.json").read_text())
-    fields["sizes"][""]["compared"]["b"][0] |= {"values": [5e-4, 1e-3], "scanned": [5e-4, 1e-3]}
-    fields["sizes"][""]["budget"] = 2
-    (tmp_path / "compare.json").write_text(json.dumps(fields))
-    report_of(tmp_path)
-    text = (tmp_path / "report.md").read_text()
+    assert lower in page_of(tmp_path)  # at the one that there is
+
+    def scan_two(fields):
+        fields["compared"]["b"][0] |= {"values": [5e-4, 1e-3], "scanned": [5e-4, 1e-3]}
+        fields["budget"] = 2
+
+    change_comparison(tmp_path, scan_two)
+    text = page_of(tmp_path)
     assert "UNFINISHED" in text
     assert lower not in text
 
 
-@pytest.mark.seconds
 def test_cells_of_several_devices_are_told_apart(tmp_path):
     write(tmp_path, LOSSES)
-    report_of(tmp_path)
-    several = "The cells ran on several devices"
-    assert several not in (tmp_path / "report.md").read_text()
     for name, kind in (("a", "H100"), ("b", "H200")):
         environment = {"num_devices": 1, "device_kinds": [kind], "jax": "0.11.0"}
-        result = dataclasses.replace(made_up(name, 0, LOSSES[name][0]), environment=environment)
-        write_result(result, tmp_path)
-    report_of(tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert several in text
+        write_result(made_up(name, 0, LOSSES[name][0], environment=environment), tmp_path)
+    text = page_of(tmp_path)
+    assert SEVERAL in text
     assert "1 x H100: a; 1 x H200: b." in text
 
 
@@ -179,25 +183,3 @@ def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monke
     (tmp_path / "other.py").write_text("def make(learning_rate): return None\n")
     with refused(ValueError, "optimizer.make", f"{own}:make", "other.py:make"):
         opened("other.py")
-
-
-def made_up(name: str, seed: int, loss: float, size: str = "") -> CellResult:
-    return CellResult(
-        cell=Cell(size=size, contender=name, setting=(("learning_rate", 1e-3),), seed=seed),
-        loss=loss,
-        diverged=None,
-        step_time_s=0.1,
-        seconds=1.0,
-        initial_weights="weights",
-        tokens="tokens",
-        curve=Curve(
-            loss_of="validation loss",
-            steps=(0, 1),
-            tokens=(0, 100),
-            losses=(6.0, loss),
-            step_time_s=0.1,
-        ),
-        train_losses=((1, 6.0),),
-        final_state="end",
-        environment={},
-    )

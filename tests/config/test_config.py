@@ -14,11 +14,8 @@ from maxmars.config import (
     EvalConfig,
     GPT2Config,
     GrainConfig,
-    GrainSource,
     GuardConfig,
-    LogConfig,
     MarsConfig,
-    MeshConfig,
     MixtureChange,
     MixtureConfig,
     MixturePart,
@@ -59,11 +56,8 @@ MIXTURE = MixtureConfig(
 )
 def test_a_config_survives_json(config):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_a_config_from_before_compiler_options_is_read():
     record = to_dict(tiny_config())
-    del record["tpu_compiler_options"]
+    del record["tpu_compiler_options"]  # one from before there was such a field
     assert from_dict(record) == tiny_config()
 
 
@@ -101,65 +95,42 @@ REFUSED = [
     (lambda: GPT2Config(num_heads=5), "embed_dim=768", "num_heads=5"),
     (lambda: GPT2Config(document_end_id=50257), "document_end_id=50257"),
     (lambda: MixtureConfig(parts=()), "part"),
-    (lambda: MixturePart(path="a", weight=-0.1), "weight=-0.1"),
     (lambda: mixture(0.0), "(0.0,)"),
-    (lambda: mixture(float("inf")), "weight=inf"),
     (lambda: mixture(1.0, 0.0), "'b'", "weight"),
     (lambda: mixture(1.0, changes={5: (0.5, 0.5)}), "(0.5, 0.5)"),
-    (lambda: mixture(1.0, changes={5: (0.0,)}), "(0.0,)"),
     (lambda: mixture(1.0, changes={5: (1.0,), 3: (1.0,)}), "[5, 3]"),
-    (lambda: mixture(1.0, changes={0: (1.0,)}), "at_example=0"),
     (lambda: AdamWConfig(learning_rate=math.inf), "learning_rate=inf"),
-    (lambda: AdamWConfig(weight_decay=math.nan), "weight_decay=nan"),
-    (lambda: AdamWConfig(learning_rate=0.0), "learning_rate=0.0"),
     (lambda: AdamWConfig(b1=1.0), "b1=1.0"),
-    (lambda: MarsConfig(gamma=-0.1), "gamma=-0.1"),
-    (lambda: MarsConfig(clip_threshold=0.0), "clip_threshold=0.0"),
-    (lambda: MarsConfig(vector_b2=1.5), "vector_b2=1.5"),
-    (lambda: ScheduleConfig(warmup_steps=-1), "warmup_steps=-1"),
     (lambda: ScheduleConfig(final_fraction=2.0), "final_fraction=2.0"),
     (lambda: ScheduleConfig(warmup_steps=7, decay_steps=6), "warmup_steps=7", "decay_steps=6"),
-    (lambda: MeshConfig(fsdp=0), "fsdp=0"),
-    (lambda: GuardConfig(loss_spike_threshold=0.0), "loss_spike_threshold=0.0"),
     (lambda: GuardConfig(max_consecutive_skips=-1), "max_consecutive_skips=-1"),
     (lambda: GuardConfig(loss_spike_threshold=5.0), "max_consecutive_skips=0"),
-    (lambda: GuardConfig(grad_norm_spike_threshold=5.0), "max_consecutive_skips=0"),
-    (lambda: EvalConfig(num_windows=0), "num_windows=0"),
-    (lambda: CheckpointConfig(keep_last=0), "keep_last=0"),
     (lambda: CheckpointConfig(every_minutes=0.0), "every_minutes=0.0"),
     (
         lambda: tiny_config(checkpoint=CheckpointConfig(keep_best=1), eval=EvalConfig(every=None)),
         "keep_best=1",
     ),
-    (lambda: LogConfig(every=0), "every=0"),
     (lambda: tiny_config(name=""), "name"),
     (lambda: tiny_config(seed=-1), "seed=-1"),
-    (lambda: tiny_config(num_steps=0), "num_steps=0"),
     (lambda: tiny_config(num_microbatches=3), "global_batch_size=16", "num_microbatches=3"),
     # values of another type
     (lambda: ScheduleConfig(decay="cosin"), "decay='cosin'", "cosine or linear or exponential"),
     (lambda: ScheduleConfig(warmup_steps=1e3), "warmup_steps=1000.0"),
-    (lambda: tiny_config(num_steps="10"), "num_steps='10'"),
     (lambda: tiny_config(num_steps=True), "num_steps=True"),
     (lambda: tiny_config(num_steps=np.int64(10)), "num_steps=np.int64(10)"),
-    (lambda: AdamWConfig(learning_rate=None), "learning_rate=None"),
     (lambda: AdamWConfig(learning_rate=np.float32(1)), "np.float32(1.0)"),
     (lambda: MarsConfig(exact="no"), "exact='no'"),
-    (lambda: GPT2Config(remat="ful"), "remat='ful'", "full or attention or dots or None"),
     (lambda: TokenShardsConfig(path=Path("a")), "PosixPath('a')"),
-    (lambda: TokenShardsConfig(path="a", order="mixed"), "order='mixed'"),
     (lambda: TokenShardsConfig(path="a", tokenizer="unknown"), "vocab_size"),
     (lambda: TokenShardsConfig(path="a", dtype="float32"), "dtype='float32'"),
     (lambda: MixtureChange(at_example=1, weights=[0.5]), "weights=[0.5]"),
     (lambda: MixtureConfig(parts=("a",)), "parts=('a',)", "MixturePart"),
-    (lambda: tiny_config(mesh={"fsdp": 2}), "mesh={'fsdp': 2}", "MeshConfig"),
-    (lambda: GrainSource(source="a.py:f", options=None), "options=None"),
     (lambda: tiny_config(tpu_compiler_options="xla_a=1"), "tpu_compiler_options='xla_a=1'"),
     (lambda: tiny_config(tpu_compiler_options={"xla_a": [1]}), "'xla_a': [1]"),
     # functions of a user
     (lambda: GrainConfig(source="f"), "source='f'"),
-    (lambda: OptaxConfig(make="f", learning_rate=0.1), "optimizer.make='f'"),
     (lambda: ModuleConfig(make="f", vocab_size=8, max_seq_len=8), "model.make='f'"),
+    (lambda: load_function("none.py:make", field="model.make"), "model.make='none.py:make'"),
     # what another version wrote
     (lambda: from_dict(to_dict(tiny_config()) | {"speed": 1}), "TrainConfig", "speed"),
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
@@ -168,7 +139,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("build", "named"), [(build, named) for build, *named in REFUSED])
 def test_refusals(own_checks_only, build, named):
-    with refused(ValueError, *named):
+    with refused((ValueError, FileNotFoundError), *named):
         build()
 
 
@@ -184,17 +155,13 @@ def test_refusals(own_checks_only, build, named):
     ],
 )
 def test_options_that_config_json_cannot_hold_are_refused(options, named):
-    with refused(ValueError, "OptaxConfig.options", named):
-        OptaxConfig(make="a.py:f", learning_rate=0.1, options=options)
-    with refused(ValueError, "ModuleConfig.options", named):
-        ModuleConfig(make="a.py:f", vocab_size=8, max_seq_len=8, options=options)
-    with refused(ValueError, "GrainConfig.options", named):
-        GrainConfig(source="a.py:f", options=options)
-
-
-def test_a_function_whose_file_is_not_there():
-    with refused(FileNotFoundError, "model.make='none.py:make'"):
-        load_function("none.py:make", field="model.make")
+    for build in (
+        lambda: OptaxConfig(make="a.py:f", learning_rate=0.1, options=options),
+        lambda: ModuleConfig(make="a.py:f", vocab_size=8, max_seq_len=8, options=options),
+        lambda: GrainConfig(source="a.py:f", options=options),
+    ):
+        with refused(ValueError, ".options", named):
+            build()
 
 
 def test_an_integer_is_a_number_too(own_checks_only):

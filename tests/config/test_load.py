@@ -63,14 +63,10 @@ def test_choices_become_arguments_of_get_config(write):
     assert config.num_microbatches == 2
 
 
-def test_a_file_is_read_again_when_it_has_changed(write):
+def test_a_file_is_read_again_when_it_has_changed_and_hides_no_module_of_its_name(write):
     body = "def get_config():\n    return make(optimizer=AdamWConfig(), seed={})\n"
-    assert load_config(write(body.format(1))).seed == 1
-    assert load_config(write(body.format(2))).seed == 2
-
-
-def test_a_file_hides_no_module_of_its_name(write):
-    load_config(write(CHOICES, name="json.py"))
+    for seed in (1, 2):
+        assert load_config(write(body.format(seed), name="json.py")).seed == seed
     import json
 
     assert json.loads("1") == 1
@@ -83,19 +79,16 @@ def test_a_bare_name_means_a_file_of_configs(tmp_path, monkeypatch):
     assert load_config("ablations:optimizer=gamma_0").name == "compare-tiny-mars-gamma_0"
 
 
-def test_a_choice_annotated_with_str_takes_any_text(tmp_path):
+def test_quickstart_takes_any_tokens(tmp_path):
     write_shards(tmp_path / "tokens", np.arange(100), vocab_size=500)
     config = load_config(f"quickstart:data={tmp_path / 'tokens'}")
     assert config.data == TokenShardsConfig(path=str(tmp_path / "tokens"))
     assert config.model.vocab_size == 500
-
-
-@pytest.mark.parametrize(("magic", "size"), [((20240520, 1), 50257), ((20240801, 7), 128256)])
-def test_quickstart_takes_the_tokens_of_other_programs(tmp_path, magic, size):
     write_nanogpt(tmp_path / "nanogpt", np.arange(100), np.arange(100))
     assert load_config(f"quickstart:data={tmp_path / 'nanogpt'}").model.vocab_size == 50257
-    write_llm_c(tmp_path / "llm.c" / "a_train.bin", np.arange(100), *magic)
-    assert load_config(f"quickstart:data={tmp_path / 'llm.c'}").model.vocab_size == size
+    for magic, size in ((20240520, 1), 50257), ((20240801, 7), 128256):
+        write_llm_c(tmp_path / str(size) / "a_train.bin", np.arange(100), *magic)
+        assert load_config(f"quickstart:data={tmp_path / str(size)}").model.vocab_size == size
     with refused(UsageError, tmp_path / "none"):
         load_config(f"quickstart:data={tmp_path / 'none'}")
 
@@ -144,11 +137,6 @@ def test_optimizers_of_the_configs_for_beginners(name, optimizer):
     assert differences(config, load_config(f"{name}:optimizer={optimizer}")) == []
 
 
-def test_choices_that_are_given_twice():
-    with pytest.raises(UsageError, match="'optimizer=muon'"):
-        load_config("quickstart:optimizer=mars", {"optimizer": "muon"})
-
-
 def error_of(spec):
     with pytest.raises(UsageError) as error:
         load_config(spec)
@@ -163,10 +151,8 @@ WRONG = "def get_config():\n    return "
     ("body", "choices", "named"),
     [
         (CHOICES, ":optimiser=mars", ["optimiser=mars", "`optimizer=mars`", "microbatches=1|2"]),
-        (CHOICES, ":optimizer=mar", ["optimizer=mar'", "`optimizer=mars`", "adamw|mars"]),
         (CHOICES, ":microbatches=3", ["microbatches=3", "microbatches=1|2"]),
         (CHOICES, ":optimizer", ["'optimizer='"]),
-        (CHOICES, ":optimizer=", ["'optimizer='"]),
         (CHOICES, ":optimizer=mars,optimizer=adamw", ["'optimizer=adamw'", "once"]),
         ("", "", ["get_config"]),
         (WRONG + "AdamWConfig()\n", "", ["AdamWConfig", "TrainConfig"]),
@@ -188,28 +174,22 @@ def test_what_is_wrong_with_choices_is_said(write, body, choices, named):
         ("gtp2:size=xl", ["'gtp2'", "ablations, compare_tiny, gpt2, gpt3, quickstart"]),
         ("gpt2.yaml", ["'gpt2.yaml'", "`gpt2`"]),
         ("", ["''"]),
-        ("configs/gpt2", ["'configs/gpt2'", ".py"]),
         ("configs/gpt2.yaml:size=xl", ["configs/gpt2.yaml:size=xl", ".py"]),
+        ("{tmp}/tyni.py:optimizer=mars", ["`{tmp}/tiny.py`"]),
     ],
 )
-def test_a_name_that_does_not_exist(spec, named):
-    error = error_of(spec)
-    assert [words for words in named if words not in error] == []
-
-
-def test_a_missing_file_suggests_a_similar_name(write):
-    path = write(CHOICES)
-    assert f"`{path}`" in error_of(path.replace("tiny", "tyni") + ":optimizer=mars")
+def test_a_name_that_does_not_exist(spec, named, write, tmp_path):
+    write(CHOICES)
+    error = error_of(spec.format(tmp=tmp_path))
+    assert [words for words in named if words.format(tmp=tmp_path) not in error] == []
 
 
 @pytest.mark.parametrize(
     ("body", "named"),
     [
         ("\nimport no_such_module\n", "2: No module named"),
-        ("\ndef get_config():\n    raise ValueError('mine')\n", "3: mine"),
         ("\ndef get_config(:\n", "2: invalid syntax: def get_config(:"),
         ("\ndef get_config():\n    return 1 / 0\n", "3: division by"),
-        ("\ndef get_config():\n    return TrainConfig(nmae='x')\n", "3: name 'TrainConfig'"),
         ("from maxmars.config import *\n\nAdamWConfig(b1=2.0)\n", "3: AdamWConfig.b1=2.0 must"),
     ],
 )

@@ -60,11 +60,11 @@ def test_what_is_no_secret_stays():
 def test_command_lines():
     words = ["maxmars", "train", f"c.py:token={CANARY},size=1", "--x.api-key", CANARY]
     words += [f"--x.token={CANARY} 2", "--x.eos-token", "END", "--url", f"https://{CANARY}@h/a b"]
-    found = hide_words(words)
-    assert CANARY not in str(found)
+    hidden = hide_words(words)
+    assert CANARY not in str(hidden)
     kept = ("c.py:token=HIDDEN", ",size=1", "--x.token=HIDDEN", "END", "https://HIDDEN", "@h/a b")
-    assert all(text in " ".join(found) for text in kept)
-    assert hide_words(found) == found
+    assert all(text in " ".join(hidden) for text in kept)
+    assert hide_words(hidden) == hidden
 
 
 def test_the_environment_gives_secrets_back(monkeypatch):
@@ -75,8 +75,8 @@ def test_the_environment_gives_secrets_back(monkeypatch):
     with refused(ValueError, *named):
         reveal(recorded, "data.options")
     monkeypatch.setenv("MAXMARS_LOGIN_PASSWORD", "CANARY77")
-    with refused(ValueError, *named) as found:
+    with refused(ValueError, *named) as raised:
         reveal(recorded, "data.options")
-    assert "CANARY" not in str(found.value)
+    assert "CANARY" not in str(raised.value)
     monkeypatch.setenv("MAXMARS_LOGIN_PASSWORD", CANARY)
     assert reveal(recorded, "data.options") == options

@@ -1,0 +1,123 @@
+"""The command line of `maxmars compare`, and its configs."""
+
+import json
+import runpy
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from token_directories import write_shards
+
+from maxmars.cli import main
+from maxmars.config import Source, differences, from_dict, load_config
+
+TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
+
+
+def test_the_config_of_the_comparison_has_every_optimizer():
+    names = ("adamw", "nadamw", "lion", "soap", "muon")
+    mars = ("mars", "mars_exact", "mars_lion", "mars_shampoo", "mars_m")
+    configs = [load_config(f"{TINY}:optimizer={name}") for name in (*names, *mars)]
+    assert len({config.optimizer for config in configs}) == 10
+    assert len({config.model for config in configs}) == 1
+    config = configs[0]
+    assert config.num_steps * config.tokens_per_step >= 1_000_000
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "xl"])
+def test_each_ablation_changes_one_field_of_mars(size):
+    file = Path(TINY).with_name("ablations.py")
+    choices = typing.get_args(runpy.run_path(str(file))["Optimizer"])
+    mars, *others = (load_config(f"{file}:size={size},optimizer={name}") for name in choices)
+    assert (mars.optimizer.gamma, mars.optimizer.clip_threshold) == (0.025, 1.0)
+    changed = [[row[0] for row in differences(mars, other)] for other in others]
+    assert [fields for fields in changed if len(fields) != 2 or fields[0] != "name"] == []
+    assert len({other.optimizer for other in others}) == len(others)
+
+
+@pytest.fixture
+def recorded(tmp_path, capsys):
+    """What `compare` with these words records before its first cell begins, which is refused."""
+
+    def recorded(*words):
+        out = tmp_path / "out"
+        with pytest.raises(SystemExit):
+            main(["compare", *words, "--model.max-seq-len", "1000", "--workdir", str(out)])
+        assert "model.max_seq_len=1000" in capsys.readouterr().err
+        return json.loads((out / "compare.json").read_text())["sizes"][""]
+
+    return recorded
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--optimizers", "adamw", "lion"],
+            {"adamw": [3e-4, 6e-4, 1.2e-3, 2.4e-3], "lion": [5e-5, 1e-4, 2e-4, 4e-4]},
+        ),
+        (["--learning-rates", "3e-3", "1e-3"], {"adamw": [1e-3, 3e-3], "lion": [1e-3, 3e-3]}),
+    ],
+)
+def test_grids_of_contenders(words, expected, compare_command, recorded):
+    grids = recorded(compare_command[1], *words)["compared"]
+    assert {name: own[0]["scanned"] for name, own in grids.items()} == expected
+
+
+IN_FILE = """
+def get_comparison(most: Literal["3", "5"] = "5"):
+    return ComparisonConfig(
+        contenders={name: get_config(name) for name in ("adamw", "lion")},
+        tune=("learning_rate", "weight_decay"),
+        grids={"adamw": {"eps": ()}, "lion": {"b1": (0.9, 0.8)}},
+        baseline="lion",
+        budget=7,
+        seeds=int(most),
+    )
+"""
+
+
+@pytest.mark.seconds
+def test_a_comparison_in_a_config_file(compare_command, tmp_path, recorded):
+    """What is typed counts more, for all contenders."""
+    config = tmp_path / "config.py"
+    config.write_text(Path(compare_command[1]).read_text() + IN_FILE)
+    kept = recorded(f"{config}:most=3", "--budget", "9")
+    assert (kept["baseline"], kept["budget"], len(kept["seeds"])) == ("lion", 9, 3)
+    assert {c["model"]["max_seq_len"] for c in kept["configs"].values()} == {1000}
+    fields = {n: [grid["field"] for grid in own] for n, own in kept["compared"].items()}
+    assert fields == {
+        "adamw": ["learning_rate", "weight_decay", "eps"],
+        "lion": ["learning_rate", "weight_decay", "b1"],
+    }
+    assert kept["compared"]["lion"][2]["scanned"] == [0.9]
+
+
+@pytest.mark.seconds
+def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, capsys):
+    write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
+    (tmp_path / "mine.py").write_text(
+        "import optax\n\ndef make(learning_rate):\n    return optax.sgd(learning_rate)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = "--tune learning_rate --budget 8 --seeds 3 --num-steps 60 --eval.every 30 --workdir out"
+    with pytest.raises(SystemExit):  # of 64 tokens no batch can be made
+        main(
+            [
+                *("compare", "quickstart:data=data"),
+                *("--optimizers", "adamw", "mars_m", "muon", "mine.py:make"),
+                *("--eval.own", "mine.py:make"),  # is left out, as HellaSwag is
+                *words.split(),
+            ]
+        )
+    assert "64 tokens" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "out" / "compare.json").read_text())["sizes"][""]
+    assert list(kept["compared"]) == ["adamw", "mars_m", "muon", "mine"]
+    config = from_dict(kept["configs"]["mine"])
+    assert config.optimizer.make == Source.of("mine.py:make")
+    assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
+    assert config.eval.own is None
+    (copy,) = (tmp_path / "out" / "sources").rglob("mine.py")
+    assert copy.read_text() == (tmp_path / "mine.py").read_text()

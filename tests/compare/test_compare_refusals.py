@@ -1,0 +1,127 @@
+"""What `maxmars compare`, `compare verify` and `report` refuse."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from made_up import change_comparison, change_rows
+
+from maxmars import cli
+from maxmars.compare.cells import read_results, write_result
+
+TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
+TO = ("--workdir", "nowhere")
+OPTIMIZERS = ("--optimizers", "adamw", "lion")
+CONTINUE = ("compare", "{config}", "--num-steps", "4", "--workdir")
+START = (*CONTINUE, "new", *OPTIMIZERS, "--start-from")
+VERIFY = ("compare", "verify", "{kept}")
+
+
+def with_sizes(kept, comparison):
+    fields = json.loads((kept / "compare.json").read_text())
+    (size,) = fields["sizes"].values()
+    (kept / "compare.json").write_text(json.dumps(fields | {"sizes": {"32": size, "16": size}}))
+    change_rows(kept, lambda row: row | {"cell": row["cell"] | {"size": "32"}})
+
+
+def tuned_over_b1(kept, comparison):
+    """Its best setting was left by an earlier search over more fields."""
+    for cell, result in read_results(comparison, kept).items():
+        if (cell.contender, cell.setting) == ("lion", (("learning_rate", 4e-3),)):
+            better = dataclasses.replace(cell, setting=(*cell.setting, ("b1", 0.8)))
+            write_result(dataclasses.replace(result, cell=better, loss=1.0), kept)
+
+
+def first_version(kept, comparison):
+    fields = json.loads((kept / "compare.json").read_text())
+    del fields["format"]
+    (kept / "compare.json").write_text(json.dumps(fields))
+
+
+def other_tokens(kept, comparison):
+    """Lion, whose rows are gone, would read other tokens than AdamW did."""
+    change_rows(kept, lambda row: row | {"tokens": "0" * 64}, "adamw")
+    change_rows(kept, lambda row: None)
+
+
+CHANGES = {
+    "sizes": with_sizes,
+    "more": tuned_over_b1,
+    "old": first_version,
+    "damaged": lambda kept, _: (kept / "compare.json").write_text('{"format": 5, "conf'),
+    "lost": lambda kept, _: change_comparison(kept, lambda size: size.update(baseline="sgd")),
+    "tokens": other_tokens,
+    "unfinished": lambda kept, _: change_rows(kept, lambda row: None),
+    "empty": lambda kept, _: (kept / "rows.jsonl").unlink(),
+}
+
+REFUSED = [
+    (["compare"], 2, "a config"),
+    (["compare", "quickstart"], 2, "--workdir"),
+    (["compare", *TO, "quickstart"], 2, "a config"),
+    (["compare", "quickstart", "--workdir", "gs://bucket/x"], 2, "--workdir gs://bucket/x"),
+    (["compare", "quickstart", *TO, "--optimizers", "adamw", "marss"], 2, "'optimizer=marss'"),
+    (["compare", "quickstart", *TO, "--optimizers", "mars", "mars"], 2, "--optimizers mars mars"),
+    (["compare", "quickstart", *TO, "--optimizers", ""], 2, "--optimizers"),
+    (["compare", "quickstart", *TO, "--optimizers", "adamw,mars"], 2, "adamw,mars"),
+    (["compare", "quickstart", *TO, "--optimizers", "no.py:make"], 2, "no.py"),
+    (["compare", f"{TINY}:optimizer=mars", *TO, "--optimizers", "muon"], 2, "'optimizer=muon'"),
+    (["compare", TINY, *TO, "--sizes", "0.3M", "2M"], 2, "'size=2M'"),
+    (["compare", TINY, TINY, *TO], 2, "'compare-tiny-mars'"),
+    (["compare", TINY, *TO, *OPTIMIZERS, "--baseline", "muon"], 2, "'muon'"),
+    (["compare", "quickstart", *TO, "--learning-rates", "fast"], 2, "fast"),
+    (["compare", "quickstart", *TO, "--learning-rates", "1e-3", "0"], 2, "learning_rate=0"),
+    (["compare", "quickstart", *TO, "--tune", "b1", "--learning-rates", "1"], 2, "learning_rate"),
+    (["compare", "quickstart", *TO, "--tune", "learning_rate", "beta"], 2, "'beta'"),
+    (["compare", "quickstart", *TO, "--tune", "learning_rate,b1"], 2, "learning_rate,b1"),
+    (["compare", "quickstart", *TO, "--confirm", "4"], 2, "confirm=4"),
+    (["compare", "quickstart", *TO, "--cells", "2/2"], 2, "--cells 2/2"),
+    ([*START, "no/such"], 2, "no/such "),
+    ([*START, "{unfinished}"], 2, "{unfinished}"),
+    ([*START, "{sizes}"], 2, "{sizes}/32, {sizes}/16"),
+    ([*START, "{kept}", "--tune", "weight_decay"], 2, "learning_rate too"),
+    ([*START, "{more}", "--tune", "learning_rate"], 2, "b1 too"),
+    # What cannot be continued.
+    ([*CONTINUE, "{kept}", "--gradient-clip-norm", "0.5"], 1, "gradient_clip_norm (1.0 there, 0.5"),
+    ([*CONTINUE, "{sizes}"], 1, "{sizes} holds a comparison of the sizes 32, 16"),
+    ([*CONTINUE, "{old}"], 1, "format 1"),
+    ([*CONTINUE, "{damaged}"], 1, "{damaged}/compare.json"),
+    ([*CONTINUE, "{tokens}"], 1, "lion and adamw have other tokens with seed 0"),
+    # What cannot be repeated.
+    ([*VERIFY[:2]], 2, "DIR"),
+    ([*VERIFY, "--contender", "sgd"], 1, "sgd"),
+    ([*VERIFY, "--seed", "7"], 1, "--seed 7"),
+    ([*VERIFY, "--size", "1M"], 1, "--size 1M"),
+    ([*VERIFY, "--data", "{kept}/x"], 1, "{kept}/x"),
+    ([*VERIFY[:2], "none"], 1, "none "),
+    # What cannot be drawn.
+    (["report"], 2, "RUN"),
+    (["report", "one", "two"], 2, "--out"),
+    (["report", "one", "one", "--out", "out"], 2, "RUN"),
+    (["report", "nowhere"], 1, "nowhere "),
+    (["report", "{lost}"], 1, "{lost}/compare.json"),
+    (["report", "{empty}"], 1, "{empty}"),
+    (["report", "{kept}", "--out", "{report}"], 1, "{report} holds report.md"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), REFUSED)
+def test_what_is_refused(
+    words, code, named, compare_command, comparison, kept, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    names = {"kept": kept, "config": compare_command[1], "report": tmp_path / "report"}
+    for name, change in CHANGES.items():
+        names[name] = tmp_path / name
+        if f"{{{name}}}" in words:
+            change(shutil.copytree(kept, tmp_path / name), comparison)
+    if "{report}" in words:
+        names["report"].mkdir()
+        (names["report"] / "report.md").write_text("my own")
+    with pytest.raises(SystemExit) as stop:
+        cli.main([word.format(**names) for word in words])
+    assert named.format(**names) in capsys.readouterr().err
+    assert stop.value.code == code
+    assert not (tmp_path / "nowhere").exists()
