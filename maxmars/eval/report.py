@@ -215,7 +215,7 @@ def score_models(
                 questions = fitting(questions, tokenizer, config.max_seq_len)
         for given, target in zip(targets, parsed, strict=True):
             model = load(target, mesh=mesh)
-            about = {"name": model.name, "source": model.source, "digest": model.digest}
+            about = {"name": model.name, "source": model.origin, "digest": model.digest}
             models.append({"target": str(given)} | about)
             scores.append({})
             if windows is not None:

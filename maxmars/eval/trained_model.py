@@ -73,7 +73,7 @@ class TrainedModel:
     name: str
     """For people: `quickstart, step 500`, the name of a Hugging Face directory, or OWNER/NAME@ and
     the first digits of the commit of a model on the hub."""
-    source: str = ""
+    origin: str = ""
     """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
     digest: str | None = None
     """Of the whole state in the checkpoint; None for a Hugging Face directory."""
@@ -158,7 +158,7 @@ def load(
         params=huggingface.load_params(directory, config, _abstract_params(config, mesh)),
         mesh=mesh,
         name=target.name,
-        source=target.source,
+        origin=target.origin,
     )
 
 
@@ -179,7 +179,7 @@ def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
                 tokenizer=tokenizer,
                 mesh=mesh,
                 name=target.name(stored.step),
-                source=str(stored.path),
+                origin=str(stored.path),
                 digest=stored.digest,
             )
     raise AssertionError("unreachable")
@@ -303,9 +303,9 @@ class HFTarget:
         return self.directory.name if self.snapshot is None else self.snapshot.name
 
     @property
-    def source(self) -> str:
+    def origin(self) -> str:
         """The target that means the same files."""
-        return str(self.directory) if self.snapshot is None else self.snapshot.source
+        return str(self.directory) if self.snapshot is None else self.snapshot.origin
 
     def tokenizer(self, config: GPT2Config, eot_token: str | None = None) -> Tokenizer:
         """The directory's own tokenizer.
@@ -331,7 +331,7 @@ class HFTarget:
             tokenizer = GPT2Tokenizer()
             if processes.is_primary():
                 print(
-                    f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
+                    f"{self.origin} has no tokenizer files; GPT-2's tokenizer is used, since the "
                     f"vocabulary has its size{f' and {padding} rows of padding' * bool(padding)}.",
                     file=sys.stderr,
                 )
@@ -409,12 +409,12 @@ class Exported:
     """Of the model."""
     dtype: huggingface.Dtype
     """Type of the weights."""
-    source: Checkpoint | HFTarget
+    origin: Checkpoint | HFTarget
     """Where it was read from."""
 
 
 def export_model(
-    source: str | Path,
+    path: str | Path,
     out: str | Path,
     *,
     dtype: huggingface.Dtype = "float32",
@@ -428,7 +428,7 @@ def export_model(
     user's own says by its `export` what it is in Hugging Face's terms.
 
     Args:
-      source: see `load`.
+      path: see `load`.
       out: directory to make.
       dtype: type of the weights in it.
       max_file_bytes: the weights are split into files of this size at most.
@@ -440,14 +440,14 @@ def export_model(
       FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
       OSError: the disk is too small or cannot be written to.
     """
-    target = find_target(source)
+    target = find_target(path)
 
     def write(
         config: ModelConfig,
         name: str,
         open_tokenizer: Callable[[], Tokenizer],
         model: huggingface.HFModel,
-        source: Checkpoint | HFTarget,
+        origin: Checkpoint | HFTarget,
     ) -> Exported:
         num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
         _check_space(out, directory, num_bytes)
@@ -485,7 +485,7 @@ def export_model(
             notes=notes,
             config=config,
             dtype=dtype,
-            source=source,
+            origin=origin,
         )
         status.update("adding files")
         add_files(directory, exported)
@@ -562,12 +562,12 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
 
 
 def import_model(
-    source: str | Path, out: str | Path, *, eot_token: str | None = None
+    path: str | Path, out: str | Path, *, eot_token: str | None = None
 ) -> TrainedModel:
     """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
 
     `out` can be used wherever a run's directory can, but there is no training to continue. It
-    appears complete or not at all, and its `imported_from.json` names the source. `source` is a
+    appears complete or not at all, and its `imported_from.json` names the origin. `path` is a
     Hugging Face directory, or a model on the hub, and `eot_token` as for `load`.
 
     Returns:
@@ -579,15 +579,15 @@ def import_model(
       ValueError: it is no Hugging Face directory, or does not hold a sound GPT-2.
       OSError: the disk is too small or cannot be written to; or see `hub.fetch`.
     """
-    target = find_target(source)
+    target = find_target(path)
     if isinstance(target, RunTarget):
-        raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
+        raise ValueError(f"{path} is a run of maxmars already; there is nothing to import.")
     with _in_the_making(out) as directory:
         model = load(target, eot_token=eot_token)
         _check_space(out, directory, sharding.bytes_of(model.params))
         save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
         tokenizers.save(model.tokenizer, directory / TOKENIZER)
-        write_json(directory / IMPORTED_FROM, {"source": model.source})
+        write_json(directory / IMPORTED_FROM, {"source": model.origin})
     return model
 
 

@@ -97,7 +97,7 @@ def test_an_export_comes_back_from_the_hub_bit_by_bit(hub, logged_in, run, tmp_p
     assert f"(private): {ENDPOINT}/me/there-and-back/commit/{commit}" in printed
     assert "next: maxmars generate hf:me/there-and-back" in printed
     theirs, ours = load("hf:me/there-and-back"), load(run)
-    assert theirs.source == f"hf:me/there-and-back@{commit}"
+    assert theirs.origin == f"hf:me/there-and-back@{commit}"
     assert theirs.name == f"me/there-and-back@{commit[:7]}"
     assert theirs.tokenizer.digest == ours.tokenizer.digest
     np.testing.assert_array_equal(logits(theirs), logits(ours))
@@ -123,9 +123,9 @@ def test_revisions_and_a_branch_that_moves(hub, one, tmp_path, capsys):
     for revision in ("v1", first):
         np.testing.assert_array_equal(logits(load(f"hf:some/revisions@{revision}")), before)
     assert hub.fetched() == []  # they are in the cache
-    assert load("hf:some/revisions").source.endswith(second)
+    assert load("hf:some/revisions").origin.endswith(second)
     hub.requests.clear()
-    assert load(f"hf:some/revisions@{second}").source.endswith(second)
+    assert load(f"hf:some/revisions@{second}").origin.endswith(second)
     assert hub.requests == []
     assert call("import", "hf:some/revisions@v1", tmp_path / "imported") == 0
     assert f"hf:some/revisions@{first}" in capsys.readouterr().out

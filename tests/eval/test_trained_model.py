@@ -67,7 +67,7 @@ def test_a_run_and_its_checkpoints(run, inside, step):
     assert model.config == BYTES
     assert model.tokenizer.name == "byte"
     assert model.name == f"own, step {step}"
-    assert model.source == str(run / "checkpoints" / str(step))
+    assert model.origin == str(run / "checkpoints" / str(step))
     assert_same(model.params, PARAMS[step])
 
 
