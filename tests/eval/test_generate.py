@@ -1,24 +1,19 @@
 import dataclasses
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from refusals import refused
-from tiny import ADAMW, MODEL, random_params, tiny_config
+from tiny import MODEL, random_params
 
-from maxmars.config import MeshConfig, TokenShardsConfig
-from maxmars.data.prepare import prepare
+from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
 from maxmars.eval import TrainedModel, load
 from maxmars.eval.generate import (
     GREEDY,
     Sampling,
-    bucket_length,
     choose,
     generate_texts,
     generate_tokens,
@@ -27,7 +22,6 @@ from maxmars.eval.generate import (
 )
 from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
-from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)
 RNG = np.random.default_rng(0)
@@ -86,13 +80,8 @@ def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(m
     assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
 
 
-@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_a_prompt_gets_does_not_depend_on_the_others(model, sampled, batch_size):
-    assert_equal(generate(model, batch_size=batch_size), sampled)
-    assert_equal(generate(model, PROMPTS[2:0:-1]), sampled[2:0:-1])
-
-
-def test_what_a_prompt_gets_does_not_depend_on_the_mesh(sampled):
+def test_what_a_prompt_gets_does_not_depend_on_the_others_or_the_mesh(model, sampled):
+    assert_equal(generate(model, PROMPTS[2:0:-1], batch_size=1), sampled[2:0:-1])
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert_equal(generate(model_on(mesh)), sampled)
 
@@ -170,18 +159,13 @@ def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn(model):
         assert tokens.max() < 10
 
 
-def test_few_lengths_are_compiled_for():
-    lengths = [bucket_length(n, 1000) for n in range(1, 1001)]
-    assert sorted(set(lengths)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
-    assert all(n <= found <= max(16, 1.5 * n) for n, found in enumerate(lengths, 1))
-
-
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [
-        *[(generate_texts, name, 0) for name in ("max_new_tokens", "batch_size")],
+        (generate_texts, "max_new_tokens", 0),
+        (generate_texts, "batch_size", 0),
         (generate_texts, "seed", -1),
-        *[(Sampling, "temperature", value) for value in (-1.0, float("nan"))],
+        (Sampling, "temperature", float("nan")),
         (Sampling, "top_k", 0),
         (Sampling, "top_p", 0.0),
     ],
@@ -213,36 +197,6 @@ def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
         np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
 
 
-@pytest.mark.seconds
-def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
-    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
-    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = tokenizers.decoders.ByteLevel()
-    text = "To be, or not to be, that is the question. " * 200
-    vocabulary.train_from_iterator(
-        [text], tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<end>"])
-    )
-    vocabulary.save(str(tmp_path / "own.json"))
-    tokenizer = load_tokenizer(tmp_path / "own.json", eot_token="<end>")
-    tokens = tmp_path / "tokens"
-    prepare([("1", text)], tokens, tokenizer=tokenizer, source="a test", workers=0)
-    config = tiny_config(
-        num_steps=1,
-        num_microbatches=1,
-        optimizer=ADAMW,
-        data=TokenShardsConfig(path=str(tokens)),
-    )
-    train(config, tmp_path / "run")
-    shutil.rmtree(tokens)
-    model = load(tmp_path / "run", mesh=one_device())
-    found = generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
-    assert all(isinstance(text, str) and text for text in found)
-    assert found == generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
-    saved = load_tokenizer(tmp_path / "run" / "tokenizer")
-    assert saved.digest == tokenizer.digest
-    assert saved.decode(saved.encode("not to be")) == "not to be"
-
-
 # --- drawing one token
 
 PROBABILITIES = np.array([0.05, 0.4, 0.02, 0.3, 0.13, 0.1])
@@ -261,9 +215,7 @@ def frequencies(sampling):
 @pytest.mark.parametrize(
     ("sampling", "kept", "temperature"),
     [
-        (Sampling(temperature=1.0, top_k=None), [0, 1, 2, 3, 4, 5], 1.0),
         (Sampling(temperature=0.5, top_k=None), [0, 1, 2, 3, 4, 5], 0.5),
-        (Sampling(temperature=1.0, top_k=3), [1, 3, 4], 1.0),
         # The third of them reaches 0.75.
         (Sampling(temperature=1.0, top_k=None, top_p=0.75), [1, 3, 4], 1.0),
         # 0.4 / 0.7 of the two likeliest is 0.57, so that the likeliest alone has 0.5.

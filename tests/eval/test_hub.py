@@ -1,18 +1,18 @@
 """Models of the Hugging Face hub, fetched and pushed, against a local imitation of the hub."""
 
+import functools
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 
+import huggingface_hub
 import numpy as np
 import pytest
 from fake_model_hub import ENDPOINT, FakeHub, serving
 from hf_models import BYTES, TOKENS, hf_arrays, hf_fields, make_run, random_params, write_hf
 from refusals import refused
-from running import finish, free_port, start_python
+from running import finish_well, free_port, start_python
 from tiny import MODEL, begin_from, short_config
 
 from maxmars import cli
@@ -148,15 +148,20 @@ def test_only_what_is_needed_is_fetched(hub, run, one, tmp_path):
     assert set(hub.fetched()) == names
 
 
-def test_without_a_network_the_cache_is_used(one, tmp_path, capsys):
+def test_without_a_network_the_cache_is_used(one, tmp_path, capsys, monkeypatch):
     hub = FakeHub()
     with serving(hub):
         commit = hub.add("some/offline", one)
         load("hf:some/offline")
+        hub.requests.clear()
+        with monkeypatch.context() as patch:  # what the variable sets when it is imported
+            patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+            assert call("export", "hf:some/offline", tmp_path / "offline") == 0
+        assert hub.requests == []
     assert call("export", "hf:some/offline", tmp_path / "out") == 0
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("maxmars: warning: ")
-    assert f"commit {commit}" in warning
+    for warning in capsys.readouterr().err.splitlines():
+        assert warning.startswith("maxmars: warning: ")
+        assert f"commit {commit}" in warning
     load(f"hf:some/offline@{commit}")
     assert capsys.readouterr().err == ""
     for target in ("hf:some/other", "hf:some/offline@v2"):
@@ -199,12 +204,6 @@ def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_extra(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for argv in (["import", "hf:a/b", tmp_path / "o"], ["export", "r", "o", "--push", "a/b"]):
-        assert "pip install '.[hf]'" in refusal(capsys, *argv)
-
-
 def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_path, capsys):
     out, shards = tmp_path / "out", tmp_path / "shards"
     assert call("export", run, out, "--push", "me/twice") == 0
@@ -222,14 +221,22 @@ def test_pushing_what_is_there_and_what_replaces_it(hub, logged_in, run, tmp_pat
 
 
 NOT_PUSHED = {
-    # The token, options, the exit code, and what the one line names.
-    "no name": (TOKEN, "--push hf:me/new", 2, "hf:me/new"),
-    "two dots": (TOKEN, "--push me/a..b", 2, "me/a..b"),
-    "private alone": (TOKEN, "--private", 2, "--private"),
-    "no token": (None, "--push me/new", 1, "hf auth login"),
-    "expired": ("hf_expired", "--push me/new", 1, "HF_TOKEN"),
-    "a reader": ("hf_reader", "--push me/new", 1, "may only read"),
-    "public": (TOKEN, "--push me/public --private", 1, "me/public is public"),
+    # The token, options of `export RUN`, the exit code, and what the one line names.
+    "no name": (TOKEN, "out --push hf:me/new", 2, "hf:me/new"),
+    "two dots": (TOKEN, "out --push me/a..b", 2, "me/a..b"),
+    "private alone": (TOKEN, "out --private", 2, "--private"),
+    "nowhere": (TOKEN, "", 2, "OUT"),
+    "a run as it is": (TOKEN, "--push me/new", 2, "OUT"),
+    "no token": (None, "out --push me/new", 1, "hf auth login"),
+    "expired": ("hf_expired", "out --push me/new", 1, "HF_TOKEN"),
+    "a reader": ("hf_reader", "out --push me/new", 1, "may only read"),
+    "public": (TOKEN, "out --push me/public --private", 1, "me/public is public"),
+    "taken": (
+        TOKEN,
+        "one --push me/new --private",
+        1,
+        "maxmars export one --push me/new --private",
+    ),
 }
 
 
@@ -239,20 +246,20 @@ def test_a_push_that_cannot_work_is_refused_before_the_export(
 ):
     token, options, code, value = NOT_PUSHED[case]
     hub.add("me/public", one)
+    monkeypatch.chdir(tmp_path)
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
-    assert value in refusal(capsys, "export", run, tmp_path / "out", *options.split(), code=code)
+    assert value in refusal(capsys, "export", run, *options.split(), code=code)
     assert not (tmp_path / "out").exists()
     assert not any(method in ("POST", "PUT") for method, _, _ in hub.requests)
 
 
-def test_what_can_be_pushed_as_it_is(hub, logged_in, run, one, tmp_path, capsys):
-    assert "OUT" in refusal(capsys, "export", run, code=2)
-    assert "OUT" in refusal(capsys, "export", run, "--push", "me/new", code=2)
-    words = ["--push", "me/new", "--dtype", "bfloat16"]
-    assert "--dtype" in refusal(capsys, "export", one, *words, code=2)
-    words = ["export", run, one, "--push", "me/new", "--private"]
-    assert f"`maxmars export {one} --push me/new --private`" in refusal(capsys, *words)
+def test_a_directory_is_pushed_as_it_is_and_needs_the_extra(one, monkeypatch, capsys):
+    words = ["export", one, "--push", "me/new"]
+    assert "--dtype" in refusal(capsys, *words, "--dtype", "bfloat16", code=2)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for argv in (words, ["import", "hf:a/b", one.parent / "out"]):
+        assert "pip install '.[hf]'" in refusal(capsys, *argv)
 
 
 def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsys):
@@ -271,55 +278,19 @@ def test_a_push_that_fails_keeps_the_export(hub, logged_in, run, tmp_path, capsy
     np.testing.assert_array_equal(logits(load("hf:me/fails")), logits(load(run)))
 
 
-@pytest.mark.slow
-def test_a_push_that_is_interrupted(hub, run, tmp_path):
+def test_a_push_that_is_interrupted(hub, logged_in, run, tmp_path, capsys):
     hub.holding, out = threading.Event(), tmp_path / "out"
-    command = [sys.executable, "-m", "maxmars", "export", run, out, "--push", "me/interrupted"]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"HF_TOKEN": TOKEN},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    # Sent to the thread of the command, which waits for the hub's answer.
+    send = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    threading.Thread(target=lambda: hub.waiting.wait(60) and send()).start()
     try:
-        assert hub.waiting.wait(60)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        assert call("export", run, out, "--push", "me/interrupted") == 130
     finally:
-        process.kill()
         hub.holding.set()
-    assert process.returncode == 130
-    again = f"maxmars export {out} --push me/interrupted"
-    assert f"`{again}`" in error
+    error = capsys.readouterr().err
+    assert f"`maxmars export {out} --push me/interrupted`" in error
     assert TOKEN not in error
     np.testing.assert_array_equal(logits(load(out)), logits(load(run)))
-
-
-@pytest.mark.slow
-def test_gpt2_offline(hub, reference_dir, tmp_path, monkeypatch):
-    """With the library's own variable, which is read when it is imported."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    commit = hub.add("openai/gpt2-tiny", reference_dir / "reference" / "hf_gpt2_tiny")
-    theirs = load("hf:openai/gpt2-tiny")
-    assert theirs.tokenizer.name == "gpt2"
-    np.testing.assert_array_equal(
-        logits(theirs), logits(load(reference_dir / "reference" / "hf_gpt2_tiny"))
-    )
-    program = "import sys; from maxmars.cli import main; [main(a.split()) for a in sys.argv[1:]]"
-    commands = [f"export hf:openai/{name} {tmp_path / name}" for name in ("gpt2-tiny", "other")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *commands],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    warning, _, error = done.stderr.splitlines()  # the other is that of the tokenizer
-    assert f"commit {commit}" in warning
-    assert "hf:openai/other" in error
-    assert (tmp_path / "gpt2-tiny" / "model.safetensors").is_file()
 
 
 # --- starting to train from one -----------------------------------------------------------------
@@ -368,27 +339,31 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
+FETCH = """
+import sys
+from maxmars.config import MeshConfig
+from maxmars.distributed import processes
+from maxmars.distributed.sharding import make_mesh
+from maxmars.eval import load
+port, place = map(int, sys.argv[1:])
+processes.initialize(f"127.0.0.1:{port}", 2, place)
+mesh = make_mesh(MeshConfig(data=2))
+print("origin", load("hf:some/shared", mesh=mesh).origin, flush=True)
+processes.shutdown()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_processes_take_the_same_commit(hub, one, byte_tokens, tmp_path):
+def test_processes_take_the_same_commit(hub, one, tmp_path):
     """Each has a cache of its own, as on two hosts. The branch moves after the first download."""
     first, port = hub.add("some/shared", one), free_port()
     other = model_files(tmp_path / "other", seed=1)
     hub.after_download = lambda: hub.add("some/shared", other)
-    processes = [
-        start_python(
-            tmp_path,
-            *("-m", "maxmars", "eval", "hf:some/shared", "--against", f"hf:some/shared@{first}"),
-            *("--tasks", "loss", "--data.path", byte_tokens, "--data.num-windows", "8"),
-            *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
-            *("--process-id", str(i), "--mesh.data", "2"),
-            variables={"HF_HOME": str(tmp_path / f"home{i}")},
-        )
-        for i in range(2)
-    ]
-    for process in processes:
-        code, output = finish(process)
-        assert code == 0, output
+    homes = [{"HF_HOME": str(tmp_path / f"home{i}")} for i in range(2)]
+    outputs = finish_well(
+        [start_python(tmp_path, "-c", FETCH, port, i, variables=homes[i]) for i in range(2)]
+    )
+    assert all(f"origin hf:some/shared@{first}" in output for output in outputs)
     assert hub.fetched().count("model.safetensors") == 2
     assert len(hub.repositories["some/shared"].commits) == 2
-    assert {path.split("/")[4] for _, path, _ in hub.requests if "/resolve/" in path} == {first}
