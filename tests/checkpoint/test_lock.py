@@ -65,7 +65,7 @@ def test_the_kernel_frees_the_lock_of_a_killed_process(tmp_path):
     acquire(path / "new").release()
 
 
-@pytest.mark.parametrize("record", ["no JSON", "[1]", "{}"])
+@pytest.mark.parametrize("record", ["no JSON", "{}"])
 def test_a_damaged_record_is_no_obstacle(tmp_path, record):
     path = epath.Path(tmp_path)
     (path / ".lock").write_text(record)
@@ -76,7 +76,7 @@ def test_a_damaged_record_is_no_obstacle(tmp_path, record):
     lock.release()
 
 
-DURATION_S = 0.4
+DURATION_S = 0.3
 
 
 class Network:
@@ -108,10 +108,9 @@ class Network:
         return written
 
 
-@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.slow)])
-def store(request, tmp_path):
-    spec = {"driver": request.param, "path": f"{tmp_path}/"}
-    return tensorstore.KvStore.open(spec, context=tensorstore.Context()).result()
+@pytest.fixture
+def store():
+    return tensorstore.KvStore.open({"driver": "memory"}, context=tensorstore.Context()).result()
 
 
 def lease(store):

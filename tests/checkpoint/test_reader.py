@@ -126,7 +126,6 @@ DAMAGE = {
     "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "meta"),
     "truncated data": (lambda p: truncate(data_files(p)[0]), "state"),
     "missing data": (lambda p: data_files(p)[0].unlink(), "state"),
-    "missing _METADATA": (lambda p: (p / "state/_METADATA").unlink(), "state"),
     "missing state": (lambda p: shutil.rmtree(p / "state"), "state"),
     "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state"),
     "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta"),
@@ -154,14 +153,12 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("flips", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_flipped_bits_are_caught_or_harmless(saved, copy, flips):
-    """So many bits of each file with arrays, and one of each other."""
+def test_flipped_bits_are_caught_or_harmless(saved, copy):
+    """Four bits of each file with arrays, and one of each other."""
     arrays, caught = data_files(copy / "2"), 0
     for file in (path for path in (copy / "2").rglob("*") if path.is_file()):
         size = file.stat().st_size
-        step = -(-size // flips) if file in arrays else size
-        for offset in range(0, size, step):
+        for offset in range(0, size, -(-size // 4) if file in arrays else size):
             flip(file, offset)
             got = load(copy, abstract(saved[1][2]))
             assert_same(got.state, saved[1][got.checkpoint.step])
@@ -200,7 +197,6 @@ def test_errors(saved, copy, tmp_path):
     "error",
     [
         TimeoutError("Connection timeout to host"),
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
         OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
         ValueError("UNAVAILABLE: Error reading the key: HTTP response code: 503"),
     ],

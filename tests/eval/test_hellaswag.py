@@ -142,7 +142,7 @@ def test_a_download_appears_whole_or_not_at_all(tmp_path, server):
     wanted = {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
     with refused(ValueError, f"{server}/q.jsonl", len(content), wanted["sha256"], "0" * 64):
         download(f"{server}/q.jsonl", path, sha256="0" * 64, num_bytes=5)
-    with refused(OSError, "404"):
+    with pytest.raises(OSError, match="404"):  # kept by nothing, as it holds a socket
         download(f"{server}/other.jsonl", path, **wanted)
     assert list(path.parent.iterdir()) == []
     download(f"{server}/q.jsonl", path, **wanted, progress=lambda *counts: seen.append(counts))
@@ -287,7 +287,7 @@ def test_refusals(questions, tmp_path):
         ),
         (
             ValueError,
-            ["question 4", "42 tokens", "max_seq_len=16"],
+            ["question 4", "26 tokens", "max_seq_len=16"],
             lambda: HellaSwag(MODEL, one_device(), ByteTokenizer(), questions[-1:]),
         ),
         (

@@ -49,7 +49,7 @@ def assert_scores_equal(found, expected):
     np.testing.assert_allclose([n for n, _ in found], [n for n, _ in expected], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_scores_of_token_pairs_equal_those_of_separate_rows(model, answers, plain_score):
     def tokens(count):
         return RNG.integers(0, 257, count)
@@ -104,9 +104,12 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     (tokens,) = generate_tokens(model, [context], max_new_tokens=12, sampling=GREEDY, stop=256)
     assert whole == ByteTokenizer().decode(tokens)
     stop = whole[5:7]
+    # Arguments that change nothing are no reason to refuse.
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "early_stopping": False}
+    neutral |= {"use_cache": True}
     requests = [
         (TEXT, {"max_gen_toks": 12, "until": [stop, "\n\n"], "do_sample": False}),
-        (TEXT, {"max_new_tokens": 12, "until": whole[3]}),
+        (TEXT, {"max_new_tokens": 12, "until": whole[3]} | neutral),
         (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
         (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
     ]
@@ -116,32 +119,31 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     assert len({whole, *sampled}) == 3
 
 
-def test_arguments_that_change_nothing_are_no_reason_to_refuse(answers):
-    plain = {"max_gen_toks": 4, "until": []}
-    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1, "min_p": 0.0}
-    more = {"use_cache": True, "early_stopping": False, "num_return_sequences": 1}
-    first, second = answers.generate([(TEXT, plain), (TEXT, plain | neutral | more)])
-    assert first == second
-
-
-def test_requests_that_are_refused(answers):
-    with refused(ValueError, "num_beams=4"):
-        answers.generate([(TEXT, {"until": [], "num_beams": 4})])
-    with refused(ValueError, "''"):
-        answers.log_likelihoods([("a", "")])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
-def test_without_the_package_the_error_names_the_extra(model):
-    with refused(ImportError, "'.[eval]'"):
-        run_lm_eval(model, ["arc_easy"])
-
-
-@pytest.mark.parametrize("options", [{"limit": 0}, {"num_fewshot": -1}, {"batch_size": 0}], ids=str)
-def test_values_out_of_range_are_named(model, options):
-    ((name, value),) = options.items()
-    with refused(ValueError, f"{name}={value}"):
-        run_lm_eval(model, ["arc_easy"], **options)
+@pytest.mark.parametrize(
+    ("call", "kind", "named"),
+    [
+        (
+            lambda answers: answers.generate([(TEXT, {"until": [], "num_beams": 4})]),
+            ValueError,
+            "num_beams=4",
+        ),
+        (lambda answers: answers.log_likelihoods([("a", "")]), ValueError, "''"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], limit=0), ValueError, "limit=0"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], num_fewshot=-1), ValueError, "num_fewshot"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], batch_size=0), ValueError, "batch_size=0"),
+        pytest.param(
+            lambda answers: run_lm_eval(answers.model, ["arc_easy"]),
+            ImportError,
+            "'.[eval]'",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("lm_eval") is not None, reason="it is installed"
+            ),
+        ),
+    ],
+)
+def test_refusals(answers, call, kind, named):
+    with refused(kind, named):
+        call(answers)
 
 
 # --- the harness itself, and its class for Hugging Face models ------------------------------------
