@@ -29,7 +29,6 @@ class Repository:
     """A model; each commit holds all of its files."""
 
     private: bool = False
-    gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
 
@@ -138,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[sha]
         match action:
             case "revision":
-                fields = {"private": repository.private, "gated": repository.gated, "tags": []}
+                fields = {"private": repository.private, "tags": []}
                 siblings = [{"rfilename": file} for file in files]
                 self._json({"id": name, "sha": sha, "siblings": siblings, **fields})
-            case "resolve" if repository.gated and not is_owner:
-                self._refuse(403, f"Access to model {name} is restricted", "GatedRepo")
+            case "tree":
+                self._json([_entry(file, content) for file, content in files.items()])
             case "resolve":
                 self._resolve(sha, "/".join(rest[2:]), files)
             case "preupload":

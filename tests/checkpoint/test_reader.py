@@ -1,10 +1,8 @@
 """Reading checkpoints: on any mesh, in parts, every kind of damage, and of other versions."""
 
-import errno
 import gc
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -97,13 +95,13 @@ def test_one_array_after_the_other_from_the_newest_sound_checkpoint(saved, copy)
     wanted = abstract(saved[1][1]["params"])
     for candidate in candidates(copy):
         with candidate as checkpoint:
-            parts = {}
+            arrays = {}
             for name, leaf in wanted.items():
-                parts |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
+                arrays |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
     ((skipped, why),) = candidate.skipped
     assert (checkpoint.step, skipped) == (1, 2)
     assert "state" in why
-    assert_same(parts, saved[1][1]["params"])
+    assert_same(arrays, saved[1][1]["params"])
 
 
 def swap_layers(path):
@@ -125,10 +123,7 @@ def change_data_position(path):
 DAMAGE = {
     "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "meta"),
     "truncated data": (lambda p: truncate(data_files(p)[0]), "state"),
-    "missing data": (lambda p: data_files(p)[0].unlink(), "state"),
-    "missing state": (lambda p: shutil.rmtree(p / "state"), "state"),
     "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state"),
-    "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta"),
     "changed meta": (change_data_position, "meta"),
     "swapped layers": (swap_layers, "params/h/kernel"),
 }
@@ -197,7 +192,6 @@ def test_errors(saved, copy, tmp_path):
     "error",
     [
         TimeoutError("Connection timeout to host"),
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
         ValueError("UNAVAILABLE: Error reading the key: HTTP response code: 503"),
     ],
 )
@@ -222,7 +216,6 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
 @pytest.mark.parametrize(
     ("commit", "named"),
     [
-        ("1" * 40, [f"git checkout {'1' * 40}"]),
         (f"{'2' * 40}-dirty", [f"git checkout {'2' * 40}", "not committed"]),
         (None, ["git commit"]),
     ],

@@ -10,14 +10,13 @@ from tiny import MODEL, random_params
 from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import sharding
-from maxmars.eval import TrainedModel, load
+from maxmars.eval import TrainedModel
 from maxmars.eval.generate import (
     GREEDY,
     Sampling,
     choose,
     generate_texts,
     generate_tokens,
-    stream_texts,
     stream_tokens,
 )
 from maxmars.model.language_model import make_model
@@ -55,8 +54,8 @@ def sampled(model):
     return generate(model)
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(ours, expected):
+    for one, other in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -75,9 +74,9 @@ def uncached(model, prompt, count):
 
 
 def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
-    found = generate(model, sampling=GREEDY)
-    assert_equal(found, [uncached(model, prompt, 24) for prompt in PROMPTS])
-    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
+    greedy = generate(model, sampling=GREEDY)
+    assert_equal(greedy, [uncached(model, prompt, 24) for prompt in PROMPTS])
+    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), greedy)
 
 
 def test_what_a_prompt_gets_does_not_depend_on_the_others_or_the_mesh(model, sampled):
@@ -102,34 +101,26 @@ def test_stopping(model, sampled):
     def is_complete(tokens):
         return stop in tokens
 
-    found = generate(model, is_complete=is_complete)
-    assert_equal(found, [whole[: len(part)] for part, whole in zip(found, sampled, strict=True)])
-    assert all(stop in part or len(part) == 24 for part in found)
-    assert len(found[0]) < 24
+    drawn = generate(model, is_complete=is_complete)
+    assert_equal(drawn, [whole[: len(cut)] for cut, whole in zip(drawn, sampled, strict=True)])
+    assert all(stop in cut or len(cut) == 24 for cut in drawn)
+    assert len(drawn[0]) < 24
     assert generate(model, []) == []
 
 
 def test_tokens_that_come_one_by_one_are_the_same(model, sampled):
-    stop, found, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
+    stop, joined, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
     for pieces in stream_tokens(
         model, PROMPTS, max_new_tokens=24, sampling=ALL, stop=stop, batch_size=3, every_s=0.0
     ):
         for piece in pieces:
             assert piece.index not in ends
             assert len(piece.tokens) + (piece.end == "end_of_text") == 1
-            found[piece.index] += piece.tokens.tolist()
+            joined[piece.index] += piece.tokens.tolist()
             if piece.end is not None:
                 ends[piece.index] = piece.end
-    assert_equal(found, generate(model, stop=stop))
-    assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(found)}
-
-
-def test_text_that_comes_in_pieces_is_the_whole_text(model):
-    prompts = ["a", "", "a", "ä long one"]
-    found = ["" for _ in prompts]
-    for piece in stream_texts(model, prompts, max_new_tokens=40, sampling=ALL):
-        found[piece.index] += piece.text
-    assert found == generate_texts(model, prompts, max_new_tokens=40, sampling=ALL)
+    assert_equal(joined, generate(model, stop=stop))
+    assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(joined)}
 
 
 def test_a_context_that_gets_full_compiles_nothing(model):
@@ -176,27 +167,6 @@ def test_refusals(model, make, name, value):
         make(*arguments, **{name: value})
 
 
-@pytest.mark.peers
-def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    directory = reference_dir / "reference" / "hf_gpt2_tiny"
-    model = load(directory, mesh=one_device())
-    prompts = [RNG.integers(0, 50257, n).astype(np.int32) for n in (3, 40, 1000)]
-    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        whole = theirs.generate(
-            torch.tensor(prompt[None].astype(np.int64)),
-            max_new_tokens=20,
-            do_sample=False,
-            pad_token_id=50256,
-            eos_token_id=-1,
-        )
-        np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
-
-
 # --- drawing one token
 
 PROBABILITIES = np.array([0.05, 0.4, 0.02, 0.3, 0.13, 0.1])
@@ -231,6 +201,6 @@ def test_tokens_are_drawn_as_often_as_they_should_be(sampling, kept, temperature
     expected = np.zeros(len(PROBABILITIES))
     expected[kept] = PROBABILITIES[kept] ** (1 / temperature)
     expected /= expected.sum()
-    found = frequencies(sampling)
-    assert set(np.flatnonzero(found)) == set(kept)
-    np.testing.assert_allclose(found, expected, atol=4 * 0.5 / DRAWS**0.5)
+    shares = frequencies(sampling)
+    assert set(np.flatnonzero(shares)) == set(kept)
+    np.testing.assert_allclose(shares, expected, atol=4 * 0.5 / DRAWS**0.5)

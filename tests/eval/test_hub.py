@@ -173,13 +173,8 @@ def test_without_a_network_the_cache_is_used(one, tmp_path, capsys, monkeypatch)
 NOT_FETCHED = {
     # A target, the token, and what the one line names.
     "no owner": ("hf:gpt2", None, "hf:gpt2"),
-    "a folder": ("hf:a/b/c", None, "a/b/c"),
-    "no revision": ("hf:a/b@", None, "hf:a/b@"),
     "no name": ("hf:a/b--c", None, "a/b--c"),
     "missing": ("hf:no/such", None, "Repository Not Found"),
-    "private": ("hf:some/private", None, "Repository Not Found"),
-    "no such revision": ("hf:some/open@v9", None, "some/open@v9"),
-    "gated": ("hf:some/gated", None, "restricted"),
     "pickle": ("hf:some/pickle", None, "model.safetensors"),
     "llama": ("hf:some/llama", None, '"llama"'),
     "expired": ("hf:some/open", "hf_expired", "401"),
@@ -192,8 +187,6 @@ def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
     target, token, value = NOT_FETCHED[case]
     files = {path.name: path.read_bytes() for path in one.iterdir()}
     hub.add("some/open", files)
-    hub.add("some/gated", files, gated=True)
-    hub.add("some/private", files, private=True)
     pickle = {"pytorch_model.bin": files.pop("model.safetensors")}
     hub.add("some/pickle", files | pickle)
     hub.add("some/llama", model_files(tmp_path / "llama", model_type="llama"))

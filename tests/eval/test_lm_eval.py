@@ -44,9 +44,9 @@ def plain_score(model):
     return plain_scorer(MODEL, model.params)
 
 
-def assert_scores_equal(found, expected):
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    np.testing.assert_allclose([n for n, _ in found], [n for n, _ in expected], rtol=1e-5)
+def assert_scores_equal(ours, expected):
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
+    np.testing.assert_allclose([n for n, _ in ours], [n for n, _ in expected], rtol=1e-5)
 
 
 @pytest.mark.seconds
@@ -70,13 +70,13 @@ def test_texts_are_split_as_the_harness_does(answers):
         return np.frombuffer(text.encode(), np.uint8)
 
     end_of_text = np.array([256])
-    found = answers.log_likelihoods(
+    ours = answers.log_likelihoods(
         [("a man", " sat"), ("a man  ", "sat"), ("", "sat"), (" ", "sat")]
     )
     pairs = [("a man", " sat"), ("a man", "  sat")]
     split = [(tokens(context), tokens(end)) for context, end in pairs]
     split += [(end_of_text, tokens("sat")), (end_of_text, tokens(" sat"))]
-    assert found == answers.score(split)
+    assert ours == answers.score(split)
 
 
 def test_rolling_windows_score_each_token_once_with_the_most_context():
@@ -92,10 +92,10 @@ def test_rolling_windows_score_each_token_once_with_the_most_context():
 
 def test_rolling_log_likelihoods_of_texts(answers, plain_score):
     texts = [TEXT, "", "short"]
-    found = answers.rolling_log_likelihoods(texts)
+    ours = answers.rolling_log_likelihoods(texts)
     windows = [rolling_windows(np.frombuffer(t.encode(), np.uint8), 256, 16) for t in texts]
     expected = [sum(plain_score(*pair)[0] for pair in pairs) for pairs in windows]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_generated_text_ends_before_a_stopping_text(model, answers):
@@ -275,11 +275,11 @@ def instances(requests):
 
 @pytest.mark.peers
 def test_a_local_task_scores_as_the_harness_does(reference_dir, hf_answers, hflm, task_directory):
-    found = run_lm_eval(hf_answers.model, ["local_hellaswag"], include_path=task_directory)
+    report = run_lm_eval(hf_answers.model, ["local_hellaswag"], include_path=task_directory)
     reference = json.loads((reference_dir / "reference" / "hellaswag_reference.json").read_text())
-    scores = found["results"]["local_hellaswag"]
+    scores = report["results"]["local_hellaswag"]
     assert {name: scores[name] for name in ("acc", "acc_norm")} == reference["lm_eval"]
-    assert found["num_questions"] == {"local_hellaswag": 600}
+    assert report["num_questions"] == {"local_hellaswag": 600}
 
     questions = load_questions(reference_dir / "data" / "hellaswag_val_600.jsonl", num_questions=50)
     pairs = [(question.context, f" {end}") for question in questions for end in question.endings]
@@ -307,9 +307,9 @@ def test_generated_texts_are_those_of_the_harness(hf_answers, hflm, task_directo
     arguments = {"until": ["\n", "."], "max_gen_toks": 20}
     requests = [(context, arguments) for context in contexts]
     assert hf_answers.generate(requests) == hflm.generate_until(instances(requests))
-    found = run_lm_eval(hf_answers.model, [str(task_directory / "generation.yaml")], limit=3)
-    assert found["results"]["local_generation"]["exact_match"] == 0.0
-    assert found["num_questions"] == {"local_generation": 3}
+    report = run_lm_eval(hf_answers.model, [str(task_directory / "generation.yaml")], limit=3)
+    assert report["results"]["local_generation"]["exact_match"] == 0.0
+    assert report["num_questions"] == {"local_generation": 3}
 
 
 @pytest.mark.peers

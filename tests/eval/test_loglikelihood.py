@@ -53,10 +53,10 @@ def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=Non
 def test_packed_continuations_equal_separate_rows(choices, change):
     model = dataclasses.replace(MODEL, **change)
     params = jax.tree.map(lambda x: 8 * x, init_params(model, 0))
-    found = score(params, choices, model=model)
+    scores = score(params, choices, model=model)
     plain_score = plain_scorer(model, params)
-    assert [len(f) for f in found] == [4, 4, 4, 2, 1, 8]
-    for f, item in zip(found, choices, strict=True):
+    assert [len(f) for f in scores] == [4, 4, 4, 2, 1, 8]
+    for f, item in zip(scores, choices, strict=True):
         e = np.array([plain_score(item.context, tokens)[0] for tokens in item.continuations])
         np.testing.assert_allclose(f, e, atol=2e-5 * abs(e).max())
 
