@@ -98,6 +98,7 @@ def test_the_comparison_is_that_of_the_questions(report):
     assert scores["difference"]["loss"] == pytest.approx(loss)
 
 
+@pytest.mark.seconds
 def test_the_table_counts_questions_that_are_too_long(run, finished_run, tmp_path, capsys):
     rows = [fields_of(number, *question) for number, question in enumerate(SHORT)]
     rows[2] |= {"ctx_a": "They.", "ctx": "They.", "activity_label": "C"}  # the only one for 16
@@ -141,7 +142,7 @@ def test_a_loss_on_other_tokens_devices_and_batches(run, report, tokens, tmp_pat
 
 @pytest.fixture(scope="module")
 def directories(tokens, tmp_path_factory):
-    """Tokens that cannot be scored as they are, and a model without any."""
+    """Tokens that cannot be scored as they are."""
     folder = tmp_path_factory.mktemp("directories")
     (folder / "raw").mkdir()
     (folder / "raw" / "val.bin").write_bytes(bytes(range(100)) * 40)
@@ -150,8 +151,6 @@ def directories(tokens, tmp_path_factory):
     shard.write_bytes(bytes(shard.stat().st_size))
     small = np.arange(100)  # a vocabulary that fits
     write_shards(folder / "gpt2", small, small, vocab_size=257, tokenizer="gpt2")
-    (folder / "hf").mkdir()
-    (folder / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
     return folder
 
 
@@ -164,11 +163,6 @@ def test_tokens_of_another_program_are_named(run, directories, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--tasks loss,arc", "'arc'"),
-        ("--tasks ,", "no task is named"),
-        ("--data.num-windows 0", "--data.num-windows 0"),
-        ("--batch-size 0", "--batch-size 0"),
-        ("--hellaswag.num-questions 0", "--hellaswag.num-questions 0"),
         ("--against nowhere", "nowhere"),
         ("--data.path nowhere", "--tasks hellaswag"),
         ("--output gs://bucket/a.json", "--output gs:/bucket/a.json"),

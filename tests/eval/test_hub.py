@@ -89,6 +89,7 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, load(one).params, load(other).params)
 
 
+@pytest.mark.seconds
 def test_an_export_comes_back_from_the_hub_bit_by_bit(hub, logged_in, run, tmp_path, capsys):
     out, again, shards = (tmp_path / name for name in ("out", "again", "shards"))
     assert call("export", run, out, "--push", "me/back", "--private") == 0

@@ -49,7 +49,6 @@ def assert_scores_equal(ours, expected):
     np.testing.assert_allclose([n for n, _ in ours], [n for n, _ in expected], rtol=1e-5)
 
 
-@pytest.mark.seconds
 def test_scores_of_token_pairs_equal_those_of_separate_rows(model, answers, plain_score):
     def tokens(count):
         return RNG.integers(0, 257, count)
