@@ -184,25 +184,23 @@ def score_models(
 
         if tasks is None or "loss" in tasks:
             windows = _open_windows(parsed, data, num_windows, mesh, batch_size)
-            if windows is None and tasks is not None:
-                raise ValueError(
-                    f"{targets[0]} does not say on which data it was trained, as a run does; name "
-                    "a directory of tokens (--data.path DIR), or leave the loss out (--tasks "
-                    "hellaswag)."
-                )
+            require(
+                windows is not None or tasks is None,
+                f"{targets[0]} does not say on which data it was trained, as a run does; name a "
+                "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag).",
+            )
         if tasks is None or "hellaswag" in tasks:
             questions = load_questions(hellaswag_path, num_questions=num_questions)
         evaluations = []
         if tasks is None or "own" in tasks:
-            first = parsed[0]
             if own is None:
-                own = first.own_evaluations() if isinstance(first, RunTarget) else ()
+                own = parsed[0].own_evaluations()
             evaluations = [OwnEvaluation(source, field="own") for source in own]
-            if not evaluations and tasks is not None:
-                raise ValueError(
-                    f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
-                    "name some by --own my_eval.py:rhyme, or leave own out of --tasks."
-                )
+            require(
+                bool(evaluations) or tasks is None,
+                f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
+                "name some by --own my_eval.py:rhyme, or leave own out of --tasks.",
+            )
         num_questions = len(questions)
         if questions and too_long == "leave_out":
             for target in parsed:
@@ -210,25 +208,24 @@ def score_models(
                 questions = fitting(questions, target.tokenizer(config), config.max_seq_len)
         for given, target in zip(targets, parsed, strict=True):
             model = load(target, mesh=mesh)
-            about = {"name": model.name, "source": model.origin, "digest": model.digest}
-            models.append({"target": str(given)} | about)
-            scores.append({})
+            fields: dict[str, Any] = {"target": str(given), "name": model.name}
+            fields |= {"source": model.origin, "digest": model.digest}
+            answers: Mapping[Protocol, Scores] = {}
             if windows is not None:
                 loss = _loss(model, *windows, shows(f"loss of {model.name}"))
-                models[-1] |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
+                fields |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
             if questions:
                 score = HellaSwag(
                     model.config, mesh, model.tokenizer, questions, batch_size=batch_size
                 )
-                scores[-1] = score(model.params, shows(f"HellaSwag of {model.name}"))
-                summaries = {protocol: s.summary() for protocol, s in scores[-1].items()}
-                models[-1]["hellaswag"] = summaries
-            if evaluations:
-                models[-1]["own"] = {}
+                answers = score(model.params, shows(f"HellaSwag of {model.name}"))
+                fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
             for evaluation in evaluations:
                 status.update(f"{evaluation.name} of {model.name}")
-                numbers = evaluation(model).items()
-                models[-1]["own"][evaluation.name] = {n: json_number(x) for n, x in numbers}
+                numbers = {name: json_number(x) for name, x in evaluation(model).items()}
+                fields.setdefault("own", {})[evaluation.name] = numbers
+            models.append(fields)
+            scores.append(answers)
             del model  # its parameters make room for those of the next
     fields = models[0]
     if questions:

@@ -318,6 +318,10 @@ class HFTarget:
         """The configuration of the model, by its `config.json`."""
         return huggingface.read_config(self.directory)
 
+    def own_evaluations(self) -> tuple[Source, ...]:
+        """None: there is no run."""
+        return ()
+
     def tokenizer(self, config: ModelConfig, eot_token: str | None = None) -> Tokenizer:
         """The directory's own tokenizer.
 
