@@ -51,7 +51,7 @@ def test_a_damaged_record_is_no_obstacle(tmp_path):
     FileLock(path).release()
 
 
-DURATION_S = 0.3
+DURATION_S = 0.4
 
 
 class Network:
