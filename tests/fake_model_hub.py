@@ -32,9 +32,9 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+    def commit(self, files: dict[str, bytes]) -> str:
         sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
-        self.commits[sha], self.refs[branch] = dict(files), sha
+        self.commits[sha], self.refs["main"] = dict(files), sha
         return sha
 
     def find(self, revision: str) -> str | None:
