@@ -493,13 +493,11 @@ def _read_checkpoint(path: Any) -> Checkpoint:
 
 def _code_of(environment: dict[str, Any]) -> str:
     """The code that wrote a checkpoint, and how to have it: no package index has maxmars."""
-    version, commit = (environment.get(name) for name in ("maxmars", "git_commit"))
-    wrote = f"the maxmars that wrote it ({version or '0.1.0 or older'}"
-    if not commit:
-        return f"{wrote}; the checkpoint does not tell its git commit)"
-    plain = commit.removesuffix("-dirty")
-    changes = " and changes that were not committed" if commit != plain else ""
-    return f"{wrote}, git commit {plain}{changes}): `git checkout {plain}` in its repository"
+    commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+    return (
+        f"the maxmars that wrote it, {environment.get('maxmars', '0.1')}: `git checkout {commit}` "
+        "in its repository"
+    )
 
 
 def _together(path: Any, read_own: Callable[[], Any]) -> Any:
